@@ -3,8 +3,14 @@ never in memory at once.
 
 For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
 parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`);
-otherwise backward recomputes the chunk. Only the draft's states and head receive gradients. B rows, T positions, V
-vocabulary, N guesses, n guesses of a chunk.
+otherwise backward recomputes the chunk. Only the draft's states and head receive gradients.
+
+If the draft has a pruned vocabulary, all other tokens share one column: p has their mass there, and q has none.
+Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
+Losses that read argmax p need all columns, see `spec.LossDefinition.argmax`.
+
+B rows, T positions, V vocabulary, N guesses, n guesses of a chunk, Vd tokens of a pruned vocabulary, C columns of a
+distribution: Vd + 1 if the guess is pruned, else V.
 """
 
 import math
@@ -14,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
-from cotrain.losses.guess import Guess
+from cotrain.losses.guess import Guess, Pruned
 from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
 CHUNK = 512  # default number of positions whose distributions are in memory at once
@@ -33,8 +40,11 @@ def positions(vocabulary: int) -> int:
 class TargetDistributions(Protocol):
     """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`."""
 
-    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        """Return log p as served (n,V) at flat positions (n,), given log q there (n,V) and temperature (n,)."""
+    def logs(
+        self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
+    ) -> Tensor:
+        """Return log p as served (n,C) at flat positions (n,), given log q there (n,C) and temperature (n,). pruned:
+        that of the guess, whose last column is the mass of all tokens outside `pruned.ids`."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -60,7 +70,7 @@ def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tens
 class Statistics:
     """Unweighted means over the guesses that count, without gradient; 0 if no guess counts.
 
-    alpha: sum_v min(p, q), both distributions as served. alpha_greedy: p(argmax q). entropy: that of p, in nats.
+    alpha: sum_v min(p, q), both distributions as served. alpha_greedy: p(argmax q).
     alphas (B,T): alpha at each position, 0 where no guess counts. terms (m,): the sum of each requested term of the
     loss, with the weights of the loss.
     """
@@ -68,7 +78,6 @@ class Statistics:
     positions: int
     alpha: Tensor
     alpha_greedy: Tensor
-    entropy: Tensor
     alphas: Tensor
     terms: Tensor
 
@@ -100,14 +109,14 @@ def chunked(
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
     shapes that do not fit.
     """
-    rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
+    rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
     weight = mask.flatten()[guess.at]  # (N,)
 
     def part(i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logp, logq = rows.distributions(i, states)
         values = loss(logp, logq) * weight[i]
         if not measured:
-            return values, values.new_full((len(i), 3 + len(terms)), math.nan)
+            return values, values.new_full((len(i), 2 + len(terms)), math.nan)
         separate = [term(logp, logq.detach()) * weight[i] for term in terms]
         return values, rows.statistics(logp, logq, i, separate)  # last: recomputation in backward ends before it
 
@@ -179,14 +188,15 @@ def token_logs(
     losses.
 
     Temperature and truncation are as in `chunked`, and q is not truncated. A distribution without mass at x gives -inf.
+    If x is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside.
     Positions outside mask (B,T) and positions without a guess get 0 and -inf, like a token that is never drafted.
     Differentiable in the guess.
     """
-    rows = _Rows(target, guess, _spread(temperature, x.shape, guess.states), truncate)
+    rows = _Rows(target, guess, over_positions(temperature, x.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.distributions(i)
-        return _logs_of(x.flatten()[guess.at[i]], logp, logq)
+        return _logs_of(rows.columns(x.flatten()[guess.at[i]]), logp, logq)
 
     counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
     logs, at = torch.cat(_each(part, counted.split(chunk))), guess.at[counted]  # (n,2), (n,)
@@ -229,7 +239,8 @@ def compared(
 
     x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`.
     """
-    rows = _Rows(target, guess, _spread(temperature, mask.shape, guess.states), truncate)
+    guess = guess.whole()
+    rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.distributions(i)
@@ -245,7 +256,7 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """Return the value of each of the distributions (n,V) at tokens x (n,), as (n, number of distributions)."""
+    """Return the value of each of the distributions (n,C) in columns x (n,), as (n, number of distributions)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
@@ -265,32 +276,42 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,), (n,V) each. states
+        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,), (n,C) each. states
         (n,Dq): the draft's states of these guesses, if they have already been indexed."""
-        states, at = self.guess.states[i] if states is None else states, self.guess.at[i]
-        logq = log_probs(self.guess.head(states), self.temperature[at])
+        states, at, pruned = self.guess.states[i] if states is None else states, self.guess.at[i], self.guess.pruned
+        logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
+        if pruned is not None:
+            logq = pad(logq, (0, 1), value=-math.inf)
         with torch.no_grad():
-            logp = self.target.logs(at, logq, self.temperature[at], self.truncate)
+            logp = self.target.logs(at, logq, self.temperature[at], self.truncate, pruned)
         return logp, logq
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Return the columns (n,) of tokens x (n,)."""
+        pruned = self.guess.pruned
+        if pruned is None:
+            return x
+        other = x.new_full((pruned.size,), len(pruned.ids))
+        return other.index_copy(0, pruned.ids, torch.arange(len(pruned.ids), device=x.device))[x]
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """Return alpha, p(argmax q), the entropy of p, and terms of the loss: (n,) each, stacked to (n,3+m)."""
+        """Return alpha, p(argmax q), and terms of the loss: (n,) each, stacked to (n,2+m)."""
         alpha = losses.alpha(logp, self.served(logq, i))
-        return torch.stack([alpha, losses.alpha_greedy(logp, logq), losses.entropy(logp), *terms], -1)
+        return torch.stack([alpha, losses.alpha_greedy(logp, logq), *terms], -1)
 
     def served(self, logs: Tensor, i: Tensor) -> Tensor:
         return served(logs, self.temperature[self.guess.at[i]], self.truncate)
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
-    """Sum up figures (n,3+m) of guesses at flat positions (n,)."""
+    """Sum up figures (n,2+m) of guesses at flat positions (n,)."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, at, figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
-    return Statistics(len(at), mean[0], mean[1], mean[2], alphas, figures[:, 3:].sum(0))
+    return Statistics(len(at), mean[0], mean[1], alphas, figures[:, 2:].sum(0))
 
 
-def _spread(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
+def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     """Expand a temperature, a number, (B,) or (B,T), to (B*T,). Raises ValueError for other shapes or values < 0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):

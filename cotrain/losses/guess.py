@@ -1,12 +1,25 @@
-"""The predictions of a student in training, to which losses apply. B texts, T tokens, N guesses, V vocabulary."""
+"""The predictions of a student in training, to which losses apply.
+
+B texts, T tokens, N guesses, V vocabulary, Vd tokens of a pruned vocabulary.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ANY = -1  # the depth of a guess that holds at every depth
+
+
+class Pruned(NamedTuple):
+    """The part of a head that gives finite logits. ids (Vd,) int64: its tokens, without duplicates, each below `size`.
+    head: (n, Dq) -> logits (n, Vd). size: V."""
+
+    ids: Tensor
+    head: Callable[[Tensor], Tensor]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,8 @@ class Guess:
     the distribution at a position is the same at every depth. at (N,) int64: flat positions b * T + t, without
     duplicates. states (N, Dq). head: (n, Dq) -> logits (n, V). parameters: all trained parameters of the head; if they
     are given, a loss computes each chunk only once. share: the fraction of the depth's positions that were drawn at
-    random for this guess; sums over them are divided by it.
+    random for this guess; sums over them are divided by it. pruned: the part of the head with finite logits, if the
+    draft has a pruned vocabulary. A loss then computes Vd + 1 columns instead of V.
     """
 
     depth: int
@@ -26,11 +40,17 @@ class Guess:
     head: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...] = field(default=())
     share: float = 1.0
+    pruned: Pruned | None = None
 
     @classmethod
     def everywhere(
-        cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY
-    ) -> "Guess":
+        cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY,
+        pruned: Pruned | None = None,
+    ) -> "Guess":  # fmt: skip
         """Return a guess at every position, from states (B, T, Dq)."""
         at = torch.arange(states.shape[0] * states.shape[1], device=states.device)
-        return cls(depth, at, states.flatten(0, 1), head, parameters)
+        return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)
+
+    def whole(self) -> "Guess":
+        """Return the guess whose losses compute all V columns."""
+        return replace(self, pruned=None)

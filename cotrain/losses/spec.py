@@ -29,12 +29,14 @@ class LossDefinition:
     merged: whether the loss is defined for distributions of which only the top k tokens are stored, see `TopKTeacher`.
     over: the count that divides its sum: "positions", or "texts" or "tokens" for a loss of whole texts.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
+    argmax: whether it reads the target's most probable token, which tokens outside a pruned vocabulary must not hide.
     """
 
     function: Callable[..., Any]
     merged: bool = False
     over: str = "positions"
     weighted: bool = False
+    argmax: bool = False
 
     @property
     def sequence(self) -> bool:
@@ -50,7 +52,7 @@ LOSSES = {
     "lk": LossDefinition(divergences.lk, merged=True),
     "rkl": LossDefinition(divergences.rkl, merged=True),
     "jsd": LossDefinition(divergences.jsd, merged=True),
-    "greedy": LossDefinition(divergences.greedy, merged=True),
+    "greedy": LossDefinition(divergences.greedy, merged=True, argmax=True),
     "match": LossDefinition(divergences.match),
     "greedy_draft": LossDefinition(divergences.greedy_draft),
     "length": LossDefinition(sequence.length, over="texts"),
@@ -83,13 +85,15 @@ class LossSpec:
 
     position: the sum of its losses per position, as a function of (logp, logq); None if it has none. sequence: its
     losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance there saves.
-    merged: whether all its losses are `LossDefinition.merged`. terms: the losses that `position` sums.
+    merged: whether all its losses are `LossDefinition.merged`. argmax: whether any is `LossDefinition.argmax`. terms:
+    the losses that `position` sums.
     """
 
     position: Position | None
     sequence: tuple[Term, ...] = ()
     weighted: bool = False
     merged: bool = False
+    argmax: bool = False
     terms: tuple[Term, ...] = ()
 
 
@@ -102,8 +106,8 @@ def parse(expression: str) -> LossSpec:
         raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
-    merged = all(term.loss.merged for term in terms)
-    return LossSpec(_sum(per_position), per_text, bool(weighted), merged, per_position)
+    merged, argmax = all(term.loss.merged for term in terms), any(term.loss.argmax for term in terms)
+    return LossSpec(_sum(per_position), per_text, bool(weighted), merged, argmax, per_position)
 
 
 def _terms(expression: str) -> list[Term]:

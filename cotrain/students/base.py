@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.losses.guess import ANY, Guess
+from cotrain.losses.guess import ANY, Guess, Pruned
 from cotrain.teacher.target_model import Seen
 from inference import Engine, Sampling
 from inference.models.passes import LAST
@@ -181,6 +181,12 @@ def student_class(kind: str) -> type[Student]:
     module, _, name = KINDS[kind].partition(":")
     student: type[Student] = getattr(import_module(module), name)
     return student
+
+
+def pruned_to(ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
+    """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have mass;
+    None is returned if any of its tokens can have none, as in the padding of a target's head."""
+    return Pruned(ids, head, size) if int(ids.max()) < size else None
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:

@@ -97,7 +97,7 @@ class BlockStudent(EagleStudent):
         context = network.context(network.features(seen.states), *network.angles(positions))
         most = max(MOST_QUERIES * ids.shape[1] // (1 + K), 1)
         states = torch.cat([self._states(ids, positions, texts, part, context) for part in anchors.split(most)], 1)
-        guesses, parameters = [], tuple(network.lm_head.parameters())
+        guesses, parameters, pruned = [], tuple(network.lm_head.parameters()), self.pruned
         for depth in range(K):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
@@ -105,7 +105,7 @@ class BlockStudent(EagleStudent):
                 chosen = u[anchors[columns]] < KEEP**depth
                 rows, columns = rows[chosen], columns[chosen]
             at = rows * ids.shape[1] + anchors[columns] + depth
-            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share=share))
+            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share, pruned))
         return self.after_tokens(guesses, ids)
 
     @staticmethod

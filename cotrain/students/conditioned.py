@@ -39,7 +39,7 @@ class ConditionedStudent(IndependentStudent):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))
         states = states * self._scale(batch["temperature"]).to(states)
-        return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
+        return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
         """Return the scale: (B, 1, D) for one temperature a text (B,), (B, T, D) for one a token (B, T)."""

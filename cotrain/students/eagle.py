@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen, Student
+from cotrain.losses.guess import Pruned
+from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
 from inference.models.small_heads import fill
@@ -126,6 +127,12 @@ class EagleStudent(Student):
             return self.network.t2d[: self.vocabulary]
         return super().known
 
+    @property
+    def pruned(self) -> Pruned | None:
+        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        network = self.network
+        return pruned_to(network.known, network.lm_head, self.vocabulary) if network.pruned else None
+
     def know(self, counts: Tensor) -> None:
         """Choose the most frequent tokens, by counts (V,), as the pruned vocabulary, with their rows of the head."""
         if self.network.pruned:
@@ -136,7 +143,7 @@ class EagleStudent(Student):
         network, ids = self.network, batch["ids"]
         rounds = EagleRounds(ids, batch.get("position_ids"))
         features, attention = network.features(seen.states), RoundAttention(network.groups, network.scale)
-        guesses = []
+        guesses, pruned = [], self.pruned
         depths = network.config.depths if torch.is_grad_enabled() else max(network.config.depths, JUDGED)
         for depth in range(min(depths, ids.shape[1] - 1)):
             count = ids.shape[1] - 1 - depth
@@ -146,7 +153,7 @@ class EagleStudent(Student):
             features = network.layer(embedded, features[:, :count], *angles, attend)
             at, inside = rounds.of(depth)
             states = network.norm(features)[inside]
-            guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters())))
+            guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters()), pruned=pruned))
         return guesses
 
     def embedded(self, ids: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student
+from cotrain.losses.guess import Pruned
+from cotrain.students.base import ANY, DEFAULT, Guess, Seen, Student, pruned_to
 from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
@@ -92,6 +93,13 @@ class IndependentStudent(Student):
         return torch.zeros_like(every).index_fill(0, known[known < len(every)], True)
 
     @property
+    def pruned(self) -> Pruned | None:
+        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        if self.small is None or self.small.known is None:
+            return None
+        return pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)
+
+    @property
     def undecided(self) -> bool:
         return self.small is not None and self.small.undecided
 
@@ -103,8 +111,12 @@ class IndependentStudent(Student):
             self.small.know(sorted(top.tolist()))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        states = self.read(batch["ids"], batch.get("position_ids"))
-        return [Guess.everywhere(states, self.head, tuple(self.network.get_output_embeddings().parameters()))]
+        return [self.everywhere(self.read(batch["ids"], batch.get("position_ids")))]
+
+    def everywhere(self, states: Tensor, depth: int = ANY) -> Guess:
+        """Return the guess that the head makes from states (B, T, D)."""
+        parameters = tuple(self.network.get_output_embeddings().parameters())
+        return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
 
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,

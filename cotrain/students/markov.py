@@ -29,7 +29,11 @@ def after_tokens(
         def head(read: Tensor) -> Tensor:
             return guess.head(read[..., :width]) + spread(markov.markov_w2(read[..., width:]))
 
+        pruned = guess.pruned
+        if pruned is not None:
+            plain = pruned.head
+            pruned = pruned._replace(head=lambda read: plain(read[..., :width]) + markov.markov_w2(read[..., width:]))
         parameters = (*guess.parameters, *markov.markov_w2.parameters())
-        return replace(guess, states=torch.cat((states, rows), -1), head=head, parameters=parameters)
+        return replace(guess, states=torch.cat((states, rows), -1), head=head, parameters=parameters, pruned=pruned)
 
     return [joined(guess) for guess in guesses]

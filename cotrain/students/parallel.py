@@ -8,6 +8,7 @@ B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +96,12 @@ class ParallelStudent(IndependentStudent):
         masks = masks_after(starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
         texts = None if position_ids is None else segments(position_ids.to(device))
         states = self._states(ids, position_ids, masks)
-        head = (self.head, tuple(self.network.get_output_embeddings().parameters()))
-        guesses = [Guess.everywhere(states[:, :length], *head, depth=0)]
+        guesses = [self.everywhere(states[:, :length], depth=0)]
         for depth in range(1, self.depths):
             at, of_masks = positions_of(masks, depth, ids, texts)
             of_depth = states[:, length:].flatten(0, 1)[of_masks]
-            guesses.append(Guess(depth, at, of_depth, *head, share=1.0 if u is None else KEEP**depth))
+            share = 1.0 if u is None else KEEP**depth
+            guesses.append(replace(guesses[0], depth=depth, at=at, states=of_depth, share=share))
         return guesses
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
@@ -165,11 +166,12 @@ class PEagleStudent(EagleStudent):
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
         at, inside = rounds.of(0)
-        guesses = [Guess(0, at, states[:, : ids.shape[1] - 1][inside], *head)]
+        guesses, pruned = [Guess(0, at, states[:, : ids.shape[1] - 1][inside], *head, pruned=self.pruned)], self.pruned
         for depth in range(1, depths):
             at, of_masks = positions_of(masks, depth, ids, rounds.text, 1)
             of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]
-            guesses.append(Guess(depth, at, of_depth, *head, share=1.0 if u is None else KEEP**depth))
+            share = 1.0 if u is None else KEEP**depth
+            guesses.append(Guess(depth, at, of_depth, *head, share=share, pruned=pruned))
         return self.after_tokens(guesses, ids)
 
     @classmethod

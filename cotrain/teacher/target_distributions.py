@@ -14,15 +14,20 @@ B texts, T tokens, D width, n positions, V vocabulary, K stored tokens.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, served
+from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, over_positions, served
+from cotrain.losses.guess import Guess, Pruned
 from cotrain.teacher.target_model import Head, Reader, Record, Seen
 from inference.models.passes import LAST
+from inference.models.small_heads import spread
+
+REMEMBERED = 2**28  # bytes of a batch's distributions that are computed once for all guesses
 
 
 class Teacher(Protocol):
@@ -41,8 +46,64 @@ class FromStates:
     states: Tensor
     head: Head
 
-    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-        return served(log_probs(self.head(self.states.flatten(0, 1)[at]), temperature), temperature, truncate)
+    def logs(
+        self, at: Tensor, logq: Tensor | None, temperature: Tensor, truncate: Truncate | None,
+        pruned: Pruned | None = None,
+    ) -> Tensor:  # fmt: skip
+        logs = served(log_probs(self.head(self.states.flatten(0, 1)[at]), temperature), temperature, truncate)
+        return logs if pruned is None else with_rest(logs, pruned.ids)
+
+
+def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of ids (Vd,), and in the last column the logarithm of the mass of all other tokens:
+    log-probabilities (n, V) -> (n, Vd + 1)."""
+    inside = logs[:, ids]
+    mass = 1 - inside.exp().sum(-1, keepdim=True)
+    return torch.cat((inside, mass.clamp(min=0).log()), -1)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Distributions that were computed once for all guesses of a batch, which are at some of its positions.
+
+    values (n, C): log p as served. row (B * T,): of each flat position, -1 where there is none.
+    """
+
+    values: Tensor
+    row: Tensor
+
+    def logs(
+        self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
+    ) -> Tensor:
+        return self.values[self.row[at]]
+
+
+@torch.no_grad()
+def remembered(
+    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: Tensor,
+    truncate: Truncate | None, chunk: int,
+) -> TargetDistributions:  # fmt: skip
+    """Return the target's distributions at the positions of mask (B, T) at which at least one guess is, computed once;
+    or `target` itself if they would take more than `REMEMBERED` bytes, or depend on the draft.
+
+    All guesses must be pruned to the same ids, or none. temperature: as in `chunked`.
+    """
+    if not isinstance(target, FromStates):
+        return target
+    wanted = torch.zeros_like(mask).flatten()
+    for guess in guesses:
+        wanted[guess.at] = True
+    at = (wanted & mask.flatten()).nonzero().squeeze(-1)
+    each, values = over_positions(temperature, mask.shape, target.states), at.new_zeros(0)
+    for number, some in enumerate(at.split(chunk)):
+        part = target.logs(some, None, each[some], truncate, guesses[0].pruned)
+        if not number:
+            if len(at) * part[0].nbytes > REMEMBERED:
+                return target
+            values = part.new_empty(len(at), part.shape[1])
+        values[number * chunk : number * chunk + len(some)] = part
+    row = torch.full_like(wanted, -1, dtype=torch.long).index_copy(0, at, torch.arange(len(at), device=at.device))
+    return Remembered(values, row)
 
 
 @dataclass(frozen=True)
@@ -71,9 +132,14 @@ class TopKDistributions:
 
     top: TopKAndRest
 
-    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+    def logs(
+        self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
+    ) -> Tensor:
         ids, logs, rest = self.top
-        return completed(TopKAndRest(ids.flatten(0, 1)[at], logs.flatten(0, 1)[at], rest.flatten()[at]), logq)
+        top = TopKAndRest(ids.flatten(0, 1)[at], logs.flatten(0, 1)[at], rest.flatten()[at])
+        if pruned is None:
+            return completed(top, logq)
+        return with_rest(completed(top, spread(logq[:, :-1], pruned.ids, pruned.size)), pruned.ids)
 
 
 class TopKTeacher:

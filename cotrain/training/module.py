@@ -28,7 +28,7 @@ from cotrain.losses.spec import MERGED, LossSpec
 from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_distributions import StatesTeacher, Teacher, TopKTeacher, outside, seen
+from cotrain.teacher.target_distributions import StatesTeacher, Teacher, TopKTeacher, outside, remembered, seen
 from cotrain.teacher.target_model import Record, served
 from cotrain.training.distributed import StepCounts, counted, divisors, gathered, rest, sampled, sharded, within
 from cotrain.training.progress import Progress
@@ -263,9 +263,16 @@ class Distillation(lightning.LightningModule):
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)
-        distributions = self.distributions_of.distributions(record)
-        asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
+        if spec.argmax:
+            guesses = [guess.whole() for guess in guesses]
+        distributions = self.distributions_of.distributions(record)
+        if len(guesses) > 1 or spec.sequence or spec.weighted:  # else each distribution is read once
+            counted_positions = pad(batch["predicted"] | sampled(batch), (0, 1))
+            distributions = remembered(
+                distributions, guesses, counted_positions, batch["temperature"], self.truncate, self.chunk
+            )
+        asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
         by_depth = self.decay is None and not self.top  # top-k distributions may lack the text's tokens
         logs = logs_for(spec, asked, guesses, by_depth)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)

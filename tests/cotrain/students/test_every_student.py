@@ -103,6 +103,28 @@ def test_a_loss_in_chunks_has_the_gradients_of_a_whole_one(kind: str) -> None:
 
 
 @EVERY
+def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the target's distributions, computed once for all depths, are those of each."""
+    gradients = []
+    for narrow in (True, False):
+        student = STUDENTS[kind](target())
+        pruned = [guess.pruned for guess in guesses(student, IDS)]
+        assert [one is None for one in pruned] == [bool(student.known.all())] * len(pruned)
+        if not narrow:
+            monkeypatch.setattr(type(student), "pruned", None, raising=False)
+            monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", 0)
+        module = Distillation(student, target(), [Stage(1.0, parse("0.3*kl+0.7*tv"))], *([None] * 2), {})  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        predicted = torch.ones(3, 13, dtype=torch.bool)
+        batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+@EVERY
 def test_save_and_load_round_trip(kind: str, tmp_path: Path) -> None:
     student = STUDENTS[kind](target())
     student.network.float()

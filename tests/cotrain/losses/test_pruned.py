@@ -1,0 +1,120 @@
+"""Losses of a draft with a pruned vocabulary, over its own columns and one for all other tokens, against the same
+losses over all columns; and distributions of the target that are computed once for all guesses."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cotrain.losses import chunked
+from cotrain.losses.guess import Guess, Pruned
+from cotrain.losses.spec import LOSSES
+from cotrain.teacher.target_distributions import FromStates, Remembered, TopKTeacher, remembered, top_k
+from inference.models.small_heads import spread
+from inference.sampling import keep_top_k, keep_top_p
+
+B, T, D, V = 3, 6, 4, 11
+IDS = torch.tensor([0, 2, 3, 7, 10])
+F64 = torch.float64
+CUTS = {"plain": None, "top_k": partial(keep_top_k, k=4), "top_p": partial(keep_top_p, p=0.8)}
+TEMPERATURES = {"1": 1.0, "0": 0.0, "of texts": torch.tensor([1.0, 0.0, 0.6]), "of tokens": torch.rand(B, T)}
+POSITION = [name for name, loss in LOSSES.items() if not loss.sequence]
+
+
+def given() -> tuple[FromStates, Guess, Tensor, Tensor]:
+    """The target, a pruned guess at some positions, weights of positions (B, T), and tokens (B, T)."""
+    torch.manual_seed(5)
+    head_p, head_q = nn.Linear(D, V, dtype=F64), nn.Linear(D, len(IDS), dtype=F64)
+    theirs, at = 2 * torch.randn(B, T, D, dtype=F64), torch.randperm(B * T)[:13]
+    states = (2 * torch.randn(13, D, dtype=F64)).requires_grad_()
+    guess = Guess(
+        0, at, states, lambda one: spread(head_q(one), IDS, V), tuple(head_q.parameters()),
+        pruned=Pruned(IDS, head_q, V),
+    )  # fmt: skip
+    weights = torch.rand(B, T, dtype=F64) * (torch.rand(B, T) < 0.8)
+    return FromStates(theirs, head_p), guess, weights, torch.randint(V, (B, T))
+
+
+def slopes(value: Tensor, guess: Guess) -> Any:
+    return torch.autograd.grad(value, [guess.states, *guess.parameters])
+
+
+@pytest.mark.parametrize(("name", "cut", "temperature"), [
+    *product([name for name in POSITION if name not in ("greedy", "rkl")], CUTS, TEMPERATURES), ("rkl", "plain", "1")
+])  # fmt: skip
+def test_gradients_and_acceptance_are_those_over_all_columns(name: str, cut: str, temperature: str) -> None:
+    target, guess, weights, _ = given()
+    asked: Any = (weights, TEMPERATURES[temperature])
+    found = []
+    for chunk, one in ((4, guess), (100, guess.whole())):
+        value, statistics = chunked.chunked(LOSSES[name].function, target, one, *asked, chunk=chunk, truncate=CUTS[cut])
+        found.append((value, slopes(value, guess), statistics))
+    (narrow, ours, seen), (whole, theirs, every) = found
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close((seen.alpha, seen.alpha_greedy, seen.alphas),
+                               (every.alpha, every.alpha_greedy, every.alphas))  # fmt: skip
+    if name not in ("kl", "lk", "jsd"):  # at q = 0 these have a term of p alone
+        torch.testing.assert_close(narrow, whole)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_logs_of_tokens(cut: str, temperature: str) -> None:
+    """Of a token in the vocabulary as over all columns; of any other, q is 0 and p that of all other tokens."""
+    target, guess, weights, x = given()
+    mask, asked = weights > 0, {"temperature": TEMPERATURES[temperature], "truncate": CUTS[cut], "chunk": 4}
+    (logp, logq), (p, q) = (chunked.token_logs(target, one, x, mask, **asked) for one in (guess, guess.whole()))  # type: ignore[arg-type]
+    known, guessed = torch.isin(x, IDS), torch.zeros(B * T).index_fill(0, guess.at, 1).view(B, T).bool() & mask
+    torch.testing.assert_close(logq, q)
+    torch.testing.assert_close(logp[known | ~guessed], p[known | ~guessed])
+    assert bool((logp >= p - 1e-9)[guessed].all()) and bool((logq == -torch.inf)[guessed & ~known].all())
+
+
+def test_what_is_computed_once_is_what_each_guess_would_compute() -> None:
+    """For guesses at some positions each, pruned and whole, of texts and tokens at their own temperatures."""
+    target, guess, weights, _ = given()
+    mask = weights > 0
+    for one in (guess, guess.whole()):
+        parts = [
+            Guess(j, at, one.states[: len(at)], one.head, pruned=one.pruned) for j, at in enumerate(one.at.split(5))
+        ]
+        for temperature in map(torch.as_tensor, (torch.rand(B), torch.rand(B, T))):
+            once = remembered(target, parts, mask, temperature, keep, 3)
+            assert isinstance(once, Remembered)
+            each = chunked.over_positions(temperature, mask.shape, target.states)
+            for part in parts:
+                at = part.at[mask.flatten()[part.at]]
+                args: Any = (at, torch.zeros(len(at), V), each[at], keep, part.pruned)
+                torch.testing.assert_close(once.logs(*args), target.logs(*args))
+    wanted = torch.zeros(B * T).index_fill(0, guess.at, 1).bool() & mask.flatten()
+    assert len(once.values) == int(wanted.sum()), "other positions are not computed"  # type: ignore[union-attr]
+
+
+keep = partial(keep_top_k, k=5)
+
+
+def test_too_many_bytes_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, guess, weights, _ = given()
+    needed = int((weights.flatten()[guess.at] > 0).sum()) * (len(IDS) + 1) * 8
+    for limit, expected in ((needed, Remembered), (needed - 1, FromStates)):
+        monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", limit)
+        assert type(remembered(target, [guess], weights > 0, torch.ones(B), None, 4)) is expected
+
+
+def test_stored_top_tokens_of_a_pruned_guess() -> None:
+    """Gradients over the vocabulary's columns are those over all, from the top k of the target."""
+    target, guess, weights, _ = given()
+    t = torch.ones(B * T)
+    teacher = TopKTeacher(lambda *_: {}, target.head, 4, V, 1.0, None, 100)
+    top = top_k(target.logs(torch.arange(B * T), None, t, None), 4)
+    distributions = teacher.distributions(
+        {name: part.unflatten(0, (B, T)) for name, part in zip(top._fields, top, strict=True)}
+    )
+    assert remembered(distributions, [guess], weights > 0, t, None, 4) is distributions
+    for name in ("tv", "kl", "nla"):
+        ours, theirs = (slopes(chunked.chunked(LOSSES[name].function, distributions, one, weights)[0], guess)
+                        for one in (guess, guess.whole()))  # fmt: skip
+        torch.testing.assert_close(ours, theirs)
