@@ -104,11 +104,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of cotrain bench")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of cotrain bench")
     asked = parser.parse_args(arguments)
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        cfg: Any = checked("bench", compose("bench", overrides=quote(asked.set)))
+        cfg: Any = checked("bench", compose("bench", overrides=quote(["quantisation=none", *asked.set])))
     target, tokenizer = models(cfg)
     target.requires_grad_(False)
     engine = Engine(target, tokenizer=tokenizer, rows=16)

@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('terms_without_weights', 'cotrain/losses/chunked.py', 'chunked.part', '* weight[i] ', '', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 48),
-    ('temperatures_of_rows_as_columns', 'cotrain/losses/chunked.py', '_spread', '= 1 else t', '= 1 and len(t) != shape[1] else t', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 'texts are learnt at the temperatures of others'),
+    ('temperatures_of_rows_as_columns', 'cotrain/losses/chunked.py', 'over_positions', '= 1 else t', '= 1 and len(t) != shape[1] else t', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 'texts are learnt at the temperatures of others'),
     ('rows_temperature_on_the_target_alone', 'cotrain/losses/chunked.py', '_Rows.distributions', '), self.temperature', '), 0 * self.temperature', ['tests/cotrain/losses/test_chunked.py::test_chunks_equal_whole_distributions[kl-4-False]'], 10),
     ('rows_report_an_uncut_draft', 'cotrain/losses/chunked.py', '_Rows.statistics', 'self.served(logq, i)', 'logq', ['tests/cotrain/losses/test_chunked.py::test_truncation_cuts_p_in_the_loss_and_both_in_the_report'], 10),
     ('rows_keep_every_distribution', 'cotrain/losses/chunked.py', '_each', 'checkpoint(part, i, use_reentrant=False, preserve_rng_state=False', 'part(i', ['tests/cotrain/losses/test_chunked.py::test_no_distribution_outlives_its_chunk'], 'memory of whole distributions'),
@@ -30,4 +30,9 @@ ROWS_OF_BUGS = [
     ('lone_weight_of_a_loss_is_dropped', 'cotrain/losses/spec.py', '_sum', ' and terms[0].weight == 1', '', ['tests/cotrain/losses/test_weights.py::test_a_single_loss_has_its_weight'], 'loss.first=0.1*tv trains as tv'),
     ('terms_of_a_sum_twice', 'cotrain/losses/spec.py', '_terms', ' weights.get(name, 0.0) + weight', ' weight', ['tests/cotrain/losses/test_spec.py::test_a_name_that_comes_twice_is_one_term'], 'kl+kl is kl'),
     ('weights_of_a_sum_dropped', 'cotrain/losses/spec.py', 'Term.__call__', 'self.weight * ', '', ['tests/cotrain/losses/test_spec.py::test_a_name_is_the_loss_and_a_sum_is_weighted'], 'another loss than configured'),
+    ('all_other_tokens_seen_as_one_that_is_drafted', 'cotrain/losses/chunked.py', '_Rows.distributions', 'value=-math.inf', 'value=-20.0', ['tests/cotrain/losses/test_pruned.py::test_gradients_and_acceptance_are_those_over_all_columns'], 'q has mass in the column of the tokens outside a pruned vocabulary'),
+    ('token_outside_read_as_the_first_inside', 'cotrain/losses/chunked.py', '_Rows.columns', 'len(pruned.ids))', '0)', ['tests/cotrain/losses/test_pruned.py::test_logs_of_tokens'], 'a token outside a pruned vocabulary has the probability of one inside'),
+    ('rest_of_a_pruned_target_lost', 'cotrain/teacher/target_distributions.py', 'with_rest', 'mass = 1 -', 'mass = 0 *', ['tests/cotrain/losses/test_pruned.py::test_logs_of_tokens'], 'the mass of p outside a pruned vocabulary is dropped'),
+    ('remembered_at_one_temperature', 'cotrain/teacher/target_distributions.py', 'remembered', 'each[some]', 'each[:1].expand(len(some))', ['tests/cotrain/losses/test_pruned.py::test_what_is_computed_once_is_what_each_guess_would_compute'], 'all positions of a batch have the temperature of the first'),
+    ('argmax_of_p_hidden_by_the_rest', 'cotrain/training/module.py', 'Distillation.learn', 'if spec.argmax:', 'if False:', ['tests/cotrain/students/test_every_student.py::test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all'], 'a loss of argmax p reads the tokens outside a pruned vocabulary as one'),
 ]

@@ -8,7 +8,7 @@ import torch
 
 from studies import head_acceptance
 from studies.head_acceptance import accepted_low_rank, accepted_pruned, low_rank, over_texts
-from tests.folders import target_folder
+from tests.folders import own_texts, target_folder
 
 W = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
 STATES = torch.randn(700, 6, generator=torch.Generator().manual_seed(2))
@@ -41,8 +41,9 @@ def test_intervals_are_over_texts() -> None:
 
 def test_the_report(tmp_path: Path) -> None:
     folder = target_folder(tmp_path / "target")
-    words = f"--tokens 8,16 --ranks 4 --prompts 4 --new-tokens 12 --steps 3 --set target.path={folder}"
-    head_acceptance.main([str(tmp_path / "out.json"), *words.split()])
+    words = f"--tokens 8,16 --ranks 4 --prompts 4 --new-tokens 12 --steps 3 --set target.path={folder}".split()
+    head_acceptance.main([str(tmp_path / "out.json"), *words, f"data.path={own_texts(tmp_path / 'own.jsonl')}",
+                          "bench.prompt_tokens=100"])  # fmt: skip
     report = json.loads((tmp_path / "out.json").read_text())
     few, more = (report["heads"][f"{size} tokens"]["accepted"]["value"] for size in (8, 16))
     assert 0 < few < more < 1 and report["positions"]["judged"] > 0
