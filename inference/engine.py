@@ -160,7 +160,7 @@ class Engine:
         sampling: Sampling | Sequence[Sampling],
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Call:  # fmt: skip
-        """A new call for these prompts, see `generate`; it uses the slots of the call before it, which cannot go on."""
+        """Start a call, with arguments as in `generate`. It takes over the slots: the call before it cannot go on."""
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed: a whole number of 64 bits, not {seed!r}")
         with ALONE:
@@ -176,7 +176,7 @@ class Engine:
     def rounds(self, call: Call) -> Iterator[list[Event]]:
         """Decode round by round until every row has ended; rows that end make room for rows that wait."""
         while call.waiting or call.staged or call.active:
-            with ALONE:  # not while the caller has the events
+            with ALONE:  # released while the caller handles the events
                 self.slots.require(call)
                 self.slots.admit(call)
                 events = self._round(call)
@@ -217,7 +217,7 @@ class Engine:
             return Proposal(nothing, None, [0] * len(round.k))
         x, q, k, tree = self.proposer.propose(round)
         self.rule.require(self.proposer, tree)
-        if tree is not None and tree.shape is None:  # no paths on the host for settings that read the text
+        if tree is not None and tree.shape is None:  # settings that read the text need paths on the host: no drafts
             k = [0 if reads else length for reads, length in zip(round.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
             round.send(k, x=x.tolist())  # in the round's one copy, if nothing was sent yet
@@ -283,7 +283,7 @@ class Engine:
         return self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Raises TypeError, for `copy.deepcopy` and for pickle."""
+        """Refuse `copy.deepcopy` and pickle: raises TypeError."""
         raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
                         "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
 
