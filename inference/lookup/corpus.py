@@ -26,8 +26,8 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 
 @dataclass(frozen=True)
 class About:
-    """The contents of `datastore.json`. vocabulary: ids of the texts; depth: the longest match in tokens; tokenizer:
-    its hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
+    """The contents of `datastore.json`. vocabulary: number of ids; depth: the longest match in tokens; tokenizer: its
+    hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
 
     vocabulary: int
     depth: int
@@ -39,7 +39,7 @@ class About:
 
 
 class Datastore:
-    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252), for greedy chains of the most frequent continuation.
+    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252). Drafts are chains of the most frequent continuation.
 
     tokens, order: see the module; any integer type that is large enough.
     """

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger]
-CLIMB = 16  # most links updated for each token: enough for most texts, and a bound for texts like "aaaa..."
+CLIMB = 16  # most suffix links updated per token: enough for most texts, and a bound for texts like "aaaa..."
 
 
 class Match(NamedTuple):
@@ -30,8 +30,8 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
     """Positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of the array
     sorts first.
 
-    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids come from ranks by w, so log2(depth) sorts of n keys;
-    about 40 bytes a position during construction. Raises ValueError for depth < 1.
+    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
+    suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
     """
     if depth < 1:
         raise ValueError(f"depth: at least 1, not {depth}")
@@ -50,7 +50,7 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """1, 2, ... by the order of the keys, the same for equal ones."""
+    """The rank of each key, from 1; equal keys have the same rank."""
     sorted_keys = keys[order]
     rank = np.empty_like(keys)
     rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys

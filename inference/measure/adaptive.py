@@ -19,14 +19,14 @@ LEAST = 8  # batches: a bootstrap over fewer is too narrow
 FEWEST = 5  # batches, even past the time limit: a bootstrap over two has only three values
 GROWTH = 1.25
 Clock = Callable[[], float]
-Say = Callable[[int, float], None]  # called with batches timed, relative distance of the farther end
+Say = Callable[[int, float], None]  # called with the number of batches timed, and `Interval.within`
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """within: largest allowed distance of the interval's ends from the value, relative to the value; until: time limit,
-    on the clock. At least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly
-    `batches`."""
+    """When to stop. within: largest allowed distance of the interval's ends from the value, relative to the value; inf
+    times exactly `batches`. batches: the least number, if there is time. until: time limit, on the clock. FEWEST
+    batches are timed in any case."""
 
     batches: int
     within: float = inf
@@ -35,10 +35,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """within: distance of the 95 % interval's farther end from the value, relative to the value, None for one batch;
-    wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance and number of
-    batches were reached; batches, runs, seconds: what was timed; others: how many of the `cores` other processes used
-    meanwhile, None if unknown."""
+    """What was timed. within: distance of the 95 % interval's farther end from the value, relative to the value, None
+    for one batch; wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance
+    and number of batches were reached; batches, runs, seconds: amounts timed; others: how many of the `cores` other
+    processes used meanwhile, None if unknown."""
 
     within: float | None
     wanted: float | None

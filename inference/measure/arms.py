@@ -21,9 +21,9 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 
 @dataclass(frozen=True)
 class ArmResult:
-    """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill; stats: the
-    engine's counts, None for an arm without counts; decode_tokens: number of tokens in decode_seconds, None if it is
-    all of them."""
+    """tokens: new ids of each prompt. seconds: wall seconds, prefill included. decode_seconds: without the prefill.
+    stats: the engine's counts, None for an arm without counts. decode_tokens: number of tokens that were emitted in
+    decode_seconds, None for all."""
 
     tokens: list[list[int]]
     seconds: float
@@ -32,7 +32,7 @@ class ArmResult:
     decode_tokens: int | None = None
 
     def paid(self, decode: bool) -> tuple[int, float]:
-        """(tokens, seconds), with prefill or of decoding only."""
+        """(tokens, seconds), with the prefill or, if `decode`, without it."""
         total = sum(map(len, self.tokens))
         if not decode:
             return total, self.seconds

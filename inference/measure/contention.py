@@ -61,7 +61,7 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Whether this use is more than that of an idle machine; None if unknown."""
+    """Whether other processes used more of the `of` cores than on an idle machine; None if unknown."""
     return None if used is None else used > SHARE * of
 
 

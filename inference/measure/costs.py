@@ -325,7 +325,8 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """(first, step) of first + k step, by least squares; for fewer than two lengths the table's values, scaled."""
+    """(first, step) of the line first + k step through the real seconds of drafting, by least squares. With fewer than
+    two lengths they are the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

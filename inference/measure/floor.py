@@ -111,7 +111,7 @@ def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
 
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
-    """A pass of n ids a row after `context` tokens."""
+    """The load of a pass of n ids a row after `context` tokens."""
     weights, count = weight_bytes(lm)
     per_token = token_bytes(lm.model.config, lm.held)
     moved = weights + rows * per_token * (context + n) + 8 * rows * n * lm.vocabulary
@@ -119,7 +119,7 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
 
 
 def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -> list[Load]:
-    """Every pass of a round that drafts k tokens; k = 0 is a plain step. draft None: the target's pass alone."""
+    """The loads of all passes of a round that drafts k tokens; k = 0 is a plain step. draft None: only the target's."""
     own = [] if draft is None else k * [pass_load(draft, rows, 1, context)]
     return [pass_load(target, rows, k + 1, context), *own]
 

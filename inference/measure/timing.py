@@ -167,7 +167,7 @@ def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeat
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Runs that are not recorded."""
+    """Run every arm `times` times, without recording anything."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)

@@ -48,7 +48,7 @@ from inference.verify.predict_tree import (
 from inference.verify.tree import chain, from_paths, paths_of
 
 SMALL = 5  # every tree of up to so many nodes is rated
-SHRUNK = 0.3  # share by which 0-or-1 probabilities of likeliest children move to their mean over the texts
+SHRUNK = 0.3  # probabilities of likeliest children, 0 or 1, move by this share towards their mean over the texts
 WIDE = 4  # levels in which nodes may have more than two children, if the draft's distributions depend on the depth
 
 
@@ -188,14 +188,16 @@ def plan(distributions: Distributions, seconds: Seconds, most: int, children: in
 
 
 class Search:
-    """Shapes and their expected calls on texts, for any costs: nothing, chains, all trees of up to `SMALL` nodes, and
-    trees grown to every size within each of the `depths`, from nothing and from chains; under `traversal` also trees
-    grown anew from the same paths.
+    """Rates shapes by their expected calls on texts, for any costs.
 
-    longest: length of the longest chain, if above `depths`; sorts: whether children are the likeliest (for these both
-    rules accept the same nodes) or sampled; others: more shapes to rate. accept: by sort, see `accept_of`. calls: by
-    rule and sort, (B,) for each shape. If `shrunk` is above 0, calls of likeliest children are not exact on these
-    texts, but the choice is better on other texts, since a choice from few texts overfits.
+    The shapes are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of
+    the `depths`, from nothing and from chains. Under `traversal` trees are also grown anew from the same paths.
+
+    longest: length of the longest chain, if above `depths`. sorts: the sorts of children to rate: True for the
+    likeliest (both rules then accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by
+    sort, see `accept_of`. calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest
+    children are moved towards their means. Their calls on these texts are then not exact, but the choice is better on
+    other texts, since a choice from few texts overfits.
     """
 
     def __init__(

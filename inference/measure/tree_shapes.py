@@ -80,9 +80,11 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Calls that each of the candidates `nexts` saves, to first order. A round at t that reaches the candidate is
-    followed by one at t + depth + 1 instead of t + depth, which saves sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1});
-    E: the remaining calls."""
+    """Calls that each of the candidates `nexts` saves, to first order.
+
+    A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
+    sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), E being the remaining calls.
+    """
     reach = reach_tree(accept, parents, lengths)
     s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
     T = s.shape[1]
@@ -202,8 +204,8 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
 
 
 def round_seconds(costs: Costs) -> Seconds:
-    """Seconds of a round from a measured table: a draft step per level, a target pass over the anchor and all nodes,
-    the rest of the round. A draft pass over a level counts as one over one id."""
+    """A function that gives the seconds of a round from a measured table: one draft step per level, a target pass over
+    the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one id."""
 
     def seconds(parents: Parents) -> float:
         n = len(parents)
@@ -240,7 +242,7 @@ def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
 
 
 def _features(parents: Parents) -> np.ndarray:
-    """1 if anything is drafted, levels, and nodes above the last level beyond one per level."""
+    """[1 if anything is drafted, number of levels, nodes above the last level minus one per level]."""
     depths = depths_of(parents)
     levels = max(depths, default=0)
     return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])

@@ -62,7 +62,7 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """The window of the last n columns of a tree; its anchors are in slots anchor (A,), the largest is `longest`."""
+    """The window of the last n columns of a tree. anchor (A,): slots of the anchors; longest: the largest of these."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -140,7 +140,7 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 class SlotCache(Cache):
     """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
 
-    context: most tokens of a row, None for no bound; slots go past it only for drafts after a row's last token.
+    context: most tokens of a row, None for no bound. Only drafts after a row's last token use slots past it.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -180,7 +180,7 @@ class SlotCache(Cache):
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """`move_path` in the rows [0, A) of every layer."""
+        """Apply `move_path` to the rows [0, A) of every layer."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
@@ -224,7 +224,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     config_class: Any = type(config)
     try:
         return _stored(config_class, config.to_json_string()) * dtype.itemsize
-    except (RuntimeError, ValueError):  # experts that read values; a config that names no model
+    except (RuntimeError, ValueError):  # mixture-of-experts code that reads values; a config that names no model
         return _by_config(config.get_text_config()) * dtype.itemsize
 
 

@@ -32,8 +32,8 @@ _MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, A
 
 
 class CompiledForward(Lean):
-    """As `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run uncompiled,
-    with one warning."""
+    """The forward of `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run
+    uncompiled, with one warning."""
 
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
 
@@ -172,8 +172,8 @@ class CompiledForward(Lean):
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """During a compilation: weights that `llama.packed` would pack become constants of the graph, in the kernels'
-        order."""
+        """A context for compiling: weights that `llama.packed` would pack become constants of the graph, in the
+        kernels' order."""
         packs = not self.int8 and llama.can_pack(self.model)
         return config.patch(freezing=True) if packs else nullcontext()
 
@@ -188,8 +188,8 @@ def reason(error: Exception) -> str:
 
 
 def quote_libraries() -> None:
-    """torch 2.13 quotes the folders of headers for its C++ compiler, but not those of libraries: nothing would compile
-    if torch is installed in a path with a space."""
+    """Make torch 2.13 quote the folders of libraries for its C++ compiler, as it quotes those of headers. Otherwise
+    nothing compiles if torch is installed in a path with a space."""
     options = cpp_builder.BuildOptionsBase
     if " " in torch.__path__[0]:
         options.get_libraries_dirs = lambda self: [shlex.quote(path) for path in self._libraries_dirs]  # type: ignore[method-assign]

@@ -162,8 +162,8 @@ class Graphs:
 
 
 class ColumnGraph:
-    """A graph of run: (rows, C) int64 -> tensors. columns: parts (A, c) of its first input; floating-point inputs are
-    passed as their `bits`.
+    """A graph of the function `run`, which maps (rows, C) int64 to tensors. columns: parts (A, c) of its first input;
+    floating-point inputs are passed as their `bits`.
 
     The runs before a recording write keys and values too, so they use the inputs of a real pass and write the same
     numbers. Rows after A repeat the inputs of the first row until they have their own; no text uses their slots.
@@ -176,7 +176,7 @@ class ColumnGraph:
         self.graph = Graph(lambda: run(buffer), buffer.device, pool)  # no reference to self: freed without a collection
 
     def __call__(self, columns: Sequence[Tensor]) -> Any:
-        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after; valid as of `Graph`."""
+        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after, valid as `Graph` says."""
         torch.cat(list(columns), 1, out=self.buffer[: len(columns[0])])
         return self.graph()
 
@@ -281,8 +281,11 @@ class GraphForward(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """As `draft`, k drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest
-        tokens. fit: logits of the model -> of the round's vocabulary. None also if the round is on another device."""
+        """The k drafts of a round by its own distributions and draws, under any settings; else as `draft`.
+
+        greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. Also None if
+        the round is on another device.
+        """
         slots = self._slots(window)
 
         def make() -> Callable[[Inputs], Drafts]:
@@ -300,7 +303,7 @@ class GraphForward(Lean):
     def draft_masked(
         self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, fit: Callable[..., Tensor]
     ) -> Drafts | None:
-        """As `draft_for`, all drafts by `OnePass`, see `at_once`."""
+        """As `draft_for`, but all drafts come from one pass over masks (`OnePass`), see `at_once`."""
         slots = self._slots(window)
 
         def make() -> Callable[[Inputs], Drafts]:
@@ -338,7 +341,7 @@ class GraphForward(Lean):
 
             return run
 
-        if not self.failed and bucket not in self.graphs:  # recording runs it twice or more, a move must run once
+        if not self.failed and bucket not in self.graphs:  # recording would run the move more than once
             self._launch(bucket, [anchor, torch.full_like(path, -1)], make)
         if self.failed or self._launch(bucket, [anchor, path], make) is None:
             super().keep(start, path)

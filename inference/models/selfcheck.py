@@ -58,7 +58,7 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """Logits of the forward in few operations are not the model's own."""
+    """The logits of `llama`'s forward are not the model's own."""
 
 
 class CheckResult(NamedTuple):
@@ -125,7 +125,8 @@ def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
 
 
 class SelfCheck:
-    """Checks states of layers and trees of one model when they are first used; lean: by `Lean`, else by `Stock`."""
+    """Checks states of layers and trees of one model when they are first used. lean: the model runs by `Lean`, not by
+    `Stock`."""
 
     def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
         self.model, self.context, self.lean = model, context, lean
@@ -164,7 +165,7 @@ class SelfCheck:
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
-    """What `check` returns, run once for a model while its values, classes and settings stay."""
+    """What `check` returns. It runs again only if values, classes or settings of the model have changed."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
     with ALONE:
@@ -414,10 +415,12 @@ class Probe:
 
 
 def _apart(rows: Rows, whole: Rows) -> Tensor:
-    """The differences at all positions (P,), each the root mean square over the vocabulary, or the width, in standard
-    deviations of the model's own numbers there, `whole`, whose rows may be longer; infinite if only one of the two is
-    finite. Positions at which the model's own are not finite count as equal; columns in which all of them are -inf are
-    left out if ours are too."""
+    """The difference at each position (P,): root mean square over the vocabulary, or the width, in standard deviations
+    of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
+
+    It is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in which all of
+    the model's own are -inf are left out if ours are too.
+    """
     parts = []
     for row, own in zip(rows, whole, strict=True):
         own = own[: len(row)].to(torch.promote_types(own.dtype, torch.float32))
