@@ -105,8 +105,8 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes requests from the prompts of a call. target: the model whose limits are checked; ends: ids that end a text;
-    tokenizer: if None, strings are rejected; pads: ids that pad rows of a tensor."""
+    """Makes requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a text.
+    tokenizer: None to reject strings. pads: ids that pad rows of a tensor."""
 
     target: TextLimits
     ends: frozenset[int]

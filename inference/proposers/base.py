@@ -62,10 +62,9 @@ class Proposal(NamedTuple):
     """x (A, N): drafted ids; q (A, N, V): the exact distributions they were drawn from; k: the number of drafts of each
     row.
 
-    Entries past k_b are ignored, and so is everything after a distribution of NaN, which says that the draft had no
-    token there. q None: every draft is certain, with a one-hot distribution. x and q may be on another device than the
-    target; the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent
-    i - 1.
+    A distribution of NaN says that the draft had no token there; entries after it, and entries past k_b, are ignored.
+    q None: every draft is deterministic, with a one-hot distribution. x and q may be on another device than the target;
+    the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i - 1.
     """
 
     x: Tensor
@@ -75,8 +74,8 @@ class Proposal(NamedTuple):
 
 
 class Siblings(NamedTuple):
-    """The nodes of one level of a tree that have children. most: the largest number of children; paths: for each node
-    the nodes from the anchor down to it; first: the number of its first child; keys (n,): its column in a pass, 0 for
+    """The nodes of one level of a tree that have children. most: the largest number of children. For each node: paths,
+    the nodes from the anchor down to it; first, the number of its first child; keys (n,), its column in a pass, 0 for
     the anchor and i + 1 for node i, on the device of the draft."""
 
     most: int
@@ -185,8 +184,8 @@ class Round(Protocol):
 
 
 class RoundView:
-    """A round for one part of a proposer, to be subclassed: methods that a subclass does not define are those of the
-    round. k: drafts of each row. Implements `Round`."""
+    """A round for one part of a proposer, to be subclassed. Methods that a subclass does not override call the round's.
+    k: drafts of each row. Implements `Round`."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k

@@ -39,8 +39,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 class ExitConfig(PretrainedConfig):
     """num_hidden_layers: decoder layers of the target that draft. rank: of the low-rank change of each of their
-    projections, 0 for no change. depths: how many drafts a round was trained for. projections: name in a layer -> (out,
-    in)."""
+    projections, 0 for no change. depths: how many drafts of a round it was trained for. projections: name in a layer
+    -> (out, in)."""
 
     model_type = "cotrain_early_exit"
 
@@ -221,8 +221,8 @@ def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 class EarlyExit(Independent):
-    """Drafts with the first layers of the engine's own target (LayerSkip: Elhoushi et al. 2024, 2404.16710; Draft &
-    Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
+    """Drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip: Elhoushi et al.
+    2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
     With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
     changed layers, those of the text from the target. greedy, compile, shape: as in `Independent`. Raises ValueError

@@ -122,7 +122,7 @@ class OtherTokenizer(Proposer):
             self.rows[target] = last
 
     def commit(self, outcome: Outcome) -> None:
-        """Count no draft as stored: with the tokens after them, the text may convert to other ids."""
+        """Count no draft as stored: the longer text may convert to other draft ids."""
         valid = [len(ids) if length else 0 for ids, length in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 

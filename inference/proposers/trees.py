@@ -69,7 +69,7 @@ def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """The logits (A, V) of the first drafts, and the `Follow` of later ones, of logits (A, K, V) of one pass; anchor
+    """The logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass. anchor
     (A,): the tokens before the first drafts."""
     first = logits[:, 0]
     return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
@@ -79,8 +79,8 @@ def from_one_pass(
     round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Drafts and the distributions they were drawn from, of logits (A, K, V) of one pass: trees of a shape, or chains.
-    anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
+    """Drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a shape, or
+    chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
     K, (first, follow) = logits.shape[1], after_anchor(logits, anchor, term)
     if shape:
         return shape.grown(round, K, first, follow, greedy)
@@ -270,7 +270,7 @@ class DynamicTrees:
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) after each text; no node
-        of a row is deeper than the row's own levels. Children are the likeliest whatever `likeliest` says."""
+        of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the likeliest."""
         levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         above, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):

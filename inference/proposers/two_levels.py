@@ -1,9 +1,9 @@
-"""Two levels: a small draft model drafts for the rounded target, which verifies these guesses exactly and drafts for
-the target.
+"""Two levels: a small draft model drafts for the rounded target (the target in fewer bits), which verifies these
+guesses exactly and drafts for the target.
 
 Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target,
-which is therefore the q of the proposal; the small draft affects only speed (three models in a row, as in TriForce: Sun
-et al. 2024, 2404.11912).
+so that distribution is the q of the proposal; the small draft affects only speed (three models in a row, as in
+TriForce: Sun et al. 2024, 2404.11912).
 
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
@@ -28,7 +28,7 @@ from inference.verify.rules import RULES, Rule
 from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
-DRAWS, COINS, LAST = range(3)  # of `Round.inner`
+DRAWS, COINS, LAST = range(3)  # the streams of `Round.inner`
 UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack (A, L), index of the last, first slot
 
 
@@ -59,7 +59,7 @@ class TwoLevels(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
-        """An independent draft; `two_levels` in its config.json holds the bits, and the guesses of an inner round."""
+        """From a draft folder; `two_levels` in its config.json holds the bits and the guesses of an inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))

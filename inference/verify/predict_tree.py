@@ -56,10 +56,10 @@ def by_draw(
     """accept (..., C) of children drawn from q, of the text's tokens x (...) with distributions p, q (..., V).
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
-    replacement): the first child with min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) /
-    p(x). With replacement this is exact for every child. Without replacement the result is unbiased from the third
-    child on: the rejected children are drawn (`samples` times, stratified, as a function of seed and position), except
-    for the last, which is summed over.
+    replacement): the first child is accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p,
+    0)(y) min(p', q'_y)(x) / p(x). With replacement this is exact for every child. Without replacement, results are
+    unbiased from the third child on: the rejected children are drawn (`samples` times, stratified, as a function of
+    seed and position), except for the last, which is summed over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -91,8 +91,8 @@ def reach_tree(
 
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Reach (B, T, D+1) of rounds whole (B, T), ones, from the probabilities of their next tokens by level, (B, T, C)
-    each."""
+    """Reach (B, T, D+1) of rounds, from tables: the probabilities (B, T, C) of their next tokens by level. whole (B,
+    T): ones."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -292,7 +292,7 @@ def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tenso
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """`reach_of_round` of sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens x (A, D),
+    """`reach_of_round` for sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens x (A, D),
     without mass past the text's end; k (A,) nodes in use; seed: for drawing the rejected children, see `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
