@@ -65,7 +65,7 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
     name = str(metadata.target["name"])
     if metadata.origin.get("adapter"):
         both = f"{name} with the adapter {metadata.origin['adapter']}"
-        raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
+        raise ValueError(f"{folder}: made for {both}; give target= the merged model or its folder")
     return name
 
 

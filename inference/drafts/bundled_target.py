@@ -41,9 +41,9 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     message = f"{key}: {path} is no {what}"
     message += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
     message += f"; the nearest is {near}" if near else ""
-    message += "; the shell has left ~ as it is, write the path in full" if path.startswith("~") else ""
+    message += "; the shell did not expand ~; write the path in full" if path.startswith("~") else ""
     message += "; to load a repository of the hub by this name, work in another folder" if hub else ""
-    raise ValueError(f"{message}: give {key} a path that is there")
+    raise ValueError(f"{message}: give {key} an existing path")
 
 
 def _nearest(path: str) -> str | None:

@@ -66,7 +66,7 @@ def check_pair(
     if draft.vocab_size != target.vocab_size:
         problems.append(
             f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
-            "counts): engines want them equal, `cotrain export` makes them so"
+            "counts): engines need equal numbers; `cotrain export` makes them equal"
         )
     return problems + _positions(target, draft)
 
@@ -78,7 +78,7 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
         if ours != other:
-            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it serves the target that it was "
+            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was "
                              "made for")  # fmt: skip
 
 
@@ -105,5 +105,5 @@ def _positions(target: PretrainedConfig, draft: PretrainedConfig) -> list[str]:
         return []
     return [
         f"warning: max_position_embeddings: the draft's {short} is below the target's {long}: texts longer "
-        f"than {short} tokens are not drafted, or refused"
+        f"than {short} tokens get no drafts, or are rejected"
     ]

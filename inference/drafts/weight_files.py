@@ -44,7 +44,7 @@ def load_weights(
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG}: it does not make {named(network)}: {reason}") from error
+        raise ValueError(f"{path / CONFIG}: this config cannot build {named(network)}: {reason}") from error
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]

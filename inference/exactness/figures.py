@@ -212,7 +212,7 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     """
     if figures.reach is not None:
         if most is not None:
-            raise ValueError("most: calls of trees are those of the shape that ran; see measure.tree_shapes for others")
+            raise ValueError("most: trees have figures of the shape that ran; for others see measure.tree_shapes")
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)

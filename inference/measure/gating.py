@@ -29,7 +29,7 @@ def calibrate(
     """
     policy = drafting.policy
     if not isinstance(policy, Fixed) or policy.k < 1 or not prompts:
-        raise ValueError(f"calibrate: {len(prompts)} prompts and {policy}; wanted are some, and Fixed(k) of k >= 1")
+        raise ValueError(f"calibrate: {len(prompts)} prompts and {policy}; give prompts, and Fixed(k) with k >= 1")
     k, settings = policy.k, {"max_new_tokens": new_tokens, "sampling": sampling, "ignore_eos": True}
     for engine in (drafting, plain):  # the first call warms up
         engine.generate(prompts[:1], seed=seed, **settings)  # type: ignore[arg-type]

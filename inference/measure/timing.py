@@ -159,7 +159,7 @@ def interleave(
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
     """Prompts by `rows`, with the keys of their noise. Raises ValueError as `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms: at least one, of different names, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms: give at least one, each with another name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
     keys = row_ids(prompts)

@@ -123,7 +123,7 @@ class Graphs:
             except RuntimeError as error:
                 self.failed = True
                 self._drop()
-                message = f"CUDA graphs of distributions and draws failed, they run without: {_reason(error)}"
+                message = f"CUDA graphs of distributions and draws failed; they run without: {_reason(error)}"
                 warnings.warn(message, stacklevel=3)
                 return None
         return self.graphs[key]()
@@ -363,7 +363,7 @@ class GraphForward(Lean):
                 self.failed = True
                 self._drop()
                 name = type(self.model).__name__
-                message = f"{name}: CUDA graphs failed, passes run without: {_reason(error)}"
+                message = f"{name}: CUDA graphs failed; passes run without: {_reason(error)}"
                 warnings.warn(message, stacklevel=4)
                 return None
         return self.graphs[bucket](columns)

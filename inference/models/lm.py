@@ -114,7 +114,7 @@ class LM:
             fast = GraphForward if on_gpu else CompiledForward
             return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
         if int8:
-            raise ValueError(f"{type(self.model).__name__}: int8 weights need the forward in few operations")
+            raise ValueError(f"{type(self.model).__name__}: int8 weights need `llama`'s forward, which cannot run it")
         if compile and not stock:
             way = "recorded as CUDA graphs" if on_gpu else "compiled"
             warnings.warn(

@@ -112,8 +112,8 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
     if types - LAYER_TYPES:
-        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot be given a mask a "
-                         f"row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
+        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
+                         f"per row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:

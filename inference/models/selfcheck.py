@@ -93,7 +93,7 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
     result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
     if not result.agrees:
-        message = f"{type(model).__name__}: in few operations, {result}; transformers' own forward runs it"
+        message = f"{type(model).__name__}: in `llama`'s forward, {result}; transformers' own forward is used"
         warnings.warn(message, Disagreement, stacklevel=2)
     return result.agrees
 
@@ -228,7 +228,7 @@ class Probe:
         try:
             ours = self._rows([one.logits for one in self._passes(make)])
         except Exception as error:  # a model's code may raise anything for arguments that it does not accept
-            return CheckResult(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
+            return CheckResult(0.0, 0.0, f"with one mask per row its forward raises {_first_line(error)}")
         short = self._compared(ours, [*self.own], lambda: [*self._own(self.ids)], "logits", self._stepped)
         return self._late(make) if short.agrees and self.late else short
 
@@ -285,7 +285,7 @@ class Probe:
             return "it is not causal: logits change with the tokens after them"
         base, config = self.model.base_model, self.model.config.get_text_config()
         if result.error and (getattr(config, "alibi", False) or hasattr(base, "build_alibi_tensor")):
-            return f"its ALiBi is computed from a 2-d padding mask, which cannot be one a row: {result}"
+            return f"its ALiBi is computed from a 2-d padding mask, which cannot differ between rows: {result}"
         return f"rows of different lengths cannot share its passes: {result}"
 
     def _own(self, ids: Tensor) -> Tensor:

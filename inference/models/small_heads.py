@@ -146,7 +146,7 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
     tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
     name = type(network).__name__
     if getattr(plain, "bias", None) is not None:
-        raise ValueError(f"{name}: its head has a bias, which a small head has not")
+        raise ValueError(f"{name}: its head has a bias, which small heads do not support")
     if tokens and getattr(config, "final_logit_softcapping", None):
         raise ValueError(f"{name}: it caps its logits, so that a token without a row would still have mass: "
                          f"{VOCABULARY} must be null")  # fmt: skip

@@ -88,12 +88,12 @@ class ExitNetwork(PreTrainedModel):
         same_sizes(self.config, target, where)
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
-            raise ValueError(f"{where}: an exit after {layers} layers, the target has {len(blocks)}")
+            raise ValueError(f"{where}: an exit after {layers} layers; the target has only {len(blocks)}")
         theirs = projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
-                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it serves the target "
-                                 "that it was made for")  # fmt: skip
+                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
+                                 "only serve the target that it was made for")  # fmt: skip
 
     def get_input_embeddings(self) -> Any:
         """None: it uses the target's."""
@@ -132,7 +132,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
     there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
-        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
+        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: give 1 .. {len(blocks)}")
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)

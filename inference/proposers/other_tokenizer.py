@@ -212,9 +212,9 @@ def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     decoders = _decoders(tokenizer)
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
         raise ValueError(
-            f"{type(tokenizer).__name__}: its tokens are no byte strings, by its decoder "
+            f"{type(tokenizer).__name__}: its tokens are no byte strings, judging by its decoder "
             # fmt: skip
-            f"({', '.join(sorted(decoders)) or 'none'}); byte-level BPE and SentencePiece are"
+            f"({', '.join(sorted(decoders)) or 'none'}); byte-level BPE and SentencePiece have such tokens"
         )
     table = _alphabet() if "ByteLevel" in decoders else None
     special = {*tokenizer.all_special_ids}

@@ -49,7 +49,7 @@ class PEagleNetwork(EagleNetwork):
     def mask(self) -> int:
         """The id of a mask. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
-            raise ValueError("config.json: a p_eagle draft names pard_token, the id that it reads as a mask")
+            raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:

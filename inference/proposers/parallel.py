@@ -90,7 +90,7 @@ def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
         raise ValueError(
-            f"config.json: a parallel draft names {MASK}, the id that it reads as a mask, and {DEPTHS}, how many "
-            f"drafts it has learnt; found {mask} and {depths}"
+            f"config.json must name {MASK}, the id that a parallel draft reads as a mask, and {DEPTHS}, how many "
+            f"drafts it was trained for; found {mask} and {depths}"
         )
     return int(mask), int(depths)

@@ -56,7 +56,7 @@ class Quantised(Independent):
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
-            raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
+            raise ValueError(f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}")
         self.target, self.bits = target, bits
         super().__init__(target, greedy, compile=compile, shape=shape)
         self._round()
@@ -90,7 +90,7 @@ class Quantised(Independent):
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         """Raises for a target that is quantised itself."""
         if quantised(target.config):
-            raise ValueError(f"{where}: the target is quantised as it is: it cannot be its own draft in fewer bits")
+            raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
 
     @property
     def weights(self) -> str | None:

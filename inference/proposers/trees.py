@@ -145,7 +145,7 @@ class StaticTrees:
         if most > vocabulary:
             raise ValueError(f"shape: a node has {most} children, the vocabulary {vocabulary} tokens; leave some out")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """The number of nodes of each row, if it drafts k levels: all nodes of these levels."""
@@ -256,7 +256,7 @@ class DynamicTrees:
         if self.shape.children > vocabulary:
             raise ValueError(f"shape: a node has {self.shape.children} children, the vocabulary {vocabulary} tokens")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Nodes of each row that drafts k levels."""

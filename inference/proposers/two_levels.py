@@ -46,8 +46,8 @@ class TwoLevels(CompositeProposer):
 
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:
-            raise ValueError(f"TwoLevels: {type(small).__name__} cannot be its small draft; it takes an Independent, "
-                             "which reads nothing of the target, and chains")  # fmt: skip
+            raise ValueError(f"TwoLevels: the small draft's class is {type(small).__name__}; it must be Independent "
+                             "and draft chains, since the small draft may read nothing of the target")  # fmt: skip
         if inner < 1:
             raise ValueError(f"TwoLevels: inner must be at least 1, not {inner}")
         self.model, self.small, self.guesses, self.rule = model, small, inner, inner_rule(rule)
@@ -205,7 +205,7 @@ def inner_rule(name: str) -> Rule:
     ValueError."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
-        raise ValueError(f"rule: {name!r} verifies no inner round; {', '.join(fit)} do")
+        raise ValueError(f"rule: {name!r} cannot verify inner rounds; {', '.join(fit)} can")
     return RULES[name]
 
 

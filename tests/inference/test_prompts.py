@@ -149,7 +149,7 @@ def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrai
         ([[{"role": "user", "content": "\ud800"}]], "prompt 0: the text is no valid Unicode"),
         (["a", "b\ud800"], "prompt 1: the text is no valid Unicode"),
         (torch.tensor([[1.0, 2.0]]), "prompt 0: .*not a list of float"),
-        (torch.tensor([[True, False]]), "prompt 0: a prompt is text, token ids"),
+        (torch.tensor([[True, False]]), "prompt 0: a prompt must be text, token ids"),
         ([{"input_ids": [[1], [2]]}], "prompt 0: 2 rows"),
         ([[]], "prompt 0: empty"),
         ([{"input_ids": [1, 2], "attention_mask": [0, 0]}], "prompt 0: empty"),
@@ -194,7 +194,7 @@ def test_ids_and_limits_may_be_arrays(engine: Engine) -> None:
 
 def test_a_list_of_prompts_is_no_prompt_of_a_stream(engine: Engine) -> None:
     for prompts in (["ab"], [[1, 2]], [CHATS[0]]):
-        with pytest.raises(ValueError, match="prompt: one prompt is wanted"):
+        with pytest.raises(ValueError, match="prompt must be one prompt"):
             next(engine.stream(prompts))
 
 

@@ -70,14 +70,14 @@ def test_wrong_forwards_fail_and_correct_ones_pass(dtype):
         for name, plant in WRONG.items():
             with pytest.MonkeyPatch.context() as monkeypatch:
                 plant(monkeypatch)
-                with pytest.warns(Disagreement, match="in few operations, logits differ"):
+                with pytest.warns(Disagreement, match="in `llama`'s forward, logits differ"):
                     assert not lean_agrees(make(), 256), name
 
 
 def test_a_model_that_fails_runs_through_transformers(monkeypatch):
     WRONG["scale"](monkeypatch)
     model, ids = tiny(), torch.arange(14).view(2, 7)
-    with pytest.warns(Disagreement, match="LlamaForCausalLM: in few operations, .*transformers' own forward runs it"):
+    with pytest.warns(Disagreement, match="LlamaForCausalLM: in `llama`'s forward, .*transformers' own forward is"):
         lm = LM(model, 2)
     assert isinstance(lm.run, Stock)
     with torch.no_grad():
