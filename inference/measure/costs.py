@@ -122,7 +122,7 @@ def measure_costs(
     spans = spans_of(proposer)
     longest = max(K, *spans)
     if context < 1 or context + longest + 1 > room:
-        raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}; they hold {room}")
+        raise ValueError(f"context={context}, K={K}: both models must hold context + {longest + 1}; they hold {room}")
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
     lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
