@@ -77,8 +77,11 @@ class Request:
     def _stopped(self) -> bool:
         """Whether the new text has a stop string. Only the newest tokens can complete one, so only the end of the text
         is decoded: 4 tokens for each character of the string (a character has at most 4 bytes), and 32 tokens before
-        them, because the first characters of a decoded part may differ from the same characters in the whole text. A
-        stop string that occurs in this part is then checked in the whole text."""
+        them.
+
+        The first characters of a decoded part may differ from those of the whole text. So a stop string that occurs in
+        the part is then looked up in the whole text.
+        """
         if not self.sampling.stop or self.tokenizer is None:
             return False
         longest = max(map(len, self.sampling.stop))

@@ -174,7 +174,8 @@ def reliability(
 
 def calibration_error(confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS) -> float:
     """Expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts (Nguyen
-    and O'Connor 2015, 1508.05154). Labels are exact, so no coin adds noise. Arguments as in `reliability`."""
+    and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. Arguments as in
+    `reliability`."""
     table = reliability(confidence, alpha, weight, bins)
     gaps = sum(one["drafts"] * abs(one["confidence"] - one["alpha"]) for one in table)
     return gaps / (sum(one["drafts"] for one in table) or 1.0)

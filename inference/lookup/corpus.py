@@ -120,8 +120,8 @@ class Datastore:
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """The most frequent next tokens, at each step among the continuations that agree so far, and the share of the first
-    token."""
+    """(drafts, share). Each draft is the most frequent next token among the continuations that agree with the drafts
+    before it; share: the part of all continuations that have the first draft."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):

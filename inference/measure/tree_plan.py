@@ -99,16 +99,15 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """The distributions of a draft of any kind, by depth. From these all shapes can be rated without running them.
+    """The distributions of a draft of any kind, by depth, from which all shapes can be rated without running them.
 
-    A distribution at depth j of a round that starts at token t may depend on t, on j and on the text's tokens between.
-    Entry (t, j) of q (B, T, K, V) and rank (B, T, K) is for the draft at depth j of the round that starts at token
-    t - j, drawn from `proposer`, which drafts chains, with the engine's target. If that round has no draft there, q is
-    zero and the rank is the last. max_new_tokens: the limit of the run that made the texts; its rounds draft no
-    further.
+    The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
+    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. `proposer`,
+    which drafts chains, runs with the engine's target. If that round has no draft j, q is zero and the rank is the
+    last. max_new_tokens: the limit of the run that made the texts; its rounds draft no further.
 
-    It runs a pass of the target over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer
-    of trees, and for one that does not draw its drafts from a distribution.
+    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer of
+    trees, and for one that does not draw its drafts from a distribution.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -140,10 +139,11 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Probabilities (B, T, C), or (B, T, K, C), that the text's token is accepted as each of a node's children, see
-    `predict_tree`. At temperature 0 drafts are the likeliest children. levels: at deeper levels only two children are
-    computed, for which there is a closed form; samples: how often the rejected children before a third one are
-    drawn."""
+    """P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
+
+    At temperature 0 drafts are the likeliest children. levels: at deeper levels only the first two children are
+    computed, by a closed form. samples: how often the rejected children before a third child are drawn.
+    """
     if likeliest:
         return by_rank(distributions.rank, children)
     if distributions.q.ndim == 3:

@@ -224,10 +224,13 @@ def probes(most: int, depth: int) -> list[Parents]:
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """Seconds of a round that drafts a tree, fitted to timed `rounds`. Drafting is first + step * levels + node *
-    (nodes that the draft reads beyond one per level), by least squares, no term below 0. The target's pass and the rest
-    are the table's values for as many ids, times the ratio of real to table seconds, interpolated between the timed
-    trees. Raises ValueError for trees with more nodes than the table covers."""
+    """A function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+
+    Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three terms are
+    fitted by least squares and are not negative. The target's pass and the rest of the round take the table's seconds
+    for as many ids, times a ratio of real to table seconds that is interpolated between the timed trees. The function
+    raises ValueError for trees with more nodes than the table covers.
+    """
     drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
     rest = _scaled(table.rest, {tree: one.rest for tree, one in rounds.items()})
@@ -263,8 +266,8 @@ def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """Table seconds by number of nodes, times the mean ratio of the timed trees of that size, interpolated between
-    them."""
+    """A function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds. The
+    ratio is the mean over the timed trees of that size, interpolated between sizes."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

@@ -50,8 +50,8 @@ class Window:
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Indices (A heads n) of the new tokens in all rows laid end to end, `heads` x `slots` each; computed once a
-        pass."""
+        """Flat indices (A heads n) of the new tokens in a store that has `heads` x `slots` entries for each row. They
+        are computed once per pass."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -208,8 +208,8 @@ def spare_slots(rows: int) -> int:
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of an engine's keys and values once a row has `length` tokens. Every slot, spare ones too, has room for as
-    many tokens; the room doubles until they fit, up to the model's context. 0 for a network without attention."""
+    """Bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without attention. All
+    slots, spare ones too, have the same room, which is doubled until the tokens fit, up to the model's context."""
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
     slots = FIRST_SLOTS

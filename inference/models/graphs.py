@@ -380,7 +380,8 @@ class GraphForward(Lean):
         return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
     def _stored(self, slots: int) -> tuple[Any, ...]:
-        """Angles of all positions, the slots to read, and all keys and values; these tensors are held until `_drop`."""
+        """The tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop` releases
+        them."""
         if self.slot_numbers is None:
             self.slot_numbers = arange(self.cache.slots, device=self.model.device)
         return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)

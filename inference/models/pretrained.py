@@ -132,8 +132,11 @@ def biased_by_slots(config: PreTrainedConfig) -> bool:
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
-    scales attention by one position for all rows, by 1 in the first range."""
+    """The longest text, in tokens, that a pass over rows of different lengths supports.
+
+    It ends with the first range of LongRoPE, because past that the longest row decides the rotation of all rows. For
+    the same reason it ends with the first range of Llama 4, past which one position scales the attention of all rows.
+    """
     settings = config.to_dict()
     rope, limit = settings.get("rope_parameters") or {}, length_of(config)
     if rope.get("rope_type") == "longrope":

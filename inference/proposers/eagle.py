@@ -424,7 +424,8 @@ class Eagle(Proposer):
         return given | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph recorded for these shapes; None if distributions read more than tensors."""
+        """As `_drafted`, but by a CUDA graph recorded for these shapes; None if distributions read more than
+        tensors."""
         inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:

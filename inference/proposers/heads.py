@@ -226,13 +226,13 @@ class DraftHeads(Proposer):
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Logits (A, V) after the texts, and the function that returns the logits of K - 1 more levels; functions of
-        tensors."""
+        """Logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both are
+        functions of tensors alone."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph recorded for these shapes; None without graphs, or if distributions and draws
-        read more than tensors."""
+        """As `_drafted`, but by a CUDA graph recorded for these shapes; None without graphs, or if distributions and
+        draws read more than tensors."""
         inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None

@@ -133,9 +133,9 @@ class Independent(Proposer):
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """The ids that the slots lack, the index of the last of them, their first slot, and the slot of the first
-        draft. For a row without drafts the latter is the end of the stored tokens, since the slot may have no room
-        after the text."""
+        """For each row: the ids that its slot lacks, the index of the last of them, their first slot, and the slot of
+        the first draft. For a row without drafts that last slot is the end of its stored tokens, since there may be no
+        room after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]

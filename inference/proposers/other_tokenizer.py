@@ -189,8 +189,8 @@ class SharedTokens:
         return cls(tuple(sorted(pairs.items())))
 
     def tables(self, vocabulary: int, own: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Target id of each draft id (own,), 0 if there is none, and draft id of each target id (vocabulary,), `own` if
-        there is none."""
+        """Two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target id
+        (vocabulary,), `own` if it has none."""
         to_target = torch.zeros(own, dtype=torch.int64)
         to_draft = torch.full((vocabulary,), own, dtype=torch.int64)
         pairs = torch.tensor([pair for pair in self.pairs if pair[0] < vocabulary and pair[1] < own]).view(-1, 2)
@@ -286,8 +286,8 @@ class TextConverter:
         return not decoder.getstate()[0]
 
     def _cut(self, text: list[int], low: int) -> int:
-        """The last position between `low` and the window at which a word begins, once there are two windows of
-        tokens."""
+        """The last position at which a word begins, from `low` on and before the last `WINDOW` tokens; `low` if there
+        is none, or if fewer than two windows of tokens follow it."""
         if not self.local or len(text) - low < 2 * WINDOW:
             return low
         positions = range(len(text) - WINDOW, low, -1)

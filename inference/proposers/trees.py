@@ -22,9 +22,11 @@ from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_o
 
 
 class Nodes(NamedTuple):
-    """Drafts that one pass reads. depth: the depth of these nodes, 1 or more; above (1 or A, n): for each node, the
-    index of its parent among the nodes of the pass before, None if both passes have one node; tree: a tree whose last n
-    nodes are these, None for a chain."""
+    """Drafts that one pass reads, all of one depth.
+
+    depth: 1 or more. above (1 or A, n): for each node, the index of its parent among the nodes of the pass before; None
+    if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    """
 
     depth: int
     above: Tensor | None = None
@@ -183,9 +185,12 @@ class StaticTrees:
 
 
 class LevelStep(NamedTuple):
-    """A level of a static shape: the nodes above it that have children, and their indices in the level above (None: all
-    nodes of that level); for each node of this level the index of its parent among them and the number of siblings
-    before it; above (1, n) as in `Nodes`."""
+    """A level of a static shape.
+
+    Of the level above it has the nodes with children, and their indices in that level (None: all of its nodes). Of each
+    of its own nodes it has the index of the parent among those, and the number of siblings before it; above (1, n) as
+    in `Nodes`.
+    """
 
     siblings: Siblings
     inner: Tensor | None
@@ -269,7 +274,7 @@ class DynamicTrees:
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) after each text; no node
+        """Ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each text. No node
         of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the likeliest."""
         levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         above, C = logits.unsqueeze(1), self.shape.children

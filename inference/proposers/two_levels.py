@@ -131,7 +131,8 @@ class OuterDrafts:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, computed once; rows that have all drafts read the last positions."""
+        """Uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the last of
+        them."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -153,7 +154,7 @@ class OuterDrafts:
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
         """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the text have no
-        guesses; they all get one token per inner round."""
+        guesses, so each of them gets one token per inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -164,8 +165,8 @@ class OuterDrafts:
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Accepted guesses and the token after them become drafts with the distributions p. Returns how many tokens of
-        each text agree with the small draft's slots."""
+        """Add the accepted guesses, and the token after them, to the drafts, with the distributions p. Returns how many
+        tokens of each text agree with the small draft's slots."""
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
             A, _, V = p.shape
@@ -179,8 +180,8 @@ class OuterDrafts:
         return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
-        """Update texts and counts of rows that still lacked drafts; table: for each row, accepted guesses and
-        tokens."""
+        """Update texts and counts of the rows that still lack drafts. table: number of accepted guesses and tokens of
+        each row. Returns what `append` returns."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -192,7 +193,8 @@ class OuterDrafts:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """Tokens of each text that the model's slots hold after the pass: all but the last one, if the text grew."""
+        """How many tokens of each text the model's slots hold after the pass: all but the last one, if the text
+        grew."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
@@ -255,15 +257,16 @@ class InnerRound(RoundView):
         return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Distributions of rows whose settings do not read the text; the small draft guesses nothing for others."""
+        """Distributions without the settings that read the text: the small draft guesses nothing for rows that have
+        such settings."""
         return self.round.plain(logits)
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
     def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """Draw with the noise of the target's tokens; for rows that have all drafts, the depth may be past the last
-        one."""
+        """Draw with the noise of the target's tokens. The depth is limited, since rows that have all their drafts go
+        on."""
         return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:

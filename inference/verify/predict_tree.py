@@ -1,17 +1,17 @@
 """The number of target calls expected for a text with trees of drafts, for every shape, from distributions and ranks.
 
-Given the emitted text, a round follows it while it accepts: at a node whose path is the text so far, the text's next
-token is accepted as child number c with a probability that depends on the distributions there alone (`by_rank`,
-`by_draw`). So one table of these probabilities gives `reach_tree` of every shape under `tree.tree`, and calls and their
-variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on its path of
-child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its levels; they
-serve texts whose distributions are computed round by round.
+Given the emitted text, a round follows the text for as long as it accepts. At a node whose path is the text so far, the
+text's next token is accepted as child number c. The probability depends on the distributions at that node alone
+(`by_rank`, `by_draw`). So under `tree.tree` one table of these probabilities gives `reach_tree` of every shape; calls
+and their variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on
+its path of child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its
+levels, for texts whose distributions are computed round by round.
 
-B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
-0-based | the text, and the children of its node are tried). With one axis more, (B, T, K, C), the same if the token is
-drafted at depth j (0-based), so in the round that starts at t - j. Entries with j > t and tokens past a row's length
-are never read. parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int,
-(B,) or (B, T).
+B rows, T positions, C children, D levels, V vocabulary.
+accept (B, T, C): P(the text's token t is accepted as child c, 0-based | the text, and the children of its node are
+tried). accept (B, T, K, C): entry j is the same for token t as draft j (0-based) of the round that starts at t - j.
+Entries with j > t and tokens past a row's length are never read.
+parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int, (B,) or (B, T).
 """
 
 from collections.abc import Iterator, Sequence
@@ -207,11 +207,11 @@ def chances_traversal(
     drawn from q -> (B, T, N). It depends on the node's path of child numbers alone: one table serves every tree within
     `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept.
-    Child c of a node with weight w on the text's path gets weight w_c = min(w p(x)/q(x), 1), after the siblings before
-    it were rejected. Each rejection has probability sum max(q - w p, 0), and changes w, p and q as the rule does. The
-    result is the mean of w_c prod q(x)/p(x) over the rejected siblings. These are drawn as in `by_draw`: exact for
-    first children, unbiased for others.
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept. The
+    children of a node with weight w on the text's path are tried in order. Each rejection has probability sum max(q - w
+    p, 0), and changes w, p and q as the rule does. Child c then gets weight w_c = min(w p(x)/q(x), 1). The result is
+    the mean of w_c prod q(x)/p(x) over the rejected siblings, which are drawn as in `by_draw`: exact for first
+    children, unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
