@@ -1,4 +1,4 @@
-"""From a draft folder to an engine."""
+"""Makes an engine from a draft folder."""
 
 from dataclasses import replace
 from os import PathLike

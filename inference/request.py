@@ -310,7 +310,7 @@ def _ids(who: str, prompt: Any) -> list[int]:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value a prompt. Raises ValueError naming the argument if a list has another length."""
+    """A list with one value for each prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:

@@ -108,11 +108,10 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Return the gain of every label over the baseline, at every k, and at every temperature that all runs of both
-    have.
+    """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
 
     Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of
-    their seeds. A pair is compared on the texts on which both were evaluated, and every pair on equally many. Each
+    their seeds. A pair is compared on the texts on which both were evaluated; all pairs have equally many texts. Each
     bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
     baseline is missing, or if runs have no text in common.
     """

@@ -92,7 +92,7 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors for vLLM: blocks by head and layer, and the target's output head under the name of the first head's.
+    """The tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of head 0.
     Raises ValueError if the target's head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}

@@ -98,8 +98,8 @@ class Sampled:
     def sample(
         self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
     ) -> Path:
-        """Sample a set and keep it; interrupted, the next call goes on where this one stopped. Of several processes one
-        samples; raises as `ranks.awaited`."""
+        """Sample a set and store it. If this is interrupted, the next call continues from there. Only one of several
+        processes samples; the others raise the errors of `ranks.awaited`."""
         path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")

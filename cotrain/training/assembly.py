@@ -28,7 +28,8 @@ CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
-    """Return the student before training. vocabulary: the number of ids that can have mass. Raises as `initial`."""
+    """Return the student before training. vocabulary: the number of ids that can have mass. Raises the errors of
+    `initial`."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 

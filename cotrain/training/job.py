@@ -226,7 +226,7 @@ def source(
 def models(
     cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target as it will be served, and its tokenizer. Raises as `load_pair` and `adapted`."""
+    """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair` and `adapted`."""
     ask = cfg.target
     target, tokenizer = load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code)
     return adapted(target, ask.adapter) if ask.adapter else target, tokenizer

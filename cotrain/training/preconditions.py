@@ -88,7 +88,8 @@ def require(cfg: TrainConfig) -> RunOutline:
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """Return a target without storage, and its tokenizer. Raises as `load_config`, and for missing weights."""
+    """Return a target without storage, and its tokenizer. Raises the errors of `load_config`, and UserError for missing
+    weights."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -436,8 +437,8 @@ def holds(config: PretrainedConfig) -> int:
 def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     """Check the loaded models, before texts are sampled.
 
-    Raises ValueError as `refuse_losses`, `refuse_draft` and `refuse_given`, for a network that its kind cannot train,
-    and for a model that would read texts packed into a block as one text.
+    Raises the errors of `refuse_losses`, `refuse_draft` and `refuse_given`; and ValueError for a network that its kind
+    cannot train, and for a model that would read texts packed into a block as one text.
     """
     refuse_losses(job.cfg, losses)
     refuse_draft(job.cfg, student.network, job.target)

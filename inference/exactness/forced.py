@@ -269,9 +269,11 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """`reach_along` for dynamic trees (`proposers.trees.DynamicTrees`). Their nodes are the likeliest tokens, so a
-    forced round drafts the same tree as a real round. It accepts the text's next tokens for as long as they form a path
-    of the tree."""
+    """What `reach_along` returns, for dynamic trees (`proposers.trees.DynamicTrees`).
+
+    Their nodes are the likeliest tokens, so a forced round drafts the same tree as a real round. It accepts the text's
+    next tokens for as long as they form a path of the tree.
+    """
     assert proposal.tree is not None
     tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
     depths = tree.depths[:, 1:].expand(ids.shape)

@@ -65,7 +65,7 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the folder completely or not at all. Raises FileExistsError as `atomic.new_folder` does."""
+        """Write the folder completely or not at all. Raises the errors of `atomic.new_folder`."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -113,7 +113,7 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """At most k ids of the document after a position."""
+        """The next ids of the document after a position, at most k."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids

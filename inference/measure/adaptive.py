@@ -62,10 +62,11 @@ def until_known(
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
     """Time the arms as `timing.interleave` does, on enough batches of prompts to know the ratio of speeds pair[0] /
-    pair[1]. After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a
-    batch together. turned: called after each batch with the number of batches timed.
+    pair[1].
 
-    Raises ValueError as `timing.interleave`.
+    After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a batch
+    together. turned: called after each batch with the number of batches timed. Raises the errors of
+    `timing.interleave`.
     """
     batches = batched(arms, prompts, rows)
     start, before = clock(), reading()

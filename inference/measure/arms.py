@@ -120,7 +120,8 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """No end token, and every setting explicit: transformers fills None with its own defaults (top_k = 50)."""
+    """A generation config without end tokens that sets every setting, since transformers fills None with its own
+    defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)

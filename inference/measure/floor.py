@@ -71,8 +71,8 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads: all except an embedding that is not also the head. bytes: as
-    stored, with scales and tables of quantised weights; count: the number of weights that these represent."""
+    """(bytes, count) of the weights that a pass reads, which are all but an embedding that is not also the head. bytes:
+    as stored, with scales and tables of quantised weights. count: the number of weights that these represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
@@ -125,7 +125,7 @@ def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -
 
 
 def peak_memory() -> float:
-    """Bytes: peak memory of this process, or of its accelerator, so far."""
+    """Peak memory, in bytes, of this process or of its accelerator so far."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

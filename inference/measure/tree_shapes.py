@@ -64,7 +64,8 @@ def grow(
 
 
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
-    """By parent, the depth of its next child and P(a round that starts at t reaches it | text) (B, T)."""
+    """For each parent: the depth of its next child, and P(a round that starts at t reaches that child | text) (B,
+    T)."""
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
     for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):
@@ -115,7 +116,7 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Tokens of all texts."""
+    """Number of tokens of all texts."""
     return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
 
 

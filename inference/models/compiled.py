@@ -84,8 +84,8 @@ class CompiledForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
-        drafts. None if they are too many to be compiled."""
+        """All drafts of a round by a compiled `Drafting`, see `LM.draft`. window.limit: the slots of the longest text
+        with its drafts. None if these slots are too many to be compiled."""
         if not self._fits(tails, window):
             return None
 
@@ -102,8 +102,8 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
-        """All drafts of a round by `OnePass`, see `at_once`; None if rows are too long, or if distributions depend on
-        more than a temperature."""
+        """All drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if distributions
+        depend on more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
         if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):

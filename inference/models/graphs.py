@@ -192,8 +192,9 @@ def numbers_of(bits: Tensor) -> Tensor:
 
 
 class GraphForward(Lean):
-    """As `Lean`, with short passes over the first slots as graphs. Their logits, states, drafts and distributions are
-    views that the next call overwrites. If recording fails, this model's passes run without graphs, with one warning.
+    """The forward of `Lean`, with short passes over the first slots as CUDA graphs. Their logits, states, drafts and
+    distributions are views that the next call overwrites. If recording fails, this model's passes run without graphs,
+    with one warning.
 
     There is one graph for each bucket of shapes (rows, ids per row and slots read, each rounded up) and each kind of
     result (logits of one id of each row, states of layers, nodes of a tree). Graphs read keys and values of the cache,
@@ -281,7 +282,8 @@ class GraphForward(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """The k drafts of a round by its own distributions and draws, under any settings; else as `draft`.
+        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
+        and draws.
 
         greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. Also None if
         the round is on another device.

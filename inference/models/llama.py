@@ -155,7 +155,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """(A, 1, n, L) -> (A G, H/G n, L), one for every head."""
+    """Copy a mask (A, 1, n, L) for every head: -> (A G, H/G n, L)."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
@@ -179,8 +179,8 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As `flash`, for an accelerator: q (A, H, n, D), k and v (A, G, L, D), mask from `folded_mask` or None: all slots
-    are visible -> (A, n, H D).
+    """Attention (A, n, H D) as by `flash`, for an accelerator. q (A, H, n, D), k and v (A, G, L, D); mask: from
+    `folded_mask`, or None if all slots are visible.
 
     Torch's flash kernel supports no mask and its memory-efficient kernel no groups. For a call with both, most GPUs run
     separate products and a softmax, over keys and values copied for every head. Here the heads of a group are put side
@@ -193,7 +193,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def folded_mask(mask: Tensor, heads: int) -> Tensor:
-    """mask (A, 1, n, L), added to scores -> (A, 1, heads n, L), the same for each of the heads of a group."""
+    """Copy a mask (A, 1, n, L) for each of the heads of a group: -> (A, 1, heads n, L)."""
     A, _, n, L = mask.shape
     wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
     wide[..., :L] = mask
@@ -362,7 +362,7 @@ def _packed(linear: Linear) -> Linear:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """All projections changed."""
+    """The weights with `change` applied to all projections."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)

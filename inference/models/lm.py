@@ -191,8 +191,8 @@ class LM:
     def draft_for(
         self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> Drafts | None:
-        """The k drafts of a round in one call, by the round's own distributions and draws, under any settings; else as
-        `draft`. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
+        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
+        and draws. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
         if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
             return None
         return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
@@ -217,9 +217,9 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """As `forward`, but the pass ends after the first `layers` decoder layers and returns their residual stream (A,
-        n, D) (early exit: Elhoushi et al. 2024, 2404.16710). Keys and values of these layers are stored; those of later
-        layers are out of date at these positions until a whole pass writes them.
+        """States (A, n, D) after the first `layers` decoder layers; the pass ends there (early exit: Elhoushi et al.
+        2024, 2404.16710). Arguments as in `forward`. Keys and values of these layers are stored; those of later layers
+        are out of date at these positions until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")

@@ -365,7 +365,7 @@ class Probe:
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
-        """(2, N, V) of both rows' trees, the first two nodes in a pass of their own."""
+        """Logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)

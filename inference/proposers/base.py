@@ -274,7 +274,7 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
+        """A proposer from a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
@@ -284,7 +284,8 @@ class Proposer:
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """The network of a folder of this kind, on the target's device. Raises as `load_draft`, and as `fits`."""
+        """The network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
+        `fits`."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
         return torch.nn.Module.to(network, arguments.target.device)
@@ -326,7 +327,7 @@ class Proposer:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
-        """Receive the outcome of the round; keys and values of rejected drafts must be dropped."""
+        """Receive the outcome of the round, and drop the keys and values of rejected drafts."""
 
     def move(self, source: int, target: int) -> None:
         """The last row, in slot `source`, moves to slot `target`; slot `source` is then free."""

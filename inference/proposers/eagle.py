@@ -313,7 +313,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError if the target's sizes differ."""
+        """A proposer from a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if the
+        target's sizes differ."""
         network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -474,8 +475,8 @@ class Eagle(Proposer):
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); writes to the window's slots and reads those up to its
-        limit."""
+        """The output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the window's
+        slots and reads the slots up to its limit."""
         attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, *self._angles(window.positions), attend)

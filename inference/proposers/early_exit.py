@@ -186,9 +186,11 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """As `learning`, with the changes added to copies of the weights, in the target's dtype. The result is cached, and
-    built again when the network or the target has changed. For projections that are not plain `Linear` (quantised ones)
-    the change remains a module."""
+    """The target's first layers with the network's changes, added to copies of the weights in the target's dtype.
+
+    The result is cached, and built again when the network or the target has changed. Projections that are not plain
+    `Linear` (quantised ones) have the change as a module.
+    """
     weights, cached = fingerprint(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
         stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
@@ -242,7 +244,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Raises as `load_draft`, and ValueError if the target's sizes differ."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
+        differ."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

@@ -167,7 +167,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """Raises as `load_draft`, and ValueError for a target of other sizes."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError for a target of other
+        sizes."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 

@@ -53,7 +53,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Raises as `load_draft`; warns if the target's shape is not the one that the draft was trained for."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for a
+        target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)

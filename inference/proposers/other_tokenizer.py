@@ -66,15 +66,16 @@ class OtherTokenizer(Proposer):
         greedy: bool = False,
         compile: bool | None = None,
     ) -> "OtherTokenizer":
-        """From a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no byte
-        strings, or that share no token."""
+        """A proposer from a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no
+        byte strings, or that share no token."""
         shared = SharedTokens.of(target_tokenizer, tokenizer)
         return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
-        """From a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a kind that
-        holds no causal LM, for weights that cannot be read, and if the folder or the target has no tokenizer."""
+        """A proposer from a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a
+        kind that holds no causal LM, for weights that cannot be read, and if the folder or the target has no
+        tokenizer."""
         require_class(read(folder), cls.network_class)
         model, problems, _ = load_weights(folder, network=cls.network_class)
         tokenizer = load_tokenizer(folder)

@@ -80,7 +80,7 @@ class Quantised(Independent):
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """A draft with the bits of a config. Raises ValueError as the class does, beginning with `where`."""
+        """A draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:

@@ -90,7 +90,7 @@ class LookupConfig(PretrainedConfig):
 
 
 class LookupNetwork(SettingsNetwork):
-    """No weights: `LookupConfig` alone."""
+    """A network without weights: it has only a `LookupConfig`."""
 
     config_class = LookupConfig
 
@@ -116,7 +116,7 @@ class Retrieval(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
-        """With the settings under `lookup` in the folder's config.json: shortest, and the datastore's folder."""
+        """A proposer from a draft folder, with the settings `lookup` of its config.json."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod

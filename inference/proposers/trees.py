@@ -115,7 +115,7 @@ TreeShape = Sequence[int] | Dynamic | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | DynamicTrees | None":
-    """How trees of a shape are drafted; None for chains. Raises as `StaticTrees`."""
+    """The drafter of trees of a shape; None for chains. Raises the errors of `StaticTrees`."""
     if isinstance(shape, Dynamic):
         return DynamicTrees(shape)
     return StaticTrees(shape) if shape else None
@@ -154,7 +154,7 @@ class StaticTrees:
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device, besides the number of nodes of each row."""
+        """Numbers that `grown` needs on the device, in addition to the number of nodes of each row: none."""
         return {}
 
     def grown(
@@ -234,14 +234,15 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, .
 
 
 class DynamicTrees:
-    """As `StaticTrees`, for a `Dynamic` shape. depth: levels; widths: nodes of each pass, the anchor's pass first;
-    counts: candidates within each depth 0 .. depth.
+    """The counterpart of `StaticTrees` for a `Dynamic` shape. depth: levels. widths: nodes of each pass, the anchor's
+    pass first. counts: candidates within each depth 0 .. depth.
 
     A candidate's score is the log probability of its path under the draft. One pass per level reads the `width`
     candidates of highest score, and each of them gives `children` candidates for the next level. Of all candidates, the
-    `nodes` with the highest scores are verified. Children are always the likeliest tokens. These follow from the text
-    alone, so rules for trees are exact at any temperature; with sampled children, the token that was drawn would decide
-    whether a node is in the tree.
+    `nodes` with the highest scores are verified.
+
+    Children are always the likeliest tokens. These follow from the text alone, so rules for trees are exact at any
+    temperature. With sampled children, the drawn token would decide whether a node is in the tree.
     """
 
     unread = 1  # nodes at the end of an accepted path that the draft may not have read

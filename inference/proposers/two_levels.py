@@ -203,8 +203,8 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """The rule of that name, for inner rounds. It must be exact, verify chains and use uniforms; else raises
-    ValueError."""
+    """The rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
+    uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
         raise ValueError(f"rule: {name!r} cannot verify inner rounds; {', '.join(fit)} can")
@@ -237,7 +237,7 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """As `Round.send`; the draft lengths of the outer round are sent, not the small draft's `k`."""
+        """As `Round.send`, but with the draft lengths of the outer round instead of the small draft's `k`."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent

@@ -151,7 +151,7 @@ def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
 
 
 def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """`_with` for children drawn without replacement; u (n, S, C-2) draws the rejected children."""
+    """As `_with`, but children are drawn without replacement; u (n, S, C-2) draws the rejected children."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -193,8 +193,9 @@ def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
     k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1): the sum over the nodes of each depth
-    of their probabilities, see `chances_traversal`. For likeliest children the two rules accept the same: `by_rank`."""
+    """As `reach_tree`, but under `tree.traversal`, of children drawn from q -> (B, T, D+1): the sum over the nodes of
+    each depth of their probabilities, see `chances_traversal`. Likeliest children are accepted as under `tree.tree`:
+    use `by_rank`."""
     chances = chances_traversal(p, q, x, parents, lengths, replacement=replacement, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
@@ -238,7 +239,8 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 
 
 def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
-    """`chances_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); u (B, T, S, draws)."""
+    """`chances_traversal` of some rows, from their distributions by level: p, q (B, T, V) and ids (B, T, 1). u (B, T,
+    S, draws): uniforms that draw the rejected children."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
@@ -268,7 +270,8 @@ def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Di
 def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(w_c, probability) (B, T) of the text's token as each of a node's `count` children, the rejected ones drawn."""
+    """(w_c, probability), both (B, T), of the text's token as each of a node's `count` children. `numbers` draws the
+    rejected ones."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
@@ -285,20 +288,21 @@ def _children(
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """`reach_tree` of one round a row -> (A, D+1), from the probabilities accept (A, D, C) of its next tokens by level;
-    k (A,) nodes in use."""
+    """Reach (A, D+1) of one round of each row, as `reach_tree` returns it. accept (A, D, C): probabilities of the
+    round's next tokens by level; k (A,): nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
     return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """`reach_of_round` for sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens x (A, D),
-    without mass past the text's end; k (A,) nodes in use; seed: for drawing the rejected children, see `by_draw`."""
+    """What `reach_of_round` returns, for sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens
+    x (A, D), without mass past the text's end. k (A,): nodes in use. seed: for drawing the rejected children, see
+    `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 
 def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """As `by_levels` under `tree.traversal`."""
+    """As `by_levels`, but under `tree.traversal`."""
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]

@@ -317,8 +317,8 @@ def _thresholds(
 
 
 def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One child of each node: its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q, 0) after its
-    rejection; whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
+    """Test one child of each node. Returns its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q,
+    0) after its rejection; and whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
     at = x.unsqueeze(-1)
     px = p.gather(-1, at).squeeze(-1)
     if q is None:
@@ -395,7 +395,7 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Cached by shape, so that no round copies it to the device again."""
+    """What `steps_of` returns for a static shape. It is cached, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))
