@@ -34,7 +34,7 @@ from inference.report.table import headline, table
 
 
 def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError, naming the key, for a matrix that cannot be measured, before anything is measured."""
+    """Raise UserError, naming the key, for a matrix that cannot be measured. It is called before any measurement."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
         raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")

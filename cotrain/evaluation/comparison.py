@@ -177,9 +177,12 @@ def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
 
 
 def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
-    """Return for each pair the rows of equally many texts that both sides have: minutes= may leave time for fewer texts
-    in one run than in another. If some texts are in all pairs, these in one order, since a bootstrap sample draws the
-    same numbers in each seed; else evenly spaced ones of each pair."""
+    """Return for each pair the rows of texts that both sides have, equally many for all pairs (minutes= may leave time
+    for fewer texts in one run than in another).
+
+    If some texts are in all pairs, these are returned in one order, since a bootstrap sample draws the same numbers in
+    each seed. Otherwise they are evenly spaced texts of each pair.
+    """
     common = [_common(*pair) for pair in pairs]
     hashes = [[one["hashes"][i] for i, _ in rows] if "hashes" in one else [] for (one, _), rows in
               zip(pairs, common, strict=True)]  # fmt: skip

@@ -80,8 +80,8 @@ def speculative(draft: str, k: int) -> dict[str, Any]:
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """config.json for vLLM. original_lm_head: all heads share one output head. Without medusa_fc_bias vLLM ignores the
-    biases without an error."""
+    """config.json for vLLM. original_lm_head says that all heads share one output head. Without medusa_fc_bias vLLM
+    would ignore the biases without an error."""
     ours = network.config
     return {
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": ours.hidden_size,

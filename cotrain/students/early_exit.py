@@ -39,8 +39,8 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
-        the folder draft.path. If draft.layers is null, the last of `candidates`, which is the largest draft, is used.
+        """Return the exit that draft.layers, draft.rank and draft.depths describe; with init=pretrained, the exit in
+        the folder draft.path. If draft.layers is null, it is the last of `candidates`, which is the largest draft.
         Raises ValueError naming the key to change."""
         if draft.depths is None:
             raise ValueError("draft.depths: set how many drafts of a round the exit is trained for, as draft.depths=4")

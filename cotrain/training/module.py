@@ -413,8 +413,8 @@ class Distillation(lightning.LightningModule):
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """tau of the draft if its Markov head is removed, as in engines that have none, by draft length and
-        temperature; {} for a draft without such a head."""
+        """tau of the draft without its Markov head, as in engines that support none, by draft length and temperature;
+        {} for a draft without such a head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
         if markov is None:

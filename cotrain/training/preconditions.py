@@ -288,7 +288,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether the draft starts from draft.path: with init=pretrained, and for kinds that are not trained."""
+    """Whether draft.path is read: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
@@ -414,8 +414,8 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return the tokens after a prompt that a measurement needs room for: those of its text, or the positions at which
-    costs are timed."""
+    """Return how many tokens after a prompt a measurement needs room for: those of its text, or those of the texts on
+    which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 

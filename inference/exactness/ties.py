@@ -65,8 +65,8 @@ class TextCheck:
 
 
 class Difference(NamedTuple):
-    """A position at which a text differs from the plain text. gap: between the scores of the two tokens in the plain
-    pass of one id; logits (V,) and noise g (V,) there; plain, other: the two tokens; text: its number; limit: the
+    """A position at which a text differs from the plain text. plain, other: the two tokens. gap: between their scores
+    in the plain pass of one id; logits (V,) and noise g (V,): in that pass. text: the number of the text. limit: the
     largest gap that rounding in the model's dtype may explain."""
 
     gap: float
@@ -88,11 +88,12 @@ def check_coupled(
     bound: float,
     tree: Parents | None = None,
 ) -> TextCheck:
-    """(a): the engine decodes the prompts with shared noise; then its passes of one id show which token plain decoding
-    chooses at every position (`compare_text`).
+    """Check (a). The engine decodes the prompts with shared noise. Then its passes of one id show which token plain
+    decoding chooses at every position (`compare_text`).
 
     tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
-    mean squares of the logits; bound / GAP, the general rounding of the logits, is the least noise.
+    mean squares of the logits. It is GAP times the general rounding of the logits, and the noise is at least that
+    rounding.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]

@@ -115,8 +115,9 @@ class Round(Protocol):
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy whole numbers to the device, one or equally many for each row. The round's first call also carries the
-        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they are not `k`. Returns the
-        tensors by name, and the last token of each text as `anchor` (A, 1) and its position as `read` (A,)."""
+        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they differ from the round's
+        `k`. Returns the tensors by name, with the last token of each text as `anchor` (A, 1) and its position as `read`
+        (A,)."""
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -153,7 +154,7 @@ class Round(Protocol):
 
     @property
     def reads_history(self) -> list[bool]:
-        """For each row, whether its settings read the text; then its distribution is not `plain`."""
+        """For each row, whether its settings read the text. If they do, `plain` does not give its distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
         """Logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""

@@ -87,8 +87,9 @@ class BlockNetwork(FeatureNetwork):
         return ConfidenceHead(self.config.hidden_size + rank)
 
     def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The probability (...) that the draft at each of these states (..., H) of masks is accepted if all before it
-        were; before (...): the tokens drafted before them, the anchor for the first. log_probs: as `ConfidenceHead`."""
+        """The probability (...) that each draft is accepted if all before it were. states (..., H): of the drafts'
+        masks. before (...): the token drafted before each, the anchor for the first. log_probs: as in
+        `ConfidenceHead`."""
         rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
         confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
         return confidence
