@@ -41,7 +41,7 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
-        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: regime.top_k=0 regime.top_p=1")
+        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):

@@ -106,8 +106,8 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """How many standard deviations `rare` exceeds `rare_expected` by, after one extra round, and one more per near
-        draft, is allowed."""
+        """The excess of `rare` over `rare_expected` in standard deviations. The excess is reduced by one round, and by
+        one more for each near draft, because rounding may cause these."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:

@@ -159,7 +159,7 @@ def interleave(
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
     """The prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms: give at least one, each with another name, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms: give at least one, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
     keys = row_ids(prompts)

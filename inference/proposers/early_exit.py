@@ -148,7 +148,7 @@ def projections(block: nn.Module) -> dict[str, list[int]]:
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """The norm after the decoder layers: the last module of the body besides them that has a weight of the model's
+    """The norm after the decoder layers: the body's last module, other than the layers, with a weight of the model's
     width. Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):

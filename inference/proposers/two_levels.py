@@ -265,8 +265,8 @@ class InnerRound(RoundView):
         return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
     def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """Draw with the noise of the target's tokens. The depth is limited, since rows that have all their drafts go
-        on."""
+        """Draw with the noise of the target's tokens. Rows with all their drafts go on drawing, so the depth is limited
+        to the last one."""
         return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:
