@@ -176,7 +176,7 @@ class Engine:
     def rounds(self, call: Call) -> Iterator[list[Event]]:
         """Decode round by round until every row has ended; rows that end make room for rows that wait."""
         while call.waiting or call.staged or call.active:
-            with ALONE:  # released while the caller handles the events
+            with ALONE:  # not while the caller has the events
                 self.slots.require(call)
                 self.slots.admit(call)
                 events = self._round(call)

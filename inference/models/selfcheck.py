@@ -387,7 +387,7 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """The columns (start_b + later, W) of each row b, of two passes."""
+        """The values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
