@@ -150,8 +150,8 @@ class Unread(NamedTuple):
     """Settings that nothing reads in some runs. A key that ends in a point stands for all keys below it.
 
     when: whether this is such a run, given its settings and a function that returns the class of its kind of draft, a
-    `Student`. instead: what to set. fatal: whether it is an error. If not, a line says so, since a sweep over kinds
-    sets what only some kinds read.
+    `Student`. instead: what to set. fatal: whether it is an error. Otherwise only a line says so: in a sweep over kinds
+    some settings apply to some kinds only.
     """
 
     keys: tuple[str, ...]

@@ -162,7 +162,7 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     saved = datasets.load_from_disk(path)
     if isinstance(saved, datasets.DatasetDict):
         if data.split not in saved:
-            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: data.split=")
+            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: set data.split=")
         saved = saved[data.split]
     return saved.to_iterable_dataset() if data.streaming else saved
 

@@ -81,7 +81,7 @@ def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False
     tokens are drafted. Raises ValueError for a student without such a head."""
     head = head_of(student)
     if head is None:
-        raise ValueError(f"{type(student.network).__name__} has no confidence head: draft.confidence=true")
+        raise ValueError(f"{type(student.network).__name__} has no confidence head: set draft.confidence=true")
     drafts = int(held.texts.sampled.sum()) * getattr(student.network.config, "depths", 1)
     every = min(max(drafts // DRAFTS, 1), EVERY)
     parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy, every=every)]

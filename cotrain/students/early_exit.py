@@ -67,7 +67,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless rank is 0: the mask of rounds has no window."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0: training masks for rounds support no
+        window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -128,7 +129,7 @@ def candidates(total: int) -> list[int]:
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
     if rank and sliding_window(target.config.get_text_config()):
         raise ValueError(f"draft.kind: {type(target).__name__} has sliding windows, in which rounds cannot be trained: "
-                         "draft.rank=0")  # fmt: skip
+                         "set draft.rank=0")  # fmt: skip
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:

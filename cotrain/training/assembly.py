@@ -47,9 +47,9 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
         if draft.path and init.kind != "pretrained":
             raise ValueError(f"draft.path={draft.path}: it is read only with init=pretrained, not init={init.kind}")
     elif init.kind == "pretrained":
-        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; init=scratch")
+        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; set init=scratch")
     elif draft.quantisation != "none":
-        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; "
+        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; set "
                          "draft.quantisation=none")  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
     if not all(stage.loss.merged for stage in stages):
         raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, as top-k distributions require")
     if cosine:
-        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
+        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: set init.cosine=0")
 
 
 class PositionLosses(NamedTuple):

@@ -120,7 +120,7 @@ def _settings(cfg: TrainConfig) -> None:
     """Check the settings that need no model and no texts."""
     if cfg.draft.confidence and cfg.trainer.corpus_steps and cfg.data.on_target:
         raise UserError("draft.confidence=true: texts of data.path are set aside for the head, and corpus steps would "
-                        "learn them: trainer.corpus_steps=0")  # fmt: skip
+                        "learn them: set trainer.corpus_steps=0")  # fmt: skip
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
@@ -197,7 +197,7 @@ def _lightning(cfg: Trainer, chosen: str) -> None:
     accelerator = "gpu" if device() != "cpu" else "cpu"
     if accelerator == "cpu" and chosen in HALF:
         raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
-                        "trainer.precision=auto")  # fmt: skip
+                        "set trainer.precision=auto")  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
@@ -451,7 +451,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
         if not separate:
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
-                             "train only on texts of the target: trainer.corpus_steps=0")  # fmt: skip
+                             "train only on texts of the target: set trainer.corpus_steps=0")  # fmt: skip
 
 
 def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
@@ -471,7 +471,7 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
                          "rollout.train_temperatures=[], or add it there")  # fmt: skip
     if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
         raise ValueError("rollout.on_draft: losses over emitted tokens (calls, length) need texts sampled from the "
-                         "target: rollout.on_draft=0")  # fmt: skip
+                         "target: set rollout.on_draft=0")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -499,7 +499,7 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_needs_sampled, active)):
         raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
-                         "sampled from the target, not given ones: trainer.corpus_steps=0")  # fmt: skip
+                         "sampled from the target, not given ones: set trainer.corpus_steps=0")  # fmt: skip
 
 
 def _needs_sampled(stage: Stage) -> bool:

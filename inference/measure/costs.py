@@ -258,7 +258,7 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 def measure_rounds(
     engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
 ) -> dict[int, RealRound]:
-    """Rounds by draft length, see `measure_drafting`. engines: by draft length."""
+    """The rounds of each engine, by draft length, see `measure_drafting`. engines: by draft length."""
     return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
 
 

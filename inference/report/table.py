@@ -131,7 +131,8 @@ def _depths(report: Mapping[str, Any]) -> str:
 
 
 def _phases(report: Mapping[str, Any]) -> str:
-    """Milliseconds per round, all its rows together; prefill, which is outside the rounds, as a total."""
+    """A table of phases in milliseconds per round, for all rows of a round together. Prefill is outside the rounds, so
+    its total is given."""
     counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
     if not counted:
         return ""
