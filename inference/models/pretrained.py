@@ -257,7 +257,8 @@ def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers in their order: the first list in its body of as many modules as its config names.
+    """The model's decoder layers in their order: the first list of modules in its body that is as long as its config
+    says.
 
     Raises ValueError if there is none.
     """
