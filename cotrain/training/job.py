@@ -150,8 +150,8 @@ class Job:
         return self.texts_given[kind]
 
     def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target at a temperature. They are sampled, unless data.on_target= says that the user's
-        texts are the target's own, and the temperature is that of the regime."""
+        """Return texts of the target at a temperature: sampled ones, or the user's if data.on_target= says that the
+        target wrote them and the temperature is the regime's."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)

@@ -70,7 +70,7 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """From JSON, None for null. Raises ValueError naming the key."""
+        """The planned tree that JSON `values` describe; None for null. Raises ValueError naming the key."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
