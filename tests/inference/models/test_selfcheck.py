@@ -89,7 +89,7 @@ def test_a_draft_that_fails_has_no_8_bit_weights(monkeypatch):
     right, wrong = tiny(hidden=32, dtype=torch.bfloat16), tiny(hidden=32, seed=1, dtype=torch.bfloat16)
     assert takes_int8(right) and Quantised(right).int8
     WRONG["scale"](monkeypatch)
-    with pytest.warns(Disagreement, match="transformers' own forward runs it"):
+    with pytest.warns(Disagreement, match="transformers' own forward is used"):
         assert can_round(wrong) and not takes_int8(wrong)
     with pytest.warns(Disagreement):
         drafting = Quantised(wrong)
