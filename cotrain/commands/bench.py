@@ -64,8 +64,8 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, if texts do not fit into the context of both models, or
-    the target cannot be quantised as asked."""
+    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
+    or if the target cannot be quantised as asked."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)

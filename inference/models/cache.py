@@ -167,8 +167,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """The new number of slots: twice the old one, at most the context; past the context, room for the drafts of
-        this pass."""
+        """The new number of slots: twice the old one, but at most the context. If the window ends past the context,
+        there is also room for the drafts of this pass."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
