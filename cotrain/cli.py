@@ -134,7 +134,7 @@ def _compared(name: str, outputs: list[str]) -> None:
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Settings of Hydra, so that it writes no files of its own. Those that the user set are left out."""
+    """Settings that keep Hydra from writing files of its own. Those that the user set are left out."""
     settings = {
         "hydra.run.dir": ".",
         "hydra.sweep.dir": literal(scratch),
@@ -248,7 +248,8 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print the error of a job, and return the status: one line if the user can correct it, else the traceback."""
+    """Print the error of a job, and return the exit status. Errors that the user can correct are printed as one line,
+    others with the traceback."""
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -266,7 +267,8 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """The message for a full disk: the file, or, if the error names none, the free space of the possible disks."""
+    """The message for a full disk. It names the file or, if the error names none, the free space of the disks in
+    question."""
     if isinstance(error, OSError) and error.filename:
         return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")

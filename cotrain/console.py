@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 class Display:
     """The progress of a job of `total` units, of which `start_at` were done before: a bar on a terminal, else lines.
 
-    say: is called with a line at each `to`, and nothing is printed. hidden: print nothing. brief: lines without a bar,
+    say: a function that `to` calls with a line instead of printing. hidden: print nothing. brief: lines without a bar,
     and nothing if the job ends within SHORT seconds, for jobs inside another one. Use it as a context manager, so that
     the bar is closed.
     """

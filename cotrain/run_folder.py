@@ -81,7 +81,8 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
-    """Markers of older versions name no command: they are of `train` if they have settings, else of `UNNAMED`."""
+    """Raise UserError for a run of another command. A marker of an older version names no command: with settings it
+    counts as one of `train`, else as one of `UNNAMED`."""
     marker = read_marker(folder)
     if marker is None:
         return

@@ -1,6 +1,6 @@
 """Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers, safetensors and numpy.
 
-Imports are lazy, because the way in which threads wait must be set before torch is imported (see `contention`).
+Imports are lazy: `measure.contention` must set how threads wait before torch is imported.
 """
 
 from importlib import import_module

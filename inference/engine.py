@@ -160,9 +160,9 @@ class Engine:
         sampling: Sampling | Sequence[Sampling],
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Call:  # fmt: skip
-        """A new call for these prompts, see `generate`; it uses the slots of the call before it, which cannot go on."""
+        """Start a call, with arguments as in `generate`. It takes over the slots: the call before it cannot go on."""
         if not is_whole(seed, -(2**63), 2**64):
-            raise ValueError(f"seed: a whole number of 64 bits, not {seed!r}")
+            raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
         with ALONE:
             if self.target.stale:
                 self._open()
@@ -217,7 +217,7 @@ class Engine:
             return Proposal(nothing, None, [0] * len(round.k))
         x, q, k, tree = self.proposer.propose(round)
         self.rule.require(self.proposer, tree)
-        if tree is not None and tree.shape is None:  # no paths on the host for settings that read the text
+        if tree is not None and tree.shape is None:  # settings that read the text need paths on the host: no drafts
             k = [0 if reads else length for reads, length in zip(round.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
             round.send(k, x=x.tolist())  # in the round's one copy, if nothing was sent yet
@@ -283,7 +283,7 @@ class Engine:
         return self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Raises TypeError, for `copy.deepcopy` and for pickle."""
+        """Refuse `copy.deepcopy` and pickle: raises TypeError."""
         raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
                         "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
 
@@ -291,7 +291,7 @@ class Engine:
 def _require_whole(name: str, value: Any) -> None:
     """Raise ValueError for an argument that is no whole number of at least 1."""
     if not is_whole(value, 1):
-        raise ValueError(f"{name}: a whole number of at least 1, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> None:
@@ -301,17 +301,17 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
         if (place.is_absolute() or fspath(target).startswith(".")) and not place.exists():
             raise ValueError(f"target: no such folder: {target}")
     elif not hasattr(target, "config"):
-        raise ValueError(f"target: a model, a folder or a hub id, not {target!r}")
+        raise ValueError(f"target must be a model, a folder or a hub id, not {target!r}")
     if isinstance(proposer, str | PathLike):
         raise ValueError(
             f"proposer: not a path: inference.load({fspath(proposer)!r}) makes the engine of a draft folder"
         )
     if proposer is not None and not hasattr(proposer, "propose"):
-        raise ValueError(f"proposer: a {type(proposer).__name__} drafts nothing: "
-                         "inference.proposers.Independent(model) serves a draft model")  # fmt: skip
+        raise ValueError(f"proposer: a {type(proposer).__name__} is no proposer; give "
+                         "inference.proposers.Independent(model) for a draft model")  # fmt: skip
     if not hasattr(policy, "lengths"):
         raise ValueError(
             f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens a round"
         )
     if isinstance(tokenizer, str | PathLike):
-        raise ValueError(f"tokenizer: a tokenizer, not its path: AutoTokenizer.from_pretrained({fspath(tokenizer)!r})")
+        raise ValueError(f"tokenizer is a path; give AutoTokenizer.from_pretrained({fspath(tokenizer)!r})")

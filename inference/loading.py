@@ -1,4 +1,4 @@
-"""From a draft folder to an engine."""
+"""Makes an engine from a draft folder."""
 
 from dataclasses import replace
 from os import PathLike
@@ -26,10 +26,10 @@ def load(
     A folder that was planned with a tree is served with that tree and its rule. If `settings` give a `policy`, or a
     rule that does not verify trees, it drafts chains.
 
-    target: a model or a path; None: the target that the folder names. With a model give `tokenizer=` too, or decode
-    ids. kind: of a folder without metadata, such as "other_tokenizer" for any causal LM; None: the kind that the folder
-    names. Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, and
-    whatever the `load` of the kind raises.
+    target: a model or a path; None: the target that the folder names. If it is a model, give `tokenizer=` too, or
+    prompts as ids. kind: the kind of a folder without metadata, such as "other_tokenizer" for any causal LM; None: the
+    kind that the folder names. Raises ValueError for an unknown kind, and for a folder that names no target or a target
+    with an adapter; and the errors of the kind's `load`.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder: the path of a draft folder, not {folder!r}")
@@ -65,7 +65,7 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
     name = str(metadata.target["name"])
     if metadata.origin.get("adapter"):
         both = f"{name} with the adapter {metadata.origin['adapter']}"
-        raise ValueError(f"{folder}: made for {both}: give target= a folder that it was merged into, or the model")
+        raise ValueError(f"{folder}: made for {both}; give target= the merged model or its folder")
     return name
 
 

@@ -11,9 +11,12 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 
 @dataclass
 class Counts:
-    """tokens: emitted; target_calls: one a round. By depth d (0-based): `drafted`, rounds that drafted it; `accepted`,
-    rounds that accepted it and all drafts before it; `tried`, rounds that drafted it and accepted all drafts before it.
-    starts: for each round, the tokens that the row had emitted before it; only in counts of single rows."""
+    """Counts of one row or several. tokens: number emitted; target_calls: one a round.
+
+    By depth d (0-based): `drafted`, rounds that drafted it; `accepted`, rounds that accepted it and all drafts before
+    it; `tried`, rounds that drafted it and accepted all drafts before it. starts: for each round, the tokens that the
+    row had emitted before it; only in counts of single rows.
+    """
 
     tokens: int = 0
     target_calls: int = 0
@@ -38,7 +41,7 @@ class Counts:
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """One round of one row."""
+        """Add one round of one row."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)

@@ -11,7 +11,7 @@ class Policy(Protocol):
     """Chooses draft lengths before a round. The choice may not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """Draft length of each active row, given its text so far."""
+        """The draft length of each active row, given its text so far."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         if not is_whole(self.k, 0):
-            raise ValueError(f"policy.k: a draft length cannot be {self.k!r}")
+            raise ValueError(f"policy.k must be a whole number of at least 0, not {self.k!r}")
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [self.k] * len(texts)

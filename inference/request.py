@@ -77,8 +77,11 @@ class Request:
     def _stopped(self) -> bool:
         """Whether the new text has a stop string. Only the newest tokens can complete one, so only the end of the text
         is decoded: 4 tokens for each character of the string (a character has at most 4 bytes), and 32 tokens before
-        them, because the first characters of a decoded part may differ from the same characters in the whole text. A
-        stop string that occurs in this part is then checked in the whole text."""
+        them.
+
+        The first characters of a decoded part may differ from those of the whole text. So a stop string that occurs in
+        the part is then looked up in the whole text.
+        """
         if not self.sampling.stop or self.tokenizer is None:
             return False
         longest = max(map(len, self.sampling.stop))
@@ -105,8 +108,8 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes requests from the prompts of a call. target: the model whose limits are checked; ends: ids that end a text;
-    tokenizer: if None, strings are rejected; pads: ids that pad rows of a tensor."""
+    """Makes requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a text.
+    tokenizer: None to reject strings. pads: ids that pad rows of a tensor."""
 
     target: TextLimits
     ends: frozenset[int]
@@ -138,15 +141,15 @@ class PromptReader:
     def _validate(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:
         """Raise ValueError for a prompt that cannot be continued."""
         if not text:
-            raise ValueError(f"{who}: empty; a prompt has one token at least, such as the start token")
+            raise ValueError(f"{who}: the prompt is empty; it needs at least one token, such as the start token")
         if not is_whole(limit, 1):
-            raise ValueError(f"{who}: max_new_tokens is a whole number of at least 1, not {limit!r}")
+            raise ValueError(f"{who}: max_new_tokens must be a whole number of at least 1, not {limit!r}")
         if not is_whole(key, -(2**63), 2**63):
             raise ValueError(f"{who}: ids has {key!r}, which is no whole number of 64 bits")
         if len(text) >= self.target.context:
             raise ValueError(f"{who}: {len(text)} tokens leave no room in a context of {self.target.context}")
         if not isinstance(sampling, Sampling):
-            raise ValueError(f"{who}: sampling is a Sampling, such as Sampling(temperature=0.7), not a "
+            raise ValueError(f"{who}: sampling must be a Sampling, such as Sampling(temperature=0.7), not a "
                              f"{type(sampling).__name__}")  # fmt: skip
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
@@ -251,9 +254,9 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
         isinstance(item, Integral) or isinstance(item, Mapping) and "role" in item for item in prompts
     )  # fmt: skip
     if one:
-        raise ValueError("prompts: a list of prompts is wanted, not one: put [ ] around it")
+        raise ValueError("prompts must be a list; put [ ] around the one prompt")
     if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts: a list of {ACCEPTED} is wanted, not {type(prompts).__name__}")
+        raise ValueError(f"prompts must be a list of {ACCEPTED}, not {type(prompts).__name__}")
     return list(prompts)
 
 
@@ -261,7 +264,7 @@ def single(prompt: Any) -> list[Any]:
     """A list of the one prompt of `Engine.stream`. Raises ValueError for a list of prompts."""
     many = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], Integral | Mapping)
     if many:
-        raise ValueError(f"prompt: one prompt is wanted, not a list of {len(prompt)}: take it out of its [ ]")
+        raise ValueError(f"prompt must be one prompt, not a list of {len(prompt)}; remove the [ ] around it")
     return [prompt]
 
 
@@ -302,12 +305,12 @@ def _ids(who: str, prompt: Any) -> list[int]:
             else ""
         )
         what = f"{type(prompt).__name__}{f' of {inside}' if inside else ''}"
-        raise ValueError(f"{who}: a prompt is {ACCEPTED}, not a {what}")
+        raise ValueError(f"{who}: a prompt must be {ACCEPTED}, not a {what}")
     return [int(token) for token in prompt]
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value a prompt. Raises ValueError naming the argument if a list has another length."""
+    """A list with one value for each prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:

@@ -192,8 +192,8 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """`_penalised` for the logits (A, N+1, V) of a tree, column by column: the drafts before a node are the path to
-        it."""
+        """As `_penalised`, for logits (A, N+1, V) of a tree: column by column, the drafts before a node being the path
+        to it."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         if tree.shape is None:  # rows whose settings read the text have drafted nothing
             return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
@@ -282,8 +282,8 @@ class DecodingRound:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1), stream s at index s - 1. On a GPU all depths of the table, so that one graph serves
-        rounds of any K."""
+        """Uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so that one graph
+        serves rounds of any K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
@@ -307,8 +307,8 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Noise that draws the children of the nodes keys (n,) of one depth -> (A, n or 1, V): separate noise for each
-        node, or the noise of the position, which is shared with the target."""
+        """Noise (A, n or 1, V) that draws the children of the nodes keys (n,), all of one depth: separate noise for
+        each node, or one for the position, which the target shares."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]

@@ -38,8 +38,8 @@ class Grid:
 
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
-    """Measure each cell, with the plan's other sampling settings. Returns one entry per cell: speeds, ratios with
-    intervals, costs, and the measured speed-up as a share of the one that the costs allow."""
+    """Measure each cell; settings other than temperature and batch size are the plan's. Returns one entry per cell:
+    speeds, ratios with intervals, costs, and the measured speed-up as a share of the one that the costs allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
@@ -107,8 +107,8 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
 
 
 def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """The floor of a plain step and of a round: the least time that this machine needs for it, as a share of the
-    measured time. Also the bytes moved and the peak memory. The floor leaves out a draft that is no language model."""
+    """The least time that this machine needs for a plain step and for a round (the floor), as a share of the measured
+    time; the bytes moved; and the peak memory. The floor leaves out a draft that is no language model."""
     floor: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
         loads = round_loads(target, draft, drafted, costs.rows, costs.context)

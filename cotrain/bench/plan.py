@@ -64,8 +64,8 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """The network that runs: the served draft, in float32 if this machine would emulate its dtype and no 8-bit
-        kernel is used."""
+        """The served draft as this machine runs it: cast to float32 if its dtype would be emulated and no 8-bit kernel
+        is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def student(self, network: PreTrainedModel) -> Student:
@@ -88,8 +88,8 @@ class Plan:
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """The speculative engine. k: draft length, or the levels of a tree. rows: for counting tokens instead of
-        timing: how many are decoded at once. proposer: replaces the draft's; it drafts chains."""
+        """The speculative engine. k: draft length, or the levels of a tree. rows: number of texts decoded at once;
+        given only when tokens are counted, not timed. proposer: replaces the draft's; it drafts chains."""
         rule = self.tree.rule if self.tree and proposer is None else self.verify
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
@@ -109,7 +109,7 @@ class Plan:
         return _repeated(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """`count` final prompts, which time and check the exported draft, as in `ranking`."""
+        """`count` final prompts from number `first` on, as for `ranking`. They time and check the exported draft."""
         return _repeated(self.prompts.final, first, count)
 
 

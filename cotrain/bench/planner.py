@@ -94,10 +94,12 @@ class MeasuredTree:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Choose which parts are compiled, by timing real rounds with and without, if bench.compile is set or on a GPU.
+    """Choose which parts are compiled: on a GPU, or if bench.compile is set, real rounds are timed with and without
+    compiling.
 
-    Returns the plan with these parts, and its costs. until: the deadline; if the time to it does not suffice for the
-    compiled measurement, nothing is compiled."""
+    Returns the plan with these parts, and its costs. until: the deadline. If there is too little time for the compiled
+    measurement, nothing is compiled.
+    """
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
     eager, now = measured(plan, until), time.perf_counter()
     if not plan.bench.compile and plan.target.device.type != "cuda":
@@ -211,8 +213,9 @@ def best_tree(
 ) -> MeasuredTree | None:
     """The fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
 
-    None if the kind drafts no trees, or the plan's rule has none (`RULES`), or there are no candidates. length: of the
-    best chain; chains: tau by draft length; texts: `plain_texts`, on which trees and chains are rated."""
+    None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no candidates.
+    length: of the best chain; chains: tau by draft length; texts: `plain_texts`, on which trees and chains are rated.
+    """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
         return None

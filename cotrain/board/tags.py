@@ -29,8 +29,8 @@ def at(name: str, temperature: float) -> str:
 
 
 def speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures of `cotrain.bench.measurement.quick` by tag. NaN, as for the interval of a single batch, is left
-    out."""
+    """The figures of `cotrain.bench.measurement.quick` by tag. NaN is left out, such as the interval of a single
+    batch."""
     return {SPEED[name]: value for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -58,7 +58,7 @@ def marked(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: in
 
 
 def escaped(text: str) -> str:
-    """Escape text so that TensorBoard's Markdown shows it unchanged: all characters but letters and digits become
-    character references, and line ends a visible sign and a line break."""
+    """Escape text so that TensorBoard's Markdown shows it unchanged. All characters but letters and digits become
+    character references; a line end becomes a visible sign and a line break."""
     numbers = "".join(one if one.isalnum() else f"&#{ord(one)};" for one in text.replace("\r\n", "\n"))
     return numbers.replace("&#10;", "&#8629;<br>")

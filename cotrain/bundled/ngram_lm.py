@@ -21,7 +21,7 @@ FALLBACK = (0.5, 1.0, 1.5)  # discounts if the counts define none, as with KenLM
 @dataclass(frozen=True)
 class Level:
     """The model of one order k: the sorted k-grams hw with their discounted shares, and the sorted contexts h with the
-    probability that is left for the shorter context."""
+    probability that each leaves to the shorter context."""
 
     grams: np.ndarray  # (G,)
     share: np.ndarray  # (G,) (c(hw) - D(c(hw))) / c(h)

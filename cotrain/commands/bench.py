@@ -34,14 +34,14 @@ from inference.report.table import headline, table
 
 
 def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError, naming the key, for a matrix that cannot be measured, before anything is measured."""
+    """Raise UserError, naming the key, for a matrix that cannot be measured. It is called before any measurement."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
         raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
-        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: regime.top_k=0 regime.top_p=1")
+        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
         raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
@@ -64,8 +64,8 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, if texts do not fit into the context of both models, or
-    the target cannot be quantised as asked."""
+    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
+    or if the target cannot be quantised as asked."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)

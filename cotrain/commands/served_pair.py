@@ -20,8 +20,8 @@ from inference.proposers import kind_of
 
 
 class Known(NamedTuple):
-    """A setting whose default is stored in draft folders. name: its key there, in the regime or in `made["served"]`;
-    open: the value of the setting that asks for the default; unsaid: the default if the folder has none."""
+    """A setting whose default is stored in draft folders. name: its key there, in the regime or in `made["served"]`.
+    open: the value of the setting that asks for the default. unsaid: the default if the folder stores none."""
 
     name: str
     open: Any
@@ -71,7 +71,7 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: M
     """Replace the open settings of `KNOWN` by the values stored in the draft folder. If other values were typed, print
     a line that lists them.
 
-    metadata: the folder's. A value that it lacks (also with None) is `Known.unsaid`.
+    metadata: that of the folder. `Known.unsaid` replaces a value that it lacks, or stores as None.
     """
     said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
     typed = []

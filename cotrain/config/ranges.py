@@ -1,5 +1,5 @@
-"""What the value of a setting may be, which every command checks before it does anything else, and which settings may
-change on resume: those that change no weights, and more training."""
+"""The allowed values of settings, which every command checks first; and the settings that may change on resume, which
+are those that change no weights and those that mean more training."""
 
 import math
 import sys
@@ -147,10 +147,12 @@ def refuse(command: str, cfg: "DictConfig") -> None:
 
 
 class Unread(NamedTuple):
-    """Settings that nothing reads in some runs. A key that ends in a point stands for all keys below it. when: whether
-    this is such a run, by its settings and a function that gives the class of its kind of draft, a `Student`; instead:
-    what to set. fatal: whether it is an error; otherwise a line says so, since a sweep over kinds sets what only some
-    kinds read."""
+    """Settings that nothing reads in some runs. A key that ends in a point stands for all keys below it.
+
+    when: whether this is such a run, given its settings and a function that returns the class of its kind of draft, a
+    `Student`. instead: what to set. fatal: whether it is an error. Otherwise only a line says so: in a sweep over kinds
+    some settings apply to some kinds only.
+    """
 
     keys: tuple[str, ...]
     when: Callable[[Any, Callable[[], Any]], bool]
@@ -202,8 +204,8 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
 
 
 def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callable[[str], Any]) -> None:
-    """Raise UserError for the first of the settings that were typed, `key=value`, which nothing reads in this run. The
-    values null and 0 may be typed. student_class: the class of a kind of draft, by name."""
+    """Raise UserError for the first typed setting, `key=value`, that nothing reads in this run. The values null and 0
+    may be typed. student_class: the class of a kind of draft, by name."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
     for unread in (unread for group in UNREAD if group in cfg for unread in UNREAD[group]):
         keys = [key for key, value in values.items() if unread.names(key) and value not in ("null", "0")]

@@ -1,8 +1,8 @@
-"""Conversations of the user's own logs, as the target is served them: rendered by its chat template.
+"""Conversations of the user's own logs, rendered by the target's chat template.
 
-Each turn of the assistant is one text: the prompt is everything before it, rendered with the generation prompt, and the
-completion is what the template adds for the turn. So the history stands as the template shows it at that moment
-(without the thoughts of earlier turns, where it drops them), and only what was generated is learnt from.
+Each turn of the assistant is one text. The prompt is everything before it, rendered with the generation prompt. The
+completion is what the template adds for the turn. So only generated tokens are learnt, and the history is as the
+template renders it at that turn; some templates drop the thoughts of earlier turns.
 """
 
 import json
@@ -28,16 +28,17 @@ class Chats(PromptRows):
 
 @dataclass(frozen=True)
 class Template:
-    """How the target is shown messages. options: handed to its chat template, as enable_thinking. ends: ids that end a
-    completion; what the template adds behind one (a line break, say) was never generated."""
+    """Renders messages by the target's chat template. options: arguments of the template, such as enable_thinking.
+    ends: ids that end a completion; the template may add more after one (a line break, say), which was never
+    generated."""
 
     tokenizer: PreTrainedTokenizerBase
     options: Mapping[str, Any]
     ends: Collection[int]
 
     def text(self, messages: list[Message], tools: Any, prompt: bool) -> str:
-        """The messages rendered by the chat template; prompt: also what opens the assistant's turn. Raises ValueError
-        when the template fails."""
+        """The messages rendered by the chat template. prompt: end with the tokens that open the assistant's turn.
+        Raises ValueError when the template fails."""
         try:
             return str(self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options
@@ -67,10 +68,11 @@ def cleaned(value: Any) -> Any:
 
 
 def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) -> Chats:
-    """Turns of the conversations that fall to a split of `splits`, by a hash of what opens them.
+    """The turns of the conversations in a split of `splits`; a hash of a conversation's first messages chooses its
+    split.
 
-    Raises ValueError naming the row for messages that are none and a template that fails, renders nothing or rewrites
-    what it had rendered; and when nothing is left.
+    Raises ValueError, naming the row, for values that are no messages, and for a template that fails, renders nothing
+    or renders earlier messages anew; and if no conversation is in the split.
     """
     turns, number = [], 0
     for number, row in enumerate(rows, 1):
@@ -102,7 +104,7 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, completion) of each turn of the assistant; of an open conversation also the prompt it ends with."""
+    """(prompt, completion) of each turn of the assistant, and of an open conversation also its last prompt."""
     if template.tokenizer.chat_template is None:
         yield _plain(messages, template)
         return

@@ -88,10 +88,11 @@ def read_rows(data: Data) -> datasets.Dataset:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """A JSON value that identifies the settings and files which the prompts of a split come from.
+    """A JSON value that identifies the settings and the files from which the prompts of a split come.
 
-    Files are hashed whole, or by size and modification time if they are streamed. For the embedded corpora it contains
-    the sizes only, not the texts, which may differ between machines."""
+    Files are hashed whole; streamed files are identified by size and modification time. For the embedded corpora the
+    value contains only the sizes, not the texts, which may differ between machines.
+    """
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
     files = files_of(data.path)
@@ -161,7 +162,7 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     saved = datasets.load_from_disk(path)
     if isinstance(saved, datasets.DatasetDict):
         if data.split not in saved:
-            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: data.split=")
+            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: set data.split=")
         saved = saved[data.split]
     return saved.to_iterable_dataset() if data.streaming else saved
 

@@ -24,7 +24,7 @@ def split_of(content: str) -> str:
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that equal one of `others`, are a prefix of one, or have one as a prefix."""
+    """The prompts that are equal to one of `others`, that are a prefix of one, or that begin with one."""
     ordered = sorted(others)
     whole, sizes = {tuple(other) for other in others}, sorted({len(other) for other in others})
 

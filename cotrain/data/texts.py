@@ -39,7 +39,7 @@ class Texts:
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
     def in_turn(self, temperatures: Sequence[float]) -> Self:
-        """The same texts; text i has the temperature number i modulo their count."""
+        """The same texts at several temperatures in turn: text i has temperature number i modulo their count."""
         if len(temperatures) == 1:
             return self.at(temperatures[0])
         each = torch.tensor(temperatures, dtype=torch.float32)

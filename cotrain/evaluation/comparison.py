@@ -108,11 +108,10 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Return the gain of every label over the baseline, at every k, and at every temperature that all runs of both
-    have.
+    """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
 
     Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of
-    their seeds. A pair is compared on the texts on which both were evaluated, and every pair on equally many. Each
+    their seeds. A pair is compared on the texts on which both were evaluated; all pairs have equally many texts. Each
     bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
     baseline is missing, or if runs have no text in common.
     """
@@ -178,9 +177,12 @@ def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
 
 
 def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
-    """Return for each pair the rows of equally many texts that both sides have: minutes= may leave time for fewer texts
-    in one run than in another. If some texts are in all pairs, these in one order, since a bootstrap sample draws the
-    same numbers in each seed; else evenly spaced ones of each pair."""
+    """Return for each pair the rows of texts that both sides have, equally many for all pairs (minutes= may leave time
+    for fewer texts in one run than in another).
+
+    If some texts are in all pairs, these are returned in one order, since a bootstrap sample draws the same numbers in
+    each seed. Otherwise they are evenly spaced texts of each pair.
+    """
     common = [_common(*pair) for pair in pairs]
     hashes = [[one["hashes"][i] for i, _ in rows] if "hashes" in one else [] for (one, _), rows in
               zip(pairs, common, strict=True)]  # fmt: skip

@@ -36,12 +36,13 @@ STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts that a student would make on texts, with what is known before their tokens are drawn, (N,) each.
+    """N drafts that a student would make on texts, with figures that are known before their tokens are drawn, (N,)
+    each.
 
-    alpha: probability that it is accepted if all before it were. reach: probability that all before it are accepted, of
-    a round that starts where one may start; weighted by it, the drafts are those whose acceptance matters in rounds.
-    confidence: alpha as the head predicts it; states: by the state alone. entropy (nats), margin, top: of q as trained,
-    see `measures`. depth: 0-based.
+    alpha: probability that the draft is accepted if all before it were. reach: probability that a round which starts at
+    a possible start accepts all drafts before it; weights by it give the drafts of real rounds. confidence: alpha as
+    the head predicts it; states: as its part that reads the state alone predicts it. entropy (nats), margin, top: of q
+    as trained, see `measures`. depth: 0-based.
     """
 
     alpha: Tensor
@@ -80,7 +81,7 @@ def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False
     tokens are drafted. Raises ValueError for a student without such a head."""
     head = head_of(student)
     if head is None:
-        raise ValueError(f"{type(student.network).__name__} has no confidence head: draft.confidence=true")
+        raise ValueError(f"{type(student.network).__name__} has no confidence head: set draft.confidence=true")
     drafts = int(held.texts.sampled.sum()) * getattr(student.network.config, "depths", 1)
     every = min(max(drafts // DRAFTS, 1), EVERY)
     parts = [(read, drafts.alpha) for read, drafts in _drafts(held, student, head_target, greedy, every=every)]
@@ -141,10 +142,12 @@ def judged(
 
 
 def figures(drafts: Drafts) -> dict[str, Any]:
-    """Number of drafts; means of alpha and of the confidence; expected calibration error; and by score the area under
-    the ROC curve of "accepted": of the confidence, of that by the state alone, of the draft's entropy, margin and top
-    probability, and of alpha itself, which no score exceeds. in_rounds: error and areas with each draft weighted by its
-    `reach`."""
+    """Return the number of drafts; the means of alpha and of the confidence; the expected calibration error; and areas
+    under the ROC curve of "accepted" by score.
+
+    The scores are the confidence, the prediction by the state alone, the draft's entropy, margin and top probability,
+    and alpha itself, which no score exceeds. in_rounds: error and areas with each draft weighted by its `reach`.
+    """
     scores = {"confidence": drafts.confidence, "states": drafts.states, "entropy": -drafts.entropy,
               "margin": drafts.margin, "top": drafts.top, "oracle": drafts.alpha}  # fmt: skip
 
@@ -161,8 +164,8 @@ def figures(drafts: Drafts) -> dict[str, Any]:
 def reliability(
     confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS
 ) -> list[dict[str, float]]:
-    """By bin of equal mass, in order of confidence: its mass in drafts, mean confidence and mean alpha. weight (N,): of
-    each draft, None: 1."""
+    """Return for each bin of equal mass, in order of confidence: its mass in drafts, mean confidence and mean alpha.
+    weight (N,): of each draft; None: 1."""
     order = confidence.argsort(stable=True)
     mass = torch.ones(len(order), dtype=torch.float64) if weight is None else weight[order].double()
     at = ((mass.cumsum(0) - mass / 2) / mass.sum() * bins).long().clamp(max=bins - 1)
@@ -174,7 +177,8 @@ def reliability(
 
 def calibration_error(confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS) -> float:
     """Expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts (Nguyen
-    and O'Connor 2015, 1508.05154). Labels are exact, so no coin adds noise. Arguments as in `reliability`."""
+    and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. Arguments as in
+    `reliability`."""
     table = reliability(confidence, alpha, weight, bins)
     gaps = sum(one["drafts"] * abs(one["confidence"] - one["alpha"]) for one in table)
     return gaps / (sum(one["drafts"] for one in table) or 1.0)
@@ -210,8 +214,8 @@ def _drafts(
     held: HeldOut, student: Student, head_target: Head, greedy: bool = False,
     read: Callable[[int], None] | None = None, every: int = 1, batch: int = 16,
 ) -> Iterator[tuple[Tensor, Drafts]]:  # fmt: skip
-    """Chunks of the drafts of all depths on the texts' sampled tokens, with what the head reads of each (n, D). read:
-    called after each batch of texts with their number. every: one round of so many is read."""
+    """Yield chunks of the drafts of all depths on the texts' sampled tokens, with what the head reads of each (n, D).
+    read: called after each batch of texts with their number. every: read only one round of this many."""
     head = head_of(student)
     assert head is not None
     for rows in torch.arange(len(held.texts)).split(batch):

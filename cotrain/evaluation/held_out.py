@@ -216,8 +216,8 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
-    """Return l, hit and confidence of guesses, each with its value at positions without a guess, where nothing is
-    drafted.
+    """Return l, hit and confidence of guesses. Each comes with the value that it has at positions without a guess, at
+    which nothing is drafted.
 
     A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q: an infinite l would make sums
     undefined.

@@ -53,12 +53,12 @@ def export(
     target: the model that it was trained for; name: the target's hub id or path; k: drafts per round; objective:
     "sampled" or "greedy". name, k and objective are by default those in cotrain.json. card: writes the README.
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
-    the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). Remarks on what the
-    layout lacks are in the metadata too.
+    the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
+    remarks on what the layout lacks.
 
-    Raises UserError for a layout that the kind does not have and a head of low rank, and ValueError for a folder of
-    another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for: above its
-    depths if it drafts in one pass, another than its depths if its masks see each other.
+    Raises UserError for a layout that the kind does not have, and for a head of low rank. Raises ValueError for a
+    folder of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. If
+    the draft drafts in one pass, k may be at most its depths; if its masks see each other, k must be its depths.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}

@@ -96,7 +96,8 @@ def _sglang_features(draft: str, target: str, k: int, objective: str, tree: Plan
 
 
 def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str, layers: Sequence[int] = ()) -> str:
-    """layers: whose outputs the draft reads; TensorRT-LLM does not take them from the draft's config.json."""
+    """The launch command. layers: those whose outputs the draft reads; TensorRT-LLM does not take them from the draft's
+    config.json."""
     more = {"eagle3_layers_to_capture": list(layers)} if layers else {}
     return _tensorrt_llm(draft, target, k, objective, "Eagle3", **more)
 

@@ -96,8 +96,8 @@ def refuse(folder: str | Path, temperature: float | None) -> None:
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
-        raise UserError(f"temperature: {folder} depends on the temperature, and an export is for one: give the one "
-                        "that you serve at, as temperature=0.7")  # fmt: skip
+        raise UserError(f"temperature: {folder} depends on the temperature, and an export is for a single one: "
+                        "give the one that you serve at, as temperature=0.7")  # fmt: skip
     if not conditioned and temperature is not None:
         raise UserError(f"temperature={temperature:g}: {folder} does not depend on it: leave temperature= out")
 

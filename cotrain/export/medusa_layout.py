@@ -80,8 +80,8 @@ def speculative(draft: str, k: int) -> dict[str, Any]:
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """config.json for vLLM. original_lm_head: all heads share one output head. Without medusa_fc_bias vLLM ignores the
-    biases without an error."""
+    """config.json for vLLM. original_lm_head says that all heads share one output head. Without medusa_fc_bias vLLM
+    would ignore the biases without an error."""
     ours = network.config
     return {
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": ours.hidden_size,
@@ -92,7 +92,7 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors for vLLM: blocks by head and layer, and the target's output head under the name of the first head's.
+    """The tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of head 0.
     Raises ValueError if the target's head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}

@@ -77,8 +77,8 @@ def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
 
 
 def without_markov(source: Path, metadata: Metadata) -> str:
-    """A remark on an export without the draft's Markov head, with tau with and without the head if the report of the
-    trained folder `source` has both."""
+    """A remark that the export lacks the draft's Markov head. It compares tau with and without the head if the report
+    of the trained folder `source` has both."""
     path, k = source / REPORT, metadata.k
     held = ((read_json(path).get("extra") or {}).get("held_out") or {}) if path.is_file() else {}
     name = {"sampled": "tau", "greedy": "tau_greedy_draft"}[metadata.objective]

@@ -109,8 +109,8 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor]:
     """Complete log p(x) and log q(x), (B, T), of a guess that was made at a random share of its positions.
 
-    Positions without a guess get the mean acceptance of those with one. The gradient of the guess is divided by the
-    share, so that it stands for all positions.
+    Positions without a guess get the mean acceptance of the positions with a guess. The guess's gradient is divided by
+    the share, so that it stands for all positions.
     """
     if guess.share == 1:
         return logp, logq

@@ -65,7 +65,10 @@ def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
 
 
 def mask_impossible(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """Set log p(x) and log q(x) to 0 at tokens with p(x) = 0. Such a token lies at the edge of a top-k or top-p cut,
-    and rounding put it outside. Its ratio q / p is undefined; with a constant ratio of 1 it has no gradient."""
+    """Set log p(x) and log q(x) to 0 at tokens with p(x) = 0.
+
+    Rounding put such a token outside a top-k or top-p cut at whose edge it lies. Its ratio q / p is undefined; the
+    constant ratio 1 has no gradient.
+    """
     impossible = logp == -math.inf
     return logp.masked_fill(impossible, 0.0), logq.masked_fill(impossible, 0.0)

@@ -91,7 +91,7 @@ def headline(run: LoadedRun) -> Markup:
 
 
 def _drafted(run: LoadedRun) -> Markup:
-    """What to serve, which is what was timed: a chain of k drafts or the planned tree."""
+    """What was timed, and should be served: a chain of k drafts or the planned tree."""
     if run.tree:
         return joined(f"its planned tree of {len(run.tree)} nodes")
     return joined("k = ", _length(run))
@@ -180,7 +180,7 @@ def _acceptance(run: LoadedRun) -> Tile:
 
 
 def _expected_taus(run: LoadedRun) -> Markup | None:
-    """The tau predicted on held-out texts, of the draft before training and of the exported draft."""
+    """The tau that held-out texts predict for the draft before training and for the exported draft."""
     before, after = run.at("report", "extra", "checkpoints", 0, "tau"), _exported_tau(run)
     if after.value is None:
         return None

@@ -1,4 +1,4 @@
-"""Load a run's folder for the page: reports, training curves, and numbers that know their source."""
+"""Load a run's folder for the page: reports, training curves, and numbers with the place that they come from."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -89,8 +89,8 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: obj
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. name: its anchor; body: None if no run has its figures; lacking: shown instead of the
-    body: why there are none, and how to produce them."""
+    """A section of the page. name: its anchor. body: None if no run has its figures. lacking: the text to show without
+    a body, which says why there are no figures and how to produce them."""
 
     name: str
     title: str

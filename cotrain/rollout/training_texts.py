@@ -46,9 +46,8 @@ RESULTS = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
 def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts:
-    """Prompts with the completions that the logs hold, at most `count` a domain, as long as those asked for.
-
-    Raises ValueError when there is none.
+    """At most `count` prompts per domain with their completions in the logs. Prompts longer than the limit are left
+    out, and completions are cut to theirs. Raises ValueError when there is none.
     """
     rows = [row for row in chats.chosen(count, ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
@@ -60,13 +59,14 @@ def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts
 
 @dataclass(frozen=True)
 class Sampled:
-    """Texts of the target: shipped ones when they are what would be sampled here, else sampled here and kept.
+    """Texts of the target: the shipped ones if they are what would be sampled here; else texts sampled here, and
+    stored.
 
-    kind: "train" or "held_out" (the split that the prompts come from). folder: where own sets are kept. source: what
-    prompts are made from, see `sources.prompt_origin`, by kind. by: who samples, this engine when None; server: its
-    model, as the set's manifest says it; on_draft: share of the texts of all parts but the first that the draft under
-    training continues. identity: the target's, see `fingerprints.identity`, found out when None. minutes: the run's
-    budget, with which sets may hold fewer texts than asked for; seconds: what sampling a set may take then, by kind.
+    kind: "train" or "held_out", the split of the prompts. folder: where sampled sets are stored. source: what prompts
+    are made from, by kind, see `sources.prompt_origin`. by: the sampler; None: this engine. server: the server's model,
+    as in the manifest of a set. on_draft: share of the texts that the draft in training continues, except in the first
+    part. identity: that of the target, see `fingerprints.identity`; computed if None. minutes: the run's budget, under
+    which sets may have fewer texts. seconds: time for sampling a set, by kind.
     """
 
     target: PreTrainedModel
@@ -86,7 +86,7 @@ class Sampled:
     def texts(
         self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Say | None = None, part: Share = WHOLE
     ) -> Texts:
-        """The texts of a regime; `source` gives prompts if they must be sampled, and is not called otherwise."""
+        """The texts of a regime. `source` returns the prompts; it is called only if texts must be sampled."""
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
             if self._fits(path, kind, sampling, part):
@@ -98,8 +98,8 @@ class Sampled:
     def sample(
         self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
     ) -> Path:
-        """Sample a set and keep it; interrupted, the next call goes on where this one stopped. Of several processes one
-        samples; raises as `ranks.awaited`."""
+        """Sample a set and store it. If this is interrupted, the next call continues from there. Only one of several
+        processes samples; the others raise the errors of `ranks.awaited`."""
         path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")

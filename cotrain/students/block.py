@@ -72,17 +72,21 @@ class BlockStudent(EagleStudent):
     @classmethod
     @torch.no_grad()
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm and its head. The layers are none of the target's, whose keys are not its states; they
-        begin by passing on what they attend to (acceptance .46 instead of .42 with layers of the target, in one trial
-        of 400 steps without a report)."""
+        """Copy the target's norm and its head. No layer is copied, since the keys of the target's layers are not its
+        states. New layers begin by passing on what they attend to (acceptance .46 instead of .42 with layers of the
+        target, in one trial of 400 steps without a report)."""
         for layer in network.layers:
             for part in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
                 part.copy_(torch.eye(*part.shape))
         copy_ends(network, network.hidden_norm, torch.ones_like(network.hidden_norm.weight), target)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Return one guess a depth. A training step gives `uniforms` (B, T): of the blocks with tokens to learn from it
-        reads those at a distance of `apart`, from a random first one, and of depth j the KEEP ** j of their guesses."""
+        """Return one guess for each depth.
+
+        A training step gives `uniforms` (B, T). Then only some blocks with tokens to learn are read: those at a
+        distance of `apart` from each other, from a random first one. Of depth j, the share KEEP ** j of their guesses
+        is made.
+        """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
         anchors = anchors[anchors > 0]  # a block needs a state
@@ -110,8 +114,8 @@ class BlockStudent(EagleStudent):
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows and columns (N,) of the blocks that make a guess of a depth: the token before the anchor and the
-        guess's position are in one text. anchors (S,), texts (B, T)."""
+        """Return rows and columns (N,) of the blocks that make a guess of a depth: those whose token before the anchor
+        is in the same text as the guess's position. anchors (S,), texts (B, T)."""
         length = texts.shape[1]
         same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
         rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)

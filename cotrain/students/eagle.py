@@ -88,7 +88,7 @@ class EagleStudent(Student):
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the settings of the config that only this kind has, None where draft.* leaves them open. Raises
+        """Return the settings of the config that only this kind has. A setting that draft.* leaves open is None. Raises
         ValueError naming the wrong key."""
         return {}
 
@@ -255,7 +255,8 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings, None where they are left open, differ from those of the network of draft.path."""
+    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is left open is
+    None."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
@@ -294,8 +295,9 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
 
 @torch.no_grad()
 def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> Tensor:
-    """Copy the target's layer that is last in `layers`; a projection of a wider input ignores the rest of it. Returns
-    the weight of that layer's first norm. Raises ValueError for a layer that the target lacks or that does not fit."""
+    """Copy the target's layer that is last in `layers`. If a projection of the draft's layer has a wider input, only
+    the first part of it is used. Returns the weight of the target layer's first norm. Raises ValueError for a layer
+    that the target lacks or that does not fit."""
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
         raise ValueError(f"init.layers: {list(layers)}: the last one is none of the target's {count} layers")

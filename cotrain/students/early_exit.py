@@ -39,8 +39,8 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
-        the folder draft.path. If draft.layers is null, the last of `candidates`, which is the largest draft, is used.
+        """Return the exit that draft.layers, draft.rank and draft.depths describe; with init=pretrained, the exit in
+        the folder draft.path. If draft.layers is null, it is the last of `candidates`, which is the largest draft.
         Raises ValueError naming the key to change."""
         if draft.depths is None:
             raise ValueError("draft.depths: set how many drafts of a round the exit is trained for, as draft.depths=4")
@@ -67,7 +67,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless rank is 0: the mask of rounds has no window."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0: training masks for rounds support no
+        window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -128,7 +129,7 @@ def candidates(total: int) -> list[int]:
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
     if rank and sliding_window(target.config.get_text_config()):
         raise ValueError(f"draft.kind: {type(target).__name__} has sliding windows, in which rounds cannot be trained: "
-                         "draft.rank=0")  # fmt: skip
+                         "set draft.rank=0")  # fmt: skip
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:

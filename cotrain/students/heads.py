@@ -103,7 +103,8 @@ class HydraStudent(MedusaStudent):
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """As in `MedusaStudent`. Token i that a head of round m reads is token m + 1 + i of the text."""
+        """See `MedusaStudent.head_states`. A head reads tokens 0, 1, ...; token i of round m is token m + 1 + i of the
+        text."""
         network, states = self.network, []
         with torch.no_grad():
             embedded = self.target.get_input_embeddings()(ids.to(newest.device)).to(newest.dtype)

@@ -168,11 +168,11 @@ def scratch(
 
 
 def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
-    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe; without them, as it is.
+    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe; unchanged without them.
 
     rows (V, D): the whole head that it starts from, cut to the vocabulary and then decomposed. If they are not as wide
-    as the draft, the head starts at random. Raises ValueError naming the key for sizes that the head lacks, for a
-    folder with another small head, and as `put_small_head`.
+    as the draft, the head starts at random. Raises ValueError naming the key for sizes that the head lacks, and for a
+    folder with another small head; and the errors of `put_small_head`.
     """
     config = network.config.get_text_config()
     refuse_sizes(draft, config.vocab_size, config.hidden_size)

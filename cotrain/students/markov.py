@@ -1,6 +1,7 @@
 """Guesses of a draft with a Markov head, which adds to the logits a term that depends on the token before.
 
-The head of such a guess reads states joined with rows of the Markov head's first table. N guesses, D width, r rank.
+The output head of such a guess reads its state joined with the row of the Markov head's first table. N guesses, D
+width, r rank.
 """
 
 from collections.abc import Callable, Sequence

@@ -63,7 +63,8 @@ class ParallelStudent(IndependentStudent):
         return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raise ValueError as `IndependentStudent.refuse`, and for a network that ignores our attention mask."""
+        """Raise the errors of `IndependentStudent.refuse`, and ValueError for a network that ignores our attention
+        mask."""
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():

@@ -41,7 +41,8 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that holds only settings. Raises ValueError if draft.path is set, and as `bits_of`."""
+        """Return a network that holds only settings. Raises ValueError if draft.path is set, and the errors of
+        `bits_of`."""
         refuse_keys(draft, "path")
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
@@ -130,8 +131,8 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft of draft.path. Raises ValueError if it is of another kind, and as `bits_of` and
-        `causal_lm`."""
+        """Return the small draft of draft.path. Raises ValueError if it is of another kind, and the errors of `bits_of`
+        and `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError(

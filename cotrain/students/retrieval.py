@@ -28,7 +28,8 @@ class RetrievalStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that holds only settings. Raises ValueError if draft.path is set, and as `lookup`."""
+        """Return a network that holds only settings. Raises ValueError if draft.path is set, and the errors of
+        `lookup`."""
         refuse_keys(draft, "path")
         return LookupNetwork(LookupConfig(lookup(draft)))
 
@@ -61,7 +62,7 @@ class HybridStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training. Raises as `IndependentStudent.initial` and `lookup`."""
+        """Return the network before training. Raises the errors of `IndependentStudent.initial` and `lookup`."""
         network = super().initial(draft, init, target)
         network.config.lookup = lookup(draft)
         return network

@@ -44,7 +44,8 @@ class MemoryCache:
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Read all texts (N, T) with their keys (N,) while there is room, which is faster than a few per step."""
+        """Store the records of texts (N, T) with keys (N,) until the memory is full. A pass over a whole batch of texts
+        takes less time than the passes of later steps over the few that are missing."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))

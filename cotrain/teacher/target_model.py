@@ -138,7 +138,7 @@ def load_config(
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. Raises as `load_config`."""
+    """Load the tokenizer of a model. Raises the errors of `load_config`."""
     folder = resolve(path)
     if Path(folder).is_dir():
         try:
@@ -168,8 +168,8 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
 def load_pair(
     path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load target and tokenizer; "bundled" is the target shipped with this package. Raises as `load_config` and
-    `load_target`, and for damaged weight files."""
+    """Load target and tokenizer; "bundled" is the target shipped with this package. Raises the errors of `load_config`
+    and `load_target`, and those of `weight_files` for damaged files."""
     folder = resolve(path)
     if Path(folder).is_dir():
         weight_files(Path(folder))

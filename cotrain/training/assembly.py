@@ -28,7 +28,8 @@ CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
-    """Return the student before training. vocabulary: the number of ids that can have mass. Raises as `initial`."""
+    """Return the student before training. vocabulary: the number of ids that can have mass. Raises the errors of
+    `initial`."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 
@@ -46,9 +47,9 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
         if draft.path and init.kind != "pretrained":
             raise ValueError(f"draft.path={draft.path}: it is read only with init=pretrained, not init={init.kind}")
     elif init.kind == "pretrained":
-        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; init=scratch")
+        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; set init=scratch")
     elif draft.quantisation != "none":
-        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; "
+        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; set "
                          "draft.quantisation=none")  # fmt: skip
 
 

@@ -287,8 +287,8 @@ class HeldOutPoints(Callback):
     """Logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts: at every validation,
     and each time 1 / POINTS of the training is done. At validations it also logs figures of all texts.
 
-    A point between validations is skipped if the seconds of these points would then exceed the share MOST_TIME of the
-    seconds of training so far, which do not include them. k, objective, verify: what tau is computed for. swaps: see
+    A point between validations is skipped if such points would then take more than the share MOST_TIME of the
+    training's seconds so far, which do not include them. k, objective, verify: what tau is computed for. swaps: see
     `showing`.
     """
 
@@ -365,8 +365,8 @@ class HeldOutPoints(Callback):
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
-    """Return the part of the held-out texts that POINTS passes may score: in all the share TOKENS of `training_tokens`,
-    in one pass at most MOST tokens, and at least one text."""
+    """Return the part of the held-out texts that POINTS passes may score. All passes together score at most the share
+    TOKENS of `training_tokens`, and one pass at most MOST tokens; there is at least one text."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))

@@ -68,7 +68,7 @@ class End(NamedTuple):
 
 
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """Return rollout.rounds phases, each of which ends at a validation. every: the number of steps between validations.
+    """Return rollout.rounds phases; each of them ends at a validation. every: the number of steps between validations.
 
     Raises ValueError for more rounds than validations, for a wrong rollout.on_draft, and for several rounds if this
     engine does not sample the texts.

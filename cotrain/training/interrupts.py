@@ -137,7 +137,8 @@ class Keeper(Callback):
         self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """Return the largest number over all processes of: the signal received, TIME if a checkpoint is due, else 0."""
+        """Return the largest number of any process. A process's number is the signal that it received, TIME if a
+        checkpoint is due, else 0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
             return mine

@@ -150,8 +150,8 @@ class Job:
         return self.texts_given[kind]
 
     def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target at a temperature. They are sampled, unless data.on_target= says that the user's
-        texts are the target's own, and the temperature is that of the regime."""
+        """Return texts of the target at a temperature: sampled ones, or the user's if data.on_target= says that the
+        target wrote them and the temperature is the regime's."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
@@ -226,7 +226,7 @@ def source(
 def models(
     cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target as it will be served, and its tokenizer. Raises as `load_pair` and `adapted`."""
+    """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair` and `adapted`."""
     ask = cfg.target
     target, tokenizer = load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code)
     return adapted(target, ask.adapter) if ask.adapter else target, tokenizer

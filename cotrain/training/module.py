@@ -63,7 +63,7 @@ def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
     if not all(stage.loss.merged for stage in stages):
         raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, as top-k distributions require")
     if cosine:
-        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: init.cosine=0")
+        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: set init.cosine=0")
 
 
 class PositionLosses(NamedTuple):
@@ -420,8 +420,8 @@ class Distillation(lightning.LightningModule):
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """tau of the draft if its Markov head is removed, as in engines that have none, by draft length and
-        temperature; {} for a draft without such a head."""
+        """tau of the draft without its Markov head, as in engines that support none, by draft length and temperature;
+        {} for a draft without such a head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
         if markov is None:

@@ -88,7 +88,8 @@ def require(cfg: TrainConfig) -> RunOutline:
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """Return a target without storage, and its tokenizer. Raises as `load_config`, and for missing weights."""
+    """Return a target without storage, and its tokenizer. Raises the errors of `load_config`, and UserError for missing
+    weights."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -119,7 +120,7 @@ def _settings(cfg: TrainConfig) -> None:
     """Check the settings that need no model and no texts."""
     if cfg.draft.confidence and cfg.trainer.corpus_steps and cfg.data.on_target:
         raise UserError("draft.confidence=true: texts of data.path are set aside for the head, and corpus steps would "
-                        "learn them: trainer.corpus_steps=0")  # fmt: skip
+                        "learn them: set trainer.corpus_steps=0")  # fmt: skip
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
@@ -196,7 +197,7 @@ def _lightning(cfg: Trainer, chosen: str) -> None:
     accelerator = "gpu" if device() != "cpu" else "cpu"
     if accelerator == "cpu" and chosen in HALF:
         raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
-                        "trainer.precision=auto")  # fmt: skip
+                        "set trainer.precision=auto")  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
@@ -287,7 +288,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether the draft starts from draft.path: with init=pretrained, and for kinds that are not trained."""
+    """Whether draft.path is read: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
@@ -413,8 +414,8 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return the tokens after a prompt that a measurement needs room for: those of its text, or the positions at which
-    costs are timed."""
+    """Return how many tokens after a prompt a measurement needs room for: those of its text, or those of the texts on
+    which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
@@ -436,8 +437,8 @@ def holds(config: PretrainedConfig) -> int:
 def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     """Check the loaded models, before texts are sampled.
 
-    Raises ValueError as `refuse_losses`, `refuse_draft` and `refuse_given`, for a network that its kind cannot train,
-    and for a model that would read texts packed into a block as one text.
+    Raises the errors of `refuse_losses`, `refuse_draft` and `refuse_given`; and ValueError for a network that its kind
+    cannot train, and for a model that would read texts packed into a block as one text.
     """
     refuse_losses(job.cfg, losses)
     refuse_draft(job.cfg, student.network, job.target)
@@ -450,7 +451,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
         if not separate:
             raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
-                             "train only on texts of the target: trainer.corpus_steps=0")  # fmt: skip
+                             "train only on texts of the target: set trainer.corpus_steps=0")  # fmt: skip
 
 
 def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
@@ -470,7 +471,7 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
                          "rollout.train_temperatures=[], or add it there")  # fmt: skip
     if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
         raise ValueError("rollout.on_draft: losses over emitted tokens (calls, length) need texts sampled from the "
-                         "target: rollout.on_draft=0")  # fmt: skip
+                         "target: set rollout.on_draft=0")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -498,7 +499,7 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_needs_sampled, active)):
         raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
-                         "sampled from the target, not given ones: trainer.corpus_steps=0")  # fmt: skip
+                         "sampled from the target, not given ones: set trainer.corpus_steps=0")  # fmt: skip
 
 
 def _needs_sampled(stage: Stage) -> bool:

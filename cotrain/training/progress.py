@@ -34,9 +34,9 @@ class Progress:
     learning-rate schedule ends with it.
 
     steps: number of steps. minutes: budget of the training, None for no limit. elapsed: seconds of training so far,
-    without sampling, validations and measurements; saved in checkpoints. whole: minutes of the run. left: the minutes
-    of these that the rest of the run leaves for training, see `left_of`. texts: number of held-out texts of each
-    temperature in an evaluation; None: all, or not known yet.
+    without sampling, validations and measurements; saved in checkpoints. whole: minutes of the run. left: how many of
+    these remain for training, see `left_of`. texts: number of held-out texts of each temperature in an evaluation;
+    None: all, or not known yet.
     """
 
     steps: int
@@ -94,7 +94,7 @@ class Validation:
 
 
 def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Return how many of the minutes= the rest of a run leaves for training, at least the share LEAST.
+    """Return how many minutes of the run's budget remain for training, at least the share LEAST of the budget.
 
     spent: seconds of the run before its first step. first: the first validation. Later ones are assumed to take as
     long. After the last one, the exported checkpoint is evaluated and measured in full.
@@ -177,8 +177,8 @@ class Clock(Callback):
         return int(self.progress.at(trainer.global_step) * self.validations)
 
     def _schedule_rates(self, trainer: lightning.Trainer) -> None:
-        """Set the learning rate of the next step. The rate in a checkpoint is for the training's length at that
-        time."""
+        """Set the learning rate of the next step. The rate in a checkpoint was for the training's expected length at
+        that time."""
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

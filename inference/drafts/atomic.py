@@ -1,7 +1,7 @@
-"""Atomic writes of files and folders: under a temporary name in the same folder, then renamed.
+"""Atomic writes of files and folders: each is written under a temporary name in the same folder, then renamed.
 
-A temporary is `.<name>.<host>-<pid>-<random>.new` (or `.old`: a folder to be replaced), so the leftovers of a dead
-process are recognised by their name. The next write of the same path removes them, or restores a replaced folder.
+The name is `.<name>.<host>-<pid>-<random>.new`, or `.old` for the folder that is being replaced. It shows which files a
+dead process left. The next write to the same path removes these, and restores a folder that was not replaced after all.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _OWNER = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<role>new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# messages of safetensors and torch.save for a full disk; they do not raise OSError
+# messages for a full disk from safetensors and torch.save, which do not raise OSError
 _FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|PytorchStreamWriter failed|unexpected pos \d+")
 
 
@@ -75,7 +75,7 @@ def disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Inside the block, raise the error of a full disk as an OSError that names the path."""
+    """Turn an error inside the block that means a full disk into an OSError that names `path`."""
     try:
         yield
     except BaseException as error:
@@ -86,14 +86,14 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 def _refuse(real: Path, replace: bool) -> None:
     if real.exists() and not real.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder was to be written", str(real))
+        raise NotADirectoryError(errno.ENOTDIR, "cannot write a folder here: a file has this name", str(real))
     if not replace and real.is_dir() and any(real.iterdir()):
         raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
 
 
 def _flush(new: Path) -> None:
-    """Set the files' mode to that of the folder, which the umask decided (safetensors saves with 0600), and flush all
-    to disk."""
+    """Give the new files the mode of their folder, which follows the umask (safetensors saves files with 0600), and
+    flush everything to disk."""
     mode = new.stat().st_mode & 0o666
     for folder, _, names in os.walk(new):
         for name in names:

@@ -26,9 +26,11 @@ def resolve(path: str) -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError, before any request to the hub, for a path that does not exist and cannot be a repository: it is
-    no valid name on the hub, it is inside an existing folder, or it is similar to an existing path. The message names
-    the key and the working directory."""
+    """Raise ValueError, without a request to the hub, if `path` does not exist and cannot be a repository.
+
+    It cannot be one if it is no valid name on the hub, if it lies inside an existing folder, or if a similar path
+    exists. The message names the key and the working directory.
+    """
     if path == NAME or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
@@ -39,13 +41,13 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     message = f"{key}: {path} is no {what}"
     message += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
     message += f"; the nearest is {near}" if near else ""
-    message += "; the shell has left ~ as it is, write the path in full" if path.startswith("~") else ""
+    message += "; the shell did not expand ~; write the path in full" if path.startswith("~") else ""
     message += "; to load a repository of the hub by this name, work in another folder" if hub else ""
-    raise ValueError(f"{message}: give {key} a path that is there")
+    raise ValueError(f"{message}: give {key} an existing path")
 
 
 def _nearest(path: str) -> str | None:
-    """The existing path that is most similar to a misspelt one, part by part; None if no entry is similar to a part."""
+    """The existing path most similar to `path`, compared part by part; None if no entry is similar to some part."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

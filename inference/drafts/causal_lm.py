@@ -1,9 +1,9 @@
-"""Causal LMs of draft folders, with modules of ours where config.json names them.
+"""Causal LMs of draft folders, with modules of our own if config.json names them.
 
-A plain Hugging Face folder is loaded by transformers alone. A `Part` is one module that we put on a causal LM of any
-family: a small head, or the scale of a draft conditioned on the temperature. All other weights keep their names, so a
-draft can begin with those of a folder without the part. A kind with one more module has a subclass of `CausalLM` that
-names its part.
+transformers alone loads a plain Hugging Face folder. A `Part` is one module that we add to a causal LM of any family: a
+small head, or the scale of a draft conditioned on the temperature. All other weights keep their names, so a draft can
+start from the weights of a folder without the part. A kind of draft with another module defines a subclass of
+`CausalLM` that lists its part.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,10 @@ GENERATION = "generation_config.json"
 
 
 class Part(NamedTuple):
-    """keys: of config.json; a network has the part if any of them is set. put: put the module that the config describes
-    on the network, with its weights before training, and return it; raises ValueError for a config that describes none.
+    """A module of our own that is added to a causal LM.
+
+    keys: keys of config.json; a network has the part if any of them is set. put: a function that adds the untrained
+    module that the config describes to the network, and returns it; it raises ValueError if the config describes none.
     required: whether every network of the class has the part.
     """
 
@@ -36,26 +38,26 @@ SMALL_HEAD = Part((VOCABULARY, RANK), put_small_head)
 
 
 class CausalLM:
-    """The network class of a folder that holds a causal LM (`Proposer.network_class`). Its networks are of
+    """The network class of draft folders that hold a causal LM (see `Proposer.network_class`). Its networks are of
     transformers' own classes."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD,)
 
     def __new__(cls, config: PretrainedConfig) -> Any:
-        """The weights before training."""
+        """An untrained network of this config."""
         network = AutoModelForCausalLM.from_config(config)
         cls.put(network)
         return network
 
     @classmethod
     def has_parts(cls, config: PretrainedConfig) -> bool:
-        """Whether a network of this config has modules of ours."""
+        """Whether a network of this config has modules of our own."""
         return bool(cls._present(config))
 
     @classmethod
     def put(cls, network: PreTrainedModel) -> list[str]:
-        """Put the modules that the config names on the network; returns their names."""
+        """Add the modules that the config names to the network; returns their names."""
         modules = [part.put(network) for part in cls._present(network.config)]
         return [name for name, module in network.named_modules() if any(module is one for one in modules)]
 
@@ -67,9 +69,11 @@ class CausalLM:
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """As transformers', with the modules of ours, from a folder or hub id, safetensors only. With
-        output_loading_info also transformers' report of the loading, which then includes our tensors. Raises ValueError
-        for a config that a part refuses."""
+        """The network in a folder or on the hub, loaded by transformers from safetensors, with our modules.
+
+        output_loading_info: also return transformers' loading report, which then covers our tensors. Raises ValueError
+        for a config that a part rejects.
+        """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code) if (Path(path) / CONFIG).is_file() else None
         if config is None or not cls.has_parts(config):
@@ -99,8 +103,8 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
-    """Load the tensors of our modules, whose names begin with `own`. Report those that are missing, mismatched or
-    unexpected in the form that transformers uses for its own."""
+    """Load the tensors `ours` into our modules, whose names begin with `own`. Missing, mismatched and unexpected
+    tensors are added to `info`, transformers' loading report."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

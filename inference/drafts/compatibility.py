@@ -17,10 +17,10 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """SHA-256 of everything that a draft depends on: "config", the shape; "tokenizer", vocabulary and special ids.
+    """Two SHA-256 hashes of what a draft depends on: "config" of the shape, "tokenizer" of vocabulary and special ids.
 
-    Hexadecimal, equal on every machine, and for `AutoConfig` and a loaded model. "tokenizer" is None without one.
-    Weights do not count: two fine-tunes of one model have the same hashes.
+    Both are hexadecimal, and equal on every machine and for a config with or without a loaded model. "tokenizer" is
+    None without a tokenizer. Weights are not hashed: two fine-tunes of one model have the same hashes.
     """
     text = config.get_text_config(decoder=True)
     # a family has only some of these keys, a few under another name (attribute_map)
@@ -37,7 +37,7 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Special ids that occur in texts. The pad id does not, and users set it freely (often to the end id)."""
+    """Ids of the special tokens that occur in texts: not of the pad token, which users often set to the end token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -51,10 +51,10 @@ def check_pair(
     draft_config: PretrainedConfig,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Reasons why the two cannot serve together, one sentence each.
+    """Reasons why target and draft cannot serve together, one sentence each.
 
-    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A problem that
-    begins with "warning:" costs speed or length; for any other, engines reject the pair.
+    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A reason that
+    begins with "warning:" only costs speed or length. Engines reject a pair for any other reason.
     """
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
@@ -66,19 +66,19 @@ def check_pair(
     if draft.vocab_size != target.vocab_size:
         problems.append(
             f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
-            "counts): engines want them equal, `cotrain export` makes them so"
+            "counts): engines need equal numbers; `cotrain export` makes them equal"
         )
     return problems + _positions(target, draft)
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless the target has the width and vocabulary of a network's config.
-    The network reads the target's states. The target may be on the meta device."""
+    """Raise ValueError, beginning with `where`, unless the target has the width and the vocabulary in `config`, the
+    config of a network that reads the target's states. The target may be on the meta device."""
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
         if ours != other:
-            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it serves the target that it was "
+            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was "
                              "made for")  # fmt: skip
 
 
@@ -105,5 +105,5 @@ def _positions(target: PretrainedConfig, draft: PretrainedConfig) -> list[str]:
         return []
     return [
         f"warning: max_position_embeddings: the draft's {short} is below the target's {long}: texts longer "
-        f"than {short} tokens are not drafted, or refused"
+        f"than {short} tokens get no drafts, or are rejected"
     ]

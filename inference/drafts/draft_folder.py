@@ -45,8 +45,8 @@ class PlannedTree:
     """The tree that every round drafts, instead of a chain.
 
     parents: node i has parent parents[i] < i, or -1 for the text, as in `shape=` of a proposer. rule: verification
-    rule, tree or traversal. likeliest: whether children are the likeliest tokens, or sampled. Raises ValueError naming
-    a wrong key.
+    rule, "tree" or "traversal". likeliest: whether children are the likeliest tokens; else they are sampled. Raises
+    ValueError naming a wrong key.
     """
 
     parents: Sequence[int]
@@ -70,7 +70,7 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """From JSON, None for null. Raises ValueError naming the key."""
+        """The planned tree that JSON `values` describe; None for null. Raises ValueError naming the key."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
@@ -96,8 +96,8 @@ class Metadata:
     k: planned draft length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q),
     "greedy" if trained for p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date,
     loss. kind: kind of proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured
-    with weights rounded to 8 bits; `inference.load` then rounds them too on a CPU. tree: the tree to draft instead of a
-    chain, None if chains were faster.
+    with weights rounded to 8 bits; if so, `inference.load` also rounds them on a CPU. tree: the tree to draft instead
+    of a chain, None if chains were faster.
 
     Raises ValueError naming the key and its value.
     """
@@ -127,8 +127,11 @@ class Metadata:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """The metadata of an export, with the given values instead of the present ones. If a target is given, its
-        weights include the adapter, if there was one. If a length k is given, the export drafts chains."""
+        """A copy in which the given values replace the present ones.
+
+        The weights of a given target include the adapter, if there was one, so the adapter is removed. A given length k
+        means chains, so the tree is removed.
+        """
         origin = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
         return changed(
             self,
@@ -159,7 +162,7 @@ def save(
 ) -> Path:
     """Write a draft folder atomically; a crash at any moment leaves the old folder.
 
-    Raises FileExistsError when the folder has files and `replace` is off, and as `write` does.
+    Raises FileExistsError when the folder has files and `replace` is off, and the errors of `write`.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -198,7 +201,7 @@ def describe(folder: Path, metadata: Metadata) -> None:
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's config with tie_word_embeddings as the tensors are.
+    """The model's config, in which tie_word_embeddings says whether the tensors are tied.
 
     safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
     random numbers; if it said "tied" for two different tensors, some engines would drop one.
@@ -210,7 +213,7 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """Assisted generation of transformers with exactly k drafts a round."""
+    """The generation config for transformers' assisted generation with exactly k drafts a round."""
     return GenerationConfig(
         bos_token_id=model.generation_config.bos_token_id,
         eos_token_id=model.generation_config.eos_token_id,
@@ -273,13 +276,13 @@ def load_draft(
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
     """The network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
 
-    dtype: by default the folder's. network: its class, the `Proposer.network_class` of the folder's kind. target:
-    `hash_target` of the target to serve; another tokenizer is an error, another shape a warning. Code in the folder
-    runs only with `trust_remote_code`.
+    dtype: by default the folder's. network: the network class, `Proposer.network_class` of the folder's kind. target:
+    `hash_target` of the target to serve. If its tokenizer differs, that is an error; if its shape differs, a warning.
+    Code in the folder runs only with `trust_remote_code`.
 
-    Raises as `read`, and ValueError naming the file for a kind with another class, for weights that are pickled,
-    truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is broken or not
-    the target's.
+    Raises the errors of `read`, and ValueError naming the file for a kind with another class, for weights that are
+    pickled, truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is
+    broken or not the target's.
     """
     draft = read(folder)
     require_class(draft, network)

@@ -44,7 +44,7 @@ def load_weights(
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG}: it does not make {named(network)}: {reason}") from error
+        raise ValueError(f"{path / CONFIG}: this config cannot build {named(network)}: {reason}") from error
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
@@ -59,7 +59,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """The name of a network class for a message; None: of folders without weights."""
+    """The name of a network class for a message. network None: the folder holds no weights."""
     if network is None:
         return "no weights"
     plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
@@ -67,7 +67,7 @@ def named(network: Any) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder, each with a header that fits its length.
+    """The safetensors files of a folder, after a check that each file is as long as its header says.
 
     Raises FileNotFoundError when one is absent, ValueError when weights are pickled or a file is damaged.
     """

@@ -17,22 +17,25 @@ from inference.models.lm import LM
 from inference.models.pretrained import own_logits
 from inference.sampling import Sampling
 
-# the most that rounding may change logits, in units of their own root mean square, as a mean over the tokens of a text
+# the most that rounding may change logits: mean over the tokens of a text, in units of the logits' root mean square
 MOST = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-TOKEN = 6  # times that tolerance at a single token
+TOKEN = 6  # a single token may differ by this many times the tolerance of the mean
 LEAST = 4  # units in the last place: the least tolerance, since layers round even if they do not amplify
 MARGIN = 4
-GAP = 8  # times the rounding of logits: the largest change of the gap between two logits
+GAP = 8  # the gap between two logits may change by this many times the rounding of the logits
 FEW = 4  # texts that are compared
-POSITIONS, LAST = 128, 32  # tokens compared per text, with the last ones; logits need memory
+POSITIONS, LAST = 128, 32  # tokens compared per text, and how many of them are the last ones; logits need memory
 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """(d) on `tokens` tokens at positions `first` to `last`, counting the prompt. one, many: distance of passes of one
-    id and of k + 1 ids from transformers' own forward, root mean square over tokens; worst: largest distance at any
-    token; own: change of transformers' logits when embeddings move by one unit in the last place; limit, worst_limit:
-    tolerances, from `own` and the dtype. All are in units of the logits' root mean square."""
+    """Result of check (d) on `tokens` tokens at positions `first` to `last`, counting the prompt.
+
+    All distances are in units of the logits' root mean square. one, many: mean distance of passes of one id, and of
+    k + 1 ids, from transformers' own forward (root mean square over tokens). worst: largest distance at any token. own:
+    change of transformers' logits when embeddings move by one unit in the last place. limit, worst_limit: tolerances
+    for the means and for `worst`, from `own` and the dtype.
+    """
 
     tokens: int
     one: float
@@ -59,10 +62,10 @@ class LogitsCheck:
 def check_logits(
     lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
 ) -> LogitsCheck:
-    """Compare passes of one id and of `width` ids, or over trees of a shape, with transformers' forward of whole texts.
+    """Compare logits of passes of one id and of `width` ids (or over trees) with transformers' forward of whole texts.
 
-    The passes run over the first texts, as many as `lm` has rows but at least three; up to four of these texts are
-    compared, at the tokens that `spread` selects. lm: the LM of the engine under test; its slots are overwritten.
+    lm: the LM of the engine under test; its slots are overwritten. The passes run over as many texts as `lm` has rows,
+    but at least three. Up to four of these texts are compared, at the tokens that `spread` selects.
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
@@ -89,8 +92,8 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """The tokens to compare in a text of that length: all, or in a long text POSITIONS tokens, the last LAST ones and
-    others at equal distances before them. The passes always run over all tokens."""
+    """Indices of the tokens to compare in a text of this length: all, or in a long text POSITIONS of them, namely the
+    last LAST ones and others evenly spread before these. Passes always run over all tokens."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -98,8 +101,8 @@ def spread(length: int) -> list[int]:
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
-    """Logits (n, V) of the tokens `at` of the text by transformers' own forward of the whole text, without a cache;
-    moved: each number of the embeddings by one unit in its last place, up or down."""
+    """Logits (n, V) of the tokens `at` of the text, by transformers' own forward of the whole text without a cache.
+    moved: change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     if not moved:
         return own_logits(model, at=[len(prompt) - 1 + token for token in at], input_ids=ids)
@@ -113,7 +116,7 @@ def _passes(
     lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], right: dict[int, Tensor],
     block: int, width: int, tree: Parents | None = None,
 ) -> Tensor:  # fmt: skip
-    """Differences from the `right` logits of the tokens `at` of each text, in passes of `width` ids or over trees."""
+    """Differences between the logits `right` at tokens `at` and those of passes of `width` ids, or over trees."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
@@ -137,15 +140,19 @@ def most(model: PreTrainedModel) -> float:
 
 
 def step(model: PreTrainedModel) -> float:
-    """One unit in the last place of 1; for float64 a tenth of float32's, in which transformers computes norms."""
+    """One unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's, since transformers
+    computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which a model's products are rounded. float32 may be multiplied in fewer bits. 8-bit weights
-    (bitsandbytes) are multiplied with 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU that has bfloat16
-    products multiplies one row in bfloat16."""
+    """The dtype in which a model's products are rounded.
+
+    It differs from the weights' dtype in three cases. Products of float32 may use fewer bits (TF32). 8-bit weights
+    (bitsandbytes) are multiplied with 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU with bfloat16
+    instructions multiplies single rows in bfloat16.
+    """
     lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     lowered |= bool(getattr(model, "is_loaded_in_8bit", False))
     lowered |= bool(getattr(model, "is_loaded_in_4bit", False)) and model.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Checks (b) and (c) of the verdict: target calls and acceptance at depth 1 follow from p and q along the texts.
+"""Checks (b) and (c) of the verdict: target calls, and acceptance at depth 1, are those that p and q predict.
 
 `Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `pair_figures` (`side_by_side`) computes
 them. B texts, T tokens of the longest, K drafts of a round.
@@ -23,14 +23,14 @@ DRAWS = 16  # samples of the rounding that the distributions of a run may have h
 
 @dataclass(frozen=True)
 class Figures:
-    """The quantities at the tokens of given texts from which their target calls follow.
+    """Numbers at each token of given texts from which the texts' target calls follow.
 
-    logp (B, T): log p of each token. logq, alpha (B, T): log q of the token, and sum_v min(p, q); or (B, T, K) if they
-    differ by depth: for token t drafted at depth j, in the round that starts at token t - j, as in
-    `verify.predict_chain`. If a certain draft is not the text's token, log q is -inf there and at all later depths,
-    which no round reaches. near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding
-    could change its token. k (B, T): drafts of the round that starts at token t, for trees the levels. lengths (B,).
-    reach (B, T, D+1): only for trees, P(the round that starts at token t accepts at least n nodes | the text). Then
+    logp (B, T): log p of each token. logq, alpha: log q of the token, and sum_v min(p, q). Both are (B, T), or (B, T,
+    K) if they depend on the depth: entry j is for the token as draft j (0-based) of the round that starts at t - j. If
+    a deterministic draft is not the text's token, log q is -inf there and at all later depths, which no round reaches.
+    near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding could change its token.
+    k (B, T): drafts of the round that starts at token t; for trees, the levels. lengths (B,): tokens of each text.
+    reach (B, T, D+1): for trees only, P(the round that starts at token t accepts at least n nodes | the text). Then
     logq is empty, alpha is P(at least one), and near_q is for the first level. rounding: standard deviation, in nats,
     of log p - log q between the passes of the run and the passes here. float64 on the CPU, zero past a text's end.
     """
@@ -53,7 +53,7 @@ class Figures:
 
     @property
     def near(self) -> int:
-        """Tokens at which a certain draft could change by rounding, at any depth."""
+        """Number of tokens at which rounding could change a deterministic draft, at any depth."""
         return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
 
 
@@ -68,10 +68,13 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsCheck:
-    """(b) target calls, measured and predicted for the same texts. sigma: standard deviation from random acceptance,
-    plus one call for each of the `near` certain drafts that rounding could change. prefix, conditional: predicted
-    acceptance by depth. rare, rare_expected: counted and expected number of rounds whose number of accepted drafts has
-    a probability below 1 % given the text; a wrong residual or a wrong q shows there first."""
+    """Result of check (b): target calls of the same texts, measured and predicted.
+
+    sigma: standard deviation from random acceptance, plus one call for each of the `near` deterministic drafts that
+    rounding could change. prefix, conditional: predicted acceptance by depth. rare, rare_expected: counted and expected
+    number of rounds that accepted a number of drafts with a probability below 1 % given the text. A wrong residual or a
+    wrong q changes `rare` first.
+    """
 
     tokens: int
     measured: int
@@ -103,8 +106,8 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """Deviation of the rare rounds in standard deviations; one more round, and one more per near draft, is
-        allowed."""
+        """The excess of `rare` over `rare_expected` in standard deviations. The excess is reduced by one round, and by
+        one more for each near draft, because rounding may cause these."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
@@ -115,8 +118,8 @@ class CallsCheck:
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """(c) rounds: rounds that drafted; accepted: how many of them accepted their first draft; alpha: mean of alpha over
-    them; sigma: its standard deviation."""
+    """Result of check (c). rounds: number of rounds that drafted; accepted: how many of them accepted their first
+    draft; alpha: mean of sum_v min(p, q) at their starts; sigma: standard deviation of the acceptance rate."""
 
     rounds: int
     accepted: int
@@ -144,7 +147,7 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
-    """(b) for a run under `rule`; None if target calls depend on the noise that generated the text."""
+    """Check (b) for a run under `rule`; None if target calls depend on the noise that generated the text."""
     forecast, reach = expected(figures, rule), rounded(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -164,8 +167,9 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """(c): alpha = sum_v min(p, q) at the starts of rounds; sigma^2 = sum alpha (1 - alpha) / rounds^2, plus one coin
-    for each start at which rounding decides the draft. None if no round drafted.
+    """Check (c), from alpha = sum_v min(p, q) at the starts of rounds; None if no round drafted.
+
+    sigma^2 = (sum of alpha (1 - alpha) + number of starts at which rounding decides the draft) / rounds^2.
 
     Raises ValueError when the counts are not those of the texts.
     """
@@ -190,8 +194,8 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
-    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None for
-    a rule whose acceptance depends on the noise that generated the text."""
+    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None if
+    acceptance depends on the noise that generated the text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -201,20 +205,22 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
-    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1), with at most `most`
-    drafts; None for a rule whose acceptance depends on the noise that generated the text. For trees, the rule and the
-    shape are always those of the run. Raises ValueError if `most` is given for trees."""
+    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1).
+
+    most: the largest number of drafts of a round. None if acceptance under the rule depends on the noise that generated
+    the text. For trees, rule and shape are always those of the run; raises ValueError if `most` is given.
+    """
     if figures.reach is not None:
         if most is not None:
-            raise ValueError("most: calls of trees are those of the shape that ran; see measure.tree_shapes for others")
+            raise ValueError("most: trees have figures of the shape that ran; for others see measure.tree_shapes")
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """The mean of `reach_of` over random changes of log q - log p as large as the rounding of the run. If a draft is
-    nearly the target, rounding alone decides whether drafts can be rejected at all. For trees nothing is changed."""
+    """The mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run. If the
+    draft is nearly the target, rounding alone decides whether drafts can be rejected. Trees get `reach_of` itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []

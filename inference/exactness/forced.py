@@ -30,9 +30,11 @@ from inference.verify.tree import depths_of, ranks_of
 
 @torch.inference_mode()
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
-    """Forced rounds of an engine's own proposer at every token of `texts`, each with the draft length that the engine's
-    policy and the limit `max_new_tokens` give there. This runs a pass of the target over k + 1 ids for every token, in
-    the engine's slots, so a stream of the engine cannot go on. noise: of score gaps, see `ties.compare_passes`.
+    """The figures of `texts`, from forced rounds of the engine's own proposer at every token.
+
+    Draft lengths are those that the engine's policy and the limit `max_new_tokens` give. Each token costs a target pass
+    over k + 1 ids. The engine's slots are overwritten, so a stream of the engine cannot go on. noise: largest change of
+    score gaps by rounding, see `ties.compare_passes`.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -59,7 +61,7 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
 
 class Along(NamedTuple):
     """A forced round of the texts numbered `rows` (A,); it accepts nothing. logits and p (A, N+1, V): from the target's
-    pass; left (A,): the number of tokens of each text that are left."""
+    pass; left (A,): number of tokens that are left of each text."""
 
     rows: Tensor
     round: "ForcedRound"
@@ -107,10 +109,10 @@ def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float,
 class ForcedRound(DecodingRound):
     """A round whose draws are the ids `follows` (A, K).
 
-    It records by depth: drawn (A, V), the distributions of the draws; scored (A, V), the draft's scores after settings
+    Recorded by depth: drawn (A, V), the distributions of the draws; scored (A, V), the draft's scores after settings
     that read the text; close (A,), whether the two best scores are less than `gap` apart. For trees also: offered (A,
     m), the children that would have been drawn; `certain`, whether these are the likeliest tokens. For dynamic trees
-    also edges (A,): for each choice of nodes, whether rounding could change it."""
+    also: edges (A,), whether rounding could change a choice of nodes, for each choice."""
 
     follows: Tensor
     gap: float
@@ -122,7 +124,7 @@ class ForcedRound(DecodingRound):
     edges: list[Tensor]
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
-        """Draw the next tokens of each row's text, 0 past its end."""
+        """Set the tokens to draw: the next tokens of each row's text, 0 past its end."""
         width = max(*self.k, 1)
         padded = [(text + [0] * width)[:width] for text in nexts]
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
@@ -196,7 +198,7 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
-    """The figures of the tokens that follow. Column j of the target's p (A, K+1, V) is right if the drafts before were
+    """The figures of a chain's tokens. Column j of the target's p (A, K+1, V) holds only if the drafts before it were
     the text's tokens."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
@@ -224,8 +226,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """The distributions (A, K, V) that the drafts were really drawn from. These are not taken from the proposal, so
-    that a proposer that reports wrong distributions fails the check. If nothing was drawn, those of the proposal."""
+    """The distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was drawn. A
+    proposer that reports wrong distributions therefore fails the check."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -267,9 +269,11 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """`reach_along` for dynamic trees (`proposers.trees.DynamicTrees`). A forced round drafts the same tree as a real
-    round, since its nodes are the likeliest tokens. The text's tokens are accepted as far as they are a path of the
-    tree."""
+    """What `reach_along` returns, for dynamic trees (`proposers.trees.DynamicTrees`).
+
+    Their nodes are the likeliest tokens, so a forced round drafts the same tree as a real round. It accepts the text's
+    next tokens for as long as they form a path of the tree.
+    """
     assert proposal.tree is not None
     tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
     depths = tree.depths[:, 1:].expand(ids.shape)
@@ -285,11 +289,11 @@ def reach_along(
     p: Tensor, drawn: Mapping[int, Tensor], offered: Mapping[int, Tensor], x: Tensor, inside: Tensor,
     shape: tuple[int, ...], nodes: Tensor, rule: Rule, certain: bool, seed: int,
 ) -> Tensor | None:  # fmt: skip
-    """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None if it depends on noise.
+    """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None if acceptance depends on noise.
 
     p (A, N+1, V) of the target's pass. By depth: drawn (A, V), the distribution of the draft; offered (A, m), the
-    children that it would have drawn, the likeliest tokens if `certain`. x (A, D): the text's next tokens; inside
-    (A, D): which of them exist; nodes (A,) in use.
+    children that would have been drawn, which are the likeliest tokens if `certain`. x (A, D): the text's next tokens;
+    inside (A, D): whether they exist; nodes (A,): nodes in use.
     """
     if rule.branches is None:
         return None

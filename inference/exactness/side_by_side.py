@@ -19,7 +19,7 @@ from inference.output import Emitted
 from inference.proposers.base import Proposer
 from inference.sampling import Sampling, one_hot, probs
 
-LARGEST = 3.3  # standard deviations: the largest of a thousand changes by rounding, as `ties` measures them
+LARGEST = 3.3  # standard deviations: the size of the largest of a thousand changes by rounding, see `ties`
 
 
 def pair_figures(
@@ -33,10 +33,10 @@ def pair_figures(
 ) -> Figures:
     """The figures of target and draft at every token of the texts, from passes as wide as those of decoding.
 
-    If the proposer is a language model: teacher-forced passes of both, over k + 1 ids for the target and one id for the
-    draft, whose weights are rounded as when it serves. For any other proposer: forced rounds with the engine's target,
-    in the engine's slots. noise: of the target's score gaps, see `ties.compare_passes`; rows: texts per pass, None for
-    as many as the engine has rows (forced rounds always use that number).
+    For a proposer that is a language model, both run teacher-forced passes: the target over k + 1 ids, the draft over
+    one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the engine's target,
+    in the engine's slots. noise: of the target's score gaps, see `ties.compare_passes`. rows: texts per pass, None for
+    as many as the engine has rows; forced rounds always use that number.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
@@ -68,7 +68,7 @@ def pair_figures(
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
-    """Standard deviation of log p - log q between passes, from the largest change of a score gap with its margin."""
+    """Standard deviation of log p - log q between passes, from `noise`, the largest change of a score gap."""
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 

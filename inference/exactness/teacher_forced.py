@@ -1,8 +1,8 @@
 """Teacher-forced passes: the logits of given texts, in passes of any width or over trees of any shape.
 
-The width decides the rounding: decoding makes passes of one id, verification passes of k + 1 ids or over a tree, and
-models (quantised ones above all) give slightly different logits in each. A rows, n positions, N nodes, V vocabulary. A
-route is a path of nodes from a child of the anchor down to a leaf.
+The width of a pass decides its rounding. Decoding makes passes of one id; verification makes passes over k + 1 ids or
+over a tree; and models, quantised ones above all, give slightly different logits in each. A rows, n positions, N nodes,
+V vocabulary. A route is a path of nodes from a child of the anchor down to a leaf.
 """
 
 import copy
@@ -158,7 +158,7 @@ def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
 
 
 def routes(parents: Parents) -> Routes:
-    """The routes to all leaves, deepest leaves first, in an endless cycle; every node is on some route."""
+    """The routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]
@@ -174,7 +174,7 @@ def depth_of(parents: Parents) -> int:
 
 
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
-    """The shape of the trees that an engine drafts, read in a call of its own; None for chains."""
+    """The shape of the trees that an engine drafts, found by a short call of the engine; None for chains."""
     coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
@@ -208,9 +208,10 @@ def whole_texts(
     sampling: Sampling,
     vocabulary: int,
 ) -> Iterator[TextLogits]:
-    """`teacher_forced` by transformers' own forward of each whole text, without a cache and without an engine's code.
+    """As `teacher_forced`, but by transformers' own forward of each whole text, without a cache or an engine's code.
 
-    Blocks of one row; a long text gives several, each by its own forward, so that logits stay within CELLS numbers.
+    Each block has one row. A long text gives several blocks, each from its own forward, so that logits stay within
+    CELLS numbers.
     """
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)

@@ -29,12 +29,14 @@ MARGIN = 2  # rounding seldom changes a gap by more than the measured maximum, a
 
 @dataclass(frozen=True)
 class TextCheck:
-    """(a) equal: number of prompts whose text is the plain text; ties, unexplained: number of tokens at which plain
-    decoding, given the text before, chooses another token, and rounding does or does not explain that. noise: largest
-    change of the gap between a position's two best scores from passes of one id to passes of k + 1 ids, at least the
-    general rounding of the logits; gap: largest gap at a difference, 0 without differences; limit: the largest gap that
-    the dtype can explain, whatever was measured; compared: tokens compared, out of the `tokens` of the measured
-    texts."""
+    """Result of check (a).
+
+    equal: number of prompts whose text is the plain text. ties, unexplained: number of tokens at which plain decoding,
+    given the text before, chooses another token, and rounding does or does not explain that. noise: largest change of
+    the gap between a position's two best scores from passes of one id to passes of k + 1 ids, at least the general
+    rounding of the logits. gap: largest gap at a difference, 0 without differences. limit: the largest gap that the
+    dtype can explain, whatever was measured. compared: tokens compared, out of the `tokens` of the measured texts.
+    """
 
     prompts: int
     equal: int
@@ -63,8 +65,8 @@ class TextCheck:
 
 
 class Difference(NamedTuple):
-    """A position at which a text differs from the plain text. gap: between the scores of the two tokens in the plain
-    pass of one id; logits (V,) and noise g (V,) there; plain, other: the two tokens; text: its number; limit: the
+    """A position at which a text differs from the plain text. plain, other: the two tokens. gap: between their scores
+    in the plain pass of one id; logits (V,) and noise g (V,): in that pass. text: the number of the text. limit: the
     largest gap that rounding in the model's dtype may explain."""
 
     gap: float
@@ -86,11 +88,12 @@ def check_coupled(
     bound: float,
     tree: Parents | None = None,
 ) -> TextCheck:
-    """(a): the engine decodes the prompts with shared noise; then its passes of one id show which token plain decoding
-    chooses at every position (`compare_text`).
+    """Check (a). The engine decodes the prompts with shared noise. Then its passes of one id show which token plain
+    decoding chooses at every position (`compare_text`).
 
     tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
-    mean squares of the logits. It is GAP times their general rounding; that rounding is also the least noise.
+    mean squares of the logits. It is GAP times the general rounding of the logits, and the noise is at least that
+    rounding.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -112,7 +115,7 @@ def check_coupled(
 
 
 def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
-    """Ids of a row in the engine's verifying passes."""
+    """Number of ids per row in the engine's verifying passes."""
     return max(engine.policy.lengths(prompts)) + 1
 
 
@@ -127,7 +130,7 @@ def check_text(
     k: int,
     rows: int = 8,
 ) -> TextCheck:
-    """Check (a) for texts of another server, as tests/engines has of vLLM: coupled and plain texts of the same noise,
+    """Check (a) for texts of another server, such as vLLM in tests/engines: coupled and plain texts with the same noise
     noise_keys = (ids, seed). Only the first difference of each text counts, since plain decoding is unknown after it.
 
     The noise is measured on the texts that differ and on the first `rows` ones.
@@ -158,7 +161,7 @@ def _ties_and_gap(differences: list[Difference], noise: float, sampling: Samplin
 
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding explains a difference: the measured noise, with a margin, but no more than the limit."""
+    """Whether the difference is a tie at MARGIN times the measured noise, or at the difference's limit if smaller."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
@@ -179,9 +182,9 @@ def _choice(difference: Difference, token: int, shift: float, sampling: Sampling
 
 
 class Compared(NamedTuple):
-    """differences: positions at which texts differ from plain decoding; tokens: number compared; noise: the largest
-    change, in passes of several ids, of the gap between a position's two best scores; limit: the largest that the dtype
-    allows."""
+    """differences: positions at which texts differ from plain decoding. tokens: number compared. noise: the largest
+    change, in passes of several ids, of the gap between a position's two best scores. limit: the largest change that
+    the dtype allows."""
 
     differences: list[Difference]
     tokens: int
@@ -200,11 +203,11 @@ def compare_text(
     noise_keys: tuple[list[int], int] | None = None,
     tree: Parents | None = None,
 ) -> Compared:
-    """The choice of plain decoding at every token of `texts`, given the text before and noise_keys, the (ids, seed) of
-    the Gumbel noise; and the noise of passes of `width` ids, or over trees of a shape, as in `compare_passes`.
+    """Compare each token of `texts` with the choice of plain decoding after the same text, under the Gumbel noise of
+    noise_keys = (ids, seed); measure the noise of passes of `width` ids, or over trees, as in `compare_passes`.
 
-    lm: that of the engine under test. bound: as in `compare_passes`; differences beyond it come without logits and
-    noise, to save the memory that a wrong engine would need.
+    lm: that of the engine under test. bound: as in `compare_passes`; a difference beyond it has no logits and no noise,
+    because a wrong engine would fill the memory with them.
     """
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
@@ -256,7 +259,7 @@ def _scored(
 
 
 def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
-    """Largest change, in the passes `again`, of the gap of each position's two best scores, `best`."""
+    """Largest change of the gap between each position's two best scores, from `best` to the passes `again`."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
@@ -282,8 +285,8 @@ def compare_passes(
     others: list[list[int]] | None = None,
     bound: float = math.inf,
 ) -> tuple[float, list[Difference]]:
-    """The noise: largest change of a score gap between passes of one id and of `width` ids, over all tokens of `texts`;
-    and the first differences of `others`, if given, from `texts`.
+    """Returns the noise, which is the largest change of a score gap between passes of one id and of `width` ids over
+    all tokens of `texts`; and, if `others` are given, the first difference of each from `texts`.
 
     The gap is that of a position's two best scores, which decides the emitted token. noise_keys: (ids, seed) of the
     Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is a

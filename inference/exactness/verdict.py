@@ -83,8 +83,8 @@ def _word(passed: bool) -> str:
 def check(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
-    """The verdict on a speculative engine, the same object that was timed, from the texts that it emitted
-    (`Timing.texts`).
+    """The verdict on a speculative engine from the texts that it emitted (`Timing.texts`). engine: the very object that
+    was timed.
 
     The run ignored end tokens and had the limit max_new_tokens. seed: of the coupled run of (a); rows: texts per pass
     in (b) and (c), None for as many as the engine has rows. A stream of the engine cannot go on. Raises ValueError when

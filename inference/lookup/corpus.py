@@ -26,8 +26,8 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 
 @dataclass(frozen=True)
 class About:
-    """The contents of `datastore.json`. vocabulary: ids of the texts; depth: the longest match in tokens; tokenizer:
-    its hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
+    """The contents of `datastore.json`. vocabulary: number of ids; depth: the longest match in tokens; tokenizer: its
+    hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
 
     vocabulary: int
     depth: int
@@ -39,7 +39,7 @@ class About:
 
 
 class Datastore:
-    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252), for greedy chains of the most frequent continuation.
+    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252). Drafts are chains of the most frequent continuation.
 
     tokens, order: see the module; any integer type that is large enough.
     """
@@ -65,7 +65,7 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the folder completely or not at all. Raises FileExistsError as `atomic.new_folder` does."""
+        """Write the folder completely or not at all. Raises the errors of `atomic.new_folder`."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -113,15 +113,15 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """At most k ids of the document after a position."""
+        """The next ids of the document after a position, at most k."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """The most frequent next tokens, at each step among the continuations that agree so far, and the share of the first
-    token."""
+    """(drafts, share). Each draft is the most frequent next token among the continuations that agree with the drafts
+    before it; share: the part of all continuations that have the first draft."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger]
-CLIMB = 16  # most links updated for each token: enough for most texts, and a bound for texts like "aaaa..."
+CLIMB = 16  # most suffix links updated per token: enough for most texts, and a bound for texts like "aaaa..."
 
 
 class Match(NamedTuple):
@@ -30,8 +30,8 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
     """Positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of the array
     sorts first.
 
-    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids come from ranks by w, so log2(depth) sorts of n keys;
-    about 40 bytes a position during construction. Raises ValueError for depth < 1.
+    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
+    suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
     """
     if depth < 1:
         raise ValueError(f"depth: at least 1, not {depth}")
@@ -50,7 +50,7 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """1, 2, ... by the order of the keys, the same for equal ones."""
+    """The rank of each key, from 1; equal keys have the same rank."""
     sorted_keys = keys[order]
     rank = np.empty_like(keys)
     rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys
@@ -59,9 +59,8 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int6
 
 def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
                 after: bool = False) -> int:  # fmt: skip
-    """The first index of `order`, from low to high, whose ids are not less than the pattern; with `after`, the first
-    whose ids are greater than the pattern and do not begin with it. Binary search: about log2(n) reads of len(pattern)
-    ids."""
+    """The first index of `order`, from low to high, at which the ids are not less than the pattern. after: the first at
+    which they are greater and do not begin with the pattern. Binary search: about log2(n) reads of len(pattern) ids."""
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
     while low < high:
@@ -149,8 +148,8 @@ class SuffixAutomaton:
         self.latest[new] = len(self.text)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` followed by `token`; it is split off if its state has longer
-        strings too."""
+        """The state of the longest string of `state` followed by `token`. If the present state of that string also has
+        longer strings, the string gets a state of its own."""
         target = self.next[state][token]
         if self.longest[target] == self.longest[state] + 1:
             return target
@@ -163,7 +162,8 @@ class SuffixAutomaton:
         return clone
 
     def _occurred(self, state: int, now: int) -> None:
-        """Store where the longest repeated suffix ended last, then record that it and its suffixes end here."""
+        """Store where the longest repeated suffix ended last. Then record that this suffix, and its own suffixes, end
+        here."""
         self.match, self.end = self.longest[state], self.latest[state]
         for _ in range(CLIMB):
             if state <= 0:

@@ -19,14 +19,14 @@ LEAST = 8  # batches: a bootstrap over fewer is too narrow
 FEWEST = 5  # batches, even past the time limit: a bootstrap over two has only three values
 GROWTH = 1.25
 Clock = Callable[[], float]
-Say = Callable[[int, float], None]  # called with batches timed, relative distance of the farther end
+Say = Callable[[int, float], None]  # called with the number of batches timed, and `Interval.within`
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """within: largest allowed distance of the interval's ends from the value, relative to the value; until: time limit,
-    on the clock. At least `batches` are timed if there is time, and FEWEST in any case. within = inf: exactly
-    `batches`."""
+    """When to stop. within: largest allowed distance of the interval's ends from the value, relative to the value; inf
+    times exactly `batches`. batches: the least number, if there is time. until: time limit, on the clock. FEWEST
+    batches are timed in any case."""
 
     batches: int
     within: float = inf
@@ -35,10 +35,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """within: distance of the 95 % interval's farther end from the value, relative to the value, None for one batch;
-    wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance and number of
-    batches were reached; batches, runs, seconds: what was timed; others: how many of the `cores` other processes used
-    meanwhile, None if unknown."""
+    """What was timed. within: distance of the 95 % interval's farther end from the value, relative to the value, None
+    for one batch; wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance
+    and number of batches were reached; batches, runs, seconds: amounts timed; others: how many of the `cores` other
+    processes used meanwhile, None if unknown."""
 
     within: float | None
     wanted: float | None
@@ -62,10 +62,11 @@ def until_known(
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
     """Time the arms as `timing.interleave` does, on enough batches of prompts to know the ratio of speeds pair[0] /
-    pair[1]. After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a
-    batch together. turned: called after each batch with the number of batches timed.
+    pair[1].
 
-    Raises ValueError as `timing.interleave`.
+    After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a batch
+    together. turned: called after each batch with the number of batches timed. Raises the errors of
+    `timing.interleave`.
     """
     batches = batched(arms, prompts, rows)
     start, before = clock(), reading()

@@ -21,9 +21,9 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 
 @dataclass(frozen=True)
 class ArmResult:
-    """tokens: new ids of each prompt; seconds: wall, prefill included; decode_seconds: without the prefill; stats: the
-    engine's counts, None for an arm without counts; decode_tokens: number of tokens in decode_seconds, None if it is
-    all of them."""
+    """tokens: new ids of each prompt. seconds: wall seconds, prefill included. decode_seconds: without the prefill.
+    stats: the engine's counts, None for an arm without counts. decode_tokens: number of tokens that were emitted in
+    decode_seconds, None for all."""
 
     tokens: list[list[int]]
     seconds: float
@@ -32,7 +32,7 @@ class ArmResult:
     decode_tokens: int | None = None
 
     def paid(self, decode: bool) -> tuple[int, float]:
-        """(tokens, seconds), with prefill or of decoding only."""
+        """(tokens, seconds), with the prefill or, if `decode`, without it."""
         total = sum(map(len, self.tokens))
         if not decode:
             return total, self.seconds
@@ -120,7 +120,8 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """No end token, and every setting explicit: transformers fills None with its own defaults (top_k = 50)."""
+    """A generation config without end tokens that sets every setting, since transformers fills None with its own
+    defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)

@@ -61,14 +61,14 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Whether this use is more than that of an idle machine; None if unknown."""
+    """Whether other processes used more of the `of` cores than on an idle machine; None if unknown."""
     return None if used is None else used > SHARE * of
 
 
 def line(used: float | None, of: int) -> str:
     """One line for a report: whether other processes used the machine during the timing."""
     if used is None:
-        return "other work on this machine meanwhile: unknown, the system does not tell"
+        return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
         return (f"measured beside other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
                 "lower and noisier than on a quiet machine")  # fmt: skip

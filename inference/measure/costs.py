@@ -122,7 +122,7 @@ def measure_costs(
     spans = spans_of(proposer)
     longest = max(K, *spans)
     if context < 1 or context + longest + 1 > room:
-        raise ValueError(f"context={context} and K={K}: both models must hold context + {longest + 1}, at most {room}")
+        raise ValueError(f"context={context}, K={K}: both models must hold context + {longest + 1}; they hold {room}")
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
     lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
@@ -258,7 +258,7 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 def measure_rounds(
     engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
 ) -> dict[int, RealRound]:
-    """Rounds by draft length, see `measure_drafting`. engines: by draft length."""
+    """The rounds of each engine, by draft length, see `measure_drafting`. engines: by draft length."""
     return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
 
 
@@ -325,7 +325,8 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """(first, step) of first + k step, by least squares; for fewer than two lengths the table's values, scaled."""
+    """(first, step) of the line first + k step through the real seconds of drafting, by least squares. With fewer than
+    two lengths they are the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

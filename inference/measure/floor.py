@@ -71,8 +71,8 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads: all except an embedding that is not also the head. bytes: as
-    stored, with scales and tables of quantised weights; count: the number of weights that these represent."""
+    """(bytes, count) of the weights that a pass reads, which are all but an embedding that is not also the head. bytes:
+    as stored, with scales and tables of quantised weights. count: the number of weights that these represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
@@ -111,7 +111,7 @@ def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
 
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
-    """A pass of n ids a row after `context` tokens."""
+    """The load of a pass of n ids a row after `context` tokens."""
     weights, count = weight_bytes(lm)
     per_token = token_bytes(lm.model.config, lm.held)
     moved = weights + rows * per_token * (context + n) + 8 * rows * n * lm.vocabulary
@@ -119,13 +119,13 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
 
 
 def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -> list[Load]:
-    """Every pass of a round that drafts k tokens; k = 0 is a plain step. draft None: the target's pass alone."""
+    """The loads of all passes of a round that drafts k tokens; k = 0 is a plain step. draft None: only the target's."""
     own = [] if draft is None else k * [pass_load(draft, rows, 1, context)]
     return [pass_load(target, rows, k + 1, context), *own]
 
 
 def peak_memory() -> float:
-    """Bytes: peak memory of this process, or of its accelerator, so far."""
+    """Peak memory, in bytes, of this process or of its accelerator so far."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -29,7 +29,7 @@ def calibrate(
     """
     policy = drafting.policy
     if not isinstance(policy, Fixed) or policy.k < 1 or not prompts:
-        raise ValueError(f"calibrate: {len(prompts)} prompts and {policy}; wanted are some, and Fixed(k) of k >= 1")
+        raise ValueError(f"calibrate: {len(prompts)} prompts and {policy}; give prompts, and Fixed(k) with k >= 1")
     k, settings = policy.k, {"max_new_tokens": new_tokens, "sampling": sampling, "ignore_eos": True}
     for engine in (drafting, plain):  # the first call warms up
         engine.generate(prompts[:1], seed=seed, **settings)  # type: ignore[arg-type]
@@ -42,9 +42,9 @@ def calibrate(
 
 
 def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:
-    """At each token of a row's text: the match of look-up, its number of right drafts, and, if a round of k drafts
-    started there, the number that it accepted (near the text's end rounds draft fewer). The text must have the full
-    length."""
+    """One record for each token of a row's text: the match of look-up there, how many of its drafts are right, and, if
+    a round of k drafts started there, how many it accepted (near the text's end rounds draft fewer). The text must have
+    the full length."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}

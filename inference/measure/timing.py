@@ -157,9 +157,9 @@ def interleave(
 
 
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """Prompts by `rows`, with the keys of their noise. Raises ValueError as `interleave`."""
+    """The prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms: at least one, of different names, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms: give at least one, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
     keys = row_ids(prompts)
@@ -167,14 +167,14 @@ def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeat
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Runs that are not recorded."""
+    """Run every arm `times` times, without recording anything."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)
 
 
 def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
-    """Run every arm once on one batch, beginning with arm `number` modulo their count. Raises ValueError as
+    """Run every arm once on one batch, beginning with arm `number` modulo their count. Raises the errors of
     `interleave`."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}

@@ -48,7 +48,7 @@ from inference.verify.predict_tree import (
 from inference.verify.tree import chain, from_paths, paths_of
 
 SMALL = 5  # every tree of up to so many nodes is rated
-SHRUNK = 0.3  # share by which 0-or-1 probabilities of likeliest children move to their mean over the texts
+SHRUNK = 0.3  # probabilities of likeliest children, 0 or 1, move by this share towards their mean over the texts
 WIDE = 4  # levels in which nodes may have more than two children, if the draft's distributions depend on the depth
 
 
@@ -99,16 +99,15 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """The distributions of a draft of any kind, by depth. From these all shapes can be rated without running them.
+    """The distributions of a draft of any kind, by depth, from which all shapes can be rated without running them.
 
-    A distribution at depth j of a round that starts at token t may depend on t, on j and on the text's tokens between.
-    Entry (t, j) of q (B, T, K, V) and rank (B, T, K) is for the draft at depth j of the round that starts at token
-    t - j, drawn from `proposer`, which drafts chains, with the engine's target. If that round has no draft there, q is
-    zero and the rank is the last. max_new_tokens: the limit of the run that made the texts; its rounds draft no
-    further.
+    The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
+    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. `proposer`,
+    which drafts chains, runs with the engine's target. If that round has no draft j, q is zero and the rank is the
+    last. max_new_tokens: the limit of the run that made the texts; its rounds draft no further.
 
-    It runs a pass of the target over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer
-    of trees, and for one that does not draw its drafts from a distribution.
+    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer of
+    trees, and for one that does not draw its drafts from a distribution.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -140,10 +139,11 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Probabilities (B, T, C), or (B, T, K, C), that the text's token is accepted as each of a node's children, see
-    `predict_tree`. At temperature 0 drafts are the likeliest children. levels: at deeper levels only two children are
-    computed, for which there is a closed form; samples: how often the rejected children before a third one are
-    drawn."""
+    """P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
+
+    At temperature 0 drafts are the likeliest children. levels: at deeper levels only the first two children are
+    computed, by a closed form. samples: how often the rejected children before a third child are drawn.
+    """
     if likeliest:
         return by_rank(distributions.rank, children)
     if distributions.q.ndim == 3:
@@ -188,14 +188,16 @@ def plan(distributions: Distributions, seconds: Seconds, most: int, children: in
 
 
 class Search:
-    """Shapes and their expected calls on texts, for any costs: nothing, chains, all trees of up to `SMALL` nodes, and
-    trees grown to every size within each of the `depths`, from nothing and from chains; under `traversal` also trees
-    grown anew from the same paths.
+    """Rates shapes by their expected calls on texts, for any costs.
 
-    longest: length of the longest chain, if above `depths`; sorts: whether children are the likeliest (for these both
-    rules accept the same nodes) or sampled; others: more shapes to rate. accept: by sort, see `accept_of`. calls: by
-    rule and sort, (B,) for each shape. If `shrunk` is above 0, calls of likeliest children are not exact on these
-    texts, but the choice is better on other texts, since a choice from few texts overfits.
+    The shapes are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of
+    the `depths`, from nothing and from chains. Under `traversal` trees are also grown anew from the same paths.
+
+    longest: length of the longest chain, if above `depths`. sorts: the sorts of children to rate: True for the
+    likeliest (both rules then accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by
+    sort, see `accept_of`. calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest
+    children are moved towards their means. Their calls on these texts are then not exact, but the choice is better on
+    other texts, since a choice from few texts overfits.
     """
 
     def __init__(

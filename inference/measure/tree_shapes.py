@@ -64,7 +64,8 @@ def grow(
 
 
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
-    """By parent, the depth of its next child and P(a round that starts at t reaches it | text) (B, T)."""
+    """For each parent: the depth of its next child, and P(a round that starts at t reaches that child | text) (B,
+    T)."""
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
     for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):
@@ -80,9 +81,11 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Calls that each of the candidates `nexts` saves, to first order. A round at t that reaches the candidate is
-    followed by one at t + depth + 1 instead of t + depth, which saves sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1});
-    E: the remaining calls."""
+    """Calls that each of the candidates `nexts` saves, to first order.
+
+    A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
+    sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), E being the remaining calls.
+    """
     reach = reach_tree(accept, parents, lengths)
     s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
     T = s.shape[1]
@@ -113,7 +116,7 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Tokens of all texts."""
+    """Number of tokens of all texts."""
     return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
 
 
@@ -202,8 +205,8 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
 
 
 def round_seconds(costs: Costs) -> Seconds:
-    """Seconds of a round from a measured table: a draft step per level, a target pass over the anchor and all nodes,
-    the rest of the round. A draft pass over a level counts as one over one id."""
+    """A function that gives the seconds of a round from a measured table: one draft step per level, a target pass over
+    the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one id."""
 
     def seconds(parents: Parents) -> float:
         n = len(parents)
@@ -222,10 +225,13 @@ def probes(most: int, depth: int) -> list[Parents]:
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """Seconds of a round that drafts a tree, fitted to timed `rounds`. Drafting is first + step * levels + node *
-    (nodes that the draft reads beyond one per level), by least squares, no term below 0. The target's pass and the rest
-    are the table's values for as many ids, times the ratio of real to table seconds, interpolated between the timed
-    trees. Raises ValueError for trees with more nodes than the table covers."""
+    """A function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+
+    Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three terms are
+    fitted by least squares and are not negative. The target's pass and the rest of the round take the table's seconds
+    for as many ids, times a ratio of real to table seconds that is interpolated between the timed trees. The function
+    raises ValueError for trees with more nodes than the table covers.
+    """
     drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
     rest = _scaled(table.rest, {tree: one.rest for tree, one in rounds.items()})
@@ -240,7 +246,7 @@ def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
 
 
 def _features(parents: Parents) -> np.ndarray:
-    """1 if anything is drafted, levels, and nodes above the last level beyond one per level."""
+    """[1 if anything is drafted, number of levels, nodes above the last level minus one per level]."""
     depths = depths_of(parents)
     levels = max(depths, default=0)
     return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])
@@ -261,8 +267,8 @@ def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """Table seconds by number of nodes, times the mean ratio of the timed trees of that size, interpolated between
-    them."""
+    """A function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds. The
+    ratio is the mean over the timed trees of that size, interpolated between sizes."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

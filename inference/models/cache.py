@@ -50,8 +50,8 @@ class Window:
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Indices (A heads n) of the new tokens in all rows laid end to end, `heads` x `slots` each; computed once a
-        pass."""
+        """Flat indices (A heads n) of the new tokens in a store that has `heads` x `slots` entries for each row. They
+        are computed once per pass."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -62,7 +62,7 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """The window of the last n columns of a tree; its anchors are in slots anchor (A,), the largest is `longest`."""
+    """The window of the last n columns of a tree. anchor (A,): slots of the anchors; longest: the largest of these."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -140,7 +140,7 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 class SlotCache(Cache):
     """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
 
-    context: most tokens of a row, None for no bound; slots go past it only for drafts after a row's last token.
+    context: most tokens of a row, None for no bound. Only drafts after a row's last token use slots past it.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -167,8 +167,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """The new number of slots: twice the old one, at most the context; past the context, room for the drafts of
-        this pass."""
+        """The new number of slots: twice the old one, but at most the context. If the window ends past the context,
+        there is also room for the drafts of this pass."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -180,7 +180,7 @@ class SlotCache(Cache):
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """`move_path` in the rows [0, A) of every layer."""
+        """Apply `move_path` to the rows [0, A) of every layer."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
@@ -208,8 +208,8 @@ def spare_slots(rows: int) -> int:
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of an engine's keys and values once a row has `length` tokens. Every slot, spare ones too, has room for as
-    many tokens; the room doubles until they fit, up to the model's context. 0 for a network without attention."""
+    """Bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without attention. All
+    slots, spare ones too, have the same room, which is doubled until the tokens fit, up to the model's context."""
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
     slots = FIRST_SLOTS
@@ -224,7 +224,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     config_class: Any = type(config)
     try:
         return _stored(config_class, config.to_json_string()) * dtype.itemsize
-    except (RuntimeError, ValueError):  # experts that read values; a config that names no model
+    except (RuntimeError, ValueError):  # mixture-of-experts code that reads values; a config that names no model
         return _by_config(config.get_text_config()) * dtype.itemsize
 
 

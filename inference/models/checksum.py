@@ -88,8 +88,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """once: leave out the sums of columns, which takes a third of the time; then a swap of values within a row of the
-    square is not detected."""
+    """A checksum of the model's parameters and buffers. once: leave out the sums of columns, which takes a third of the
+    time; then a swap of two values in a row of `_sums`'s square is not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -103,7 +103,7 @@ def _checksum(model: nn.Module, once: bool = False) -> bytes:
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Plain tensors: this process's part of a sharded tensor, the parts of a quantised one that wraps others."""
+    """Plain tensors: of a sharded tensor this process's part, of a quantised tensor the tensors that it wraps."""
     for tensor in tensors:
         data = tensor.detach()
         if hasattr(data, "to_local"):
@@ -115,9 +115,11 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
-    """The tensor's bytes as 64-bit integers in a square: the sums of every row and, unless `once`, of every column,
-    modulo 2^64; the words that do not fill the square are returned as they are. Both changing and moving a value change
-    the sums."""
+    """Sums, modulo 2^64, of a square whose entries are the tensor's bytes as 64-bit integers.
+
+    There is a sum for each row and, unless `once`, for each column. Integers that do not fill the square are returned
+    as they are. Changing a value changes the sums, and so does moving one.
+    """
     if tensor.is_meta:
         return []
     whole = tensor.contiguous().view(-1).view(torch.uint8)

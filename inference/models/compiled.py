@@ -32,8 +32,8 @@ _MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, A
 
 
 class CompiledForward(Lean):
-    """As `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run uncompiled,
-    with one warning."""
+    """The forward of `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run
+    uncompiled, with one warning."""
 
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
 
@@ -84,8 +84,8 @@ class CompiledForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
-        drafts. None if they are too many to be compiled."""
+        """All drafts of a round by a compiled `Drafting`, see `LM.draft`. window.limit: the slots of the longest text
+        with its drafts. None if these slots are too many to be compiled."""
         if not self._fits(tails, window):
             return None
 
@@ -102,8 +102,8 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
-        """All drafts of a round by `OnePass`, see `at_once`; None if rows are too long, or if distributions depend on
-        more than a temperature."""
+        """All drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if distributions
+        depend on more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
         if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
@@ -172,8 +172,8 @@ class CompiledForward(Lean):
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """During a compilation: weights that `llama.packed` would pack become constants of the graph, in the kernels'
-        order."""
+        """A context for compiling: weights that `llama.packed` would pack become constants of the graph, in the
+        kernels' order."""
         packs = not self.int8 and llama.can_pack(self.model)
         return config.patch(freezing=True) if packs else nullcontext()
 
@@ -188,8 +188,8 @@ def reason(error: Exception) -> str:
 
 
 def quote_libraries() -> None:
-    """torch 2.13 quotes the folders of headers for its C++ compiler, but not those of libraries: nothing would compile
-    if torch is installed in a path with a space."""
+    """Make torch 2.13 quote the folders of libraries for its C++ compiler, as it quotes those of headers. Otherwise
+    nothing compiles if torch is installed in a path with a space."""
     options = cpp_builder.BuildOptionsBase
     if " " in torch.__path__[0]:
         options.get_libraries_dirs = lambda self: [shlex.quote(path) for path in self._libraries_dirs]  # type: ignore[method-assign]

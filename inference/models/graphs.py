@@ -123,7 +123,7 @@ class Graphs:
             except RuntimeError as error:
                 self.failed = True
                 self._drop()
-                message = f"CUDA graphs of distributions and draws failed, they run without: {_reason(error)}"
+                message = f"CUDA graphs of distributions and draws failed; they run without: {_reason(error)}"
                 warnings.warn(message, stacklevel=3)
                 return None
         return self.graphs[key]()
@@ -162,8 +162,8 @@ class Graphs:
 
 
 class ColumnGraph:
-    """A graph of run: (rows, C) int64 -> tensors. columns: parts (A, c) of its first input; floating-point inputs are
-    passed as their `bits`.
+    """A graph of the function `run`, which maps (rows, C) int64 to tensors. columns: parts (A, c) of its first input;
+    floating-point inputs are passed as their `bits`.
 
     The runs before a recording write keys and values too, so they use the inputs of a real pass and write the same
     numbers. Rows after A repeat the inputs of the first row until they have their own; no text uses their slots.
@@ -176,7 +176,7 @@ class ColumnGraph:
         self.graph = Graph(lambda: run(buffer), buffer.device, pool)  # no reference to self: freed without a collection
 
     def __call__(self, columns: Sequence[Tensor]) -> Any:
-        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after; valid as of `Graph`."""
+        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after, valid as `Graph` says."""
         torch.cat(list(columns), 1, out=self.buffer[: len(columns[0])])
         return self.graph()
 
@@ -192,8 +192,9 @@ def numbers_of(bits: Tensor) -> Tensor:
 
 
 class GraphForward(Lean):
-    """As `Lean`, with short passes over the first slots as graphs. Their logits, states, drafts and distributions are
-    views that the next call overwrites. If recording fails, this model's passes run without graphs, with one warning.
+    """The forward of `Lean`, with short passes over the first slots as CUDA graphs. Their logits, states, drafts and
+    distributions are views that the next call overwrites. If recording fails, this model's passes run without graphs,
+    with one warning.
 
     There is one graph for each bucket of shapes (rows, ids per row and slots read, each rounded up) and each kind of
     result (logits of one id of each row, states of layers, nodes of a tree). Graphs read keys and values of the cache,
@@ -281,8 +282,12 @@ class GraphForward(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """As `draft`, k drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest
-        tokens. fit: logits of the model -> of the round's vocabulary. None also if the round is on another device."""
+        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
+        and draws.
+
+        greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. Also None if
+        the round is on another device.
+        """
         slots = self._slots(window)
 
         def make() -> Callable[[Inputs], Drafts]:
@@ -300,7 +305,7 @@ class GraphForward(Lean):
     def draft_masked(
         self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, fit: Callable[..., Tensor]
     ) -> Drafts | None:
-        """As `draft_for`, all drafts by `OnePass`, see `at_once`."""
+        """As `draft_for`, but all drafts come from one pass over masks (`OnePass`), see `at_once`."""
         slots = self._slots(window)
 
         def make() -> Callable[[Inputs], Drafts]:
@@ -338,7 +343,7 @@ class GraphForward(Lean):
 
             return run
 
-        if not self.failed and bucket not in self.graphs:  # recording runs it twice or more, a move must run once
+        if not self.failed and bucket not in self.graphs:  # recording would run the move more than once
             self._launch(bucket, [anchor, torch.full_like(path, -1)], make)
         if self.failed or self._launch(bucket, [anchor, path], make) is None:
             super().keep(start, path)
@@ -360,7 +365,7 @@ class GraphForward(Lean):
                 self.failed = True
                 self._drop()
                 name = type(self.model).__name__
-                message = f"{name}: CUDA graphs failed, passes run without: {_reason(error)}"
+                message = f"{name}: CUDA graphs failed; passes run without: {_reason(error)}"
                 warnings.warn(message, stacklevel=4)
                 return None
         return self.graphs[bucket](columns)
@@ -377,7 +382,8 @@ class GraphForward(Lean):
         return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
     def _stored(self, slots: int) -> tuple[Any, ...]:
-        """Angles of all positions, the slots to read, and all keys and values; these tensors are held until `_drop`."""
+        """The tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop` releases
+        them."""
         if self.slot_numbers is None:
             self.slot_numbers = arange(self.cache.slots, device=self.model.device)
         return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)

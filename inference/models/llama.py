@@ -146,8 +146,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShap
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """As `flash`, in two batched products with the heads of a group side by side. For a few ids per row on a CPU, where
-    torch's kernel takes 1.5 times as long. mask (A G, H/G n, L), see `grouped`."""
+    """Attention as by `flash`, in two batched products with the heads of a group side by side. mask (A G, H/G n, L),
+    see `grouped`. It is for a few ids per row on a CPU, where torch's kernel takes 1.5 times as long."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -155,7 +155,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """(A, 1, n, L) -> (A G, H/G n, L), one for every head."""
+    """Copy a mask (A, 1, n, L) for every head: -> (A G, H/G n, L)."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
@@ -179,8 +179,8 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """As `flash`, for an accelerator: q (A, H, n, D), k and v (A, G, L, D), mask from `folded_mask` or None: all slots
-    are visible -> (A, n, H D).
+    """Attention (A, n, H D) as by `flash`, for an accelerator. q (A, H, n, D), k and v (A, G, L, D); mask: from
+    `folded_mask`, or None if all slots are visible.
 
     Torch's flash kernel supports no mask and its memory-efficient kernel no groups. For a call with both, most GPUs run
     separate products and a softmax, over keys and values copied for every head. Here the heads of a group are put side
@@ -193,7 +193,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def folded_mask(mask: Tensor, heads: int) -> Tensor:
-    """mask (A, 1, n, L), added to scores -> (A, 1, heads n, L), the same for each of the heads of a group."""
+    """Copy a mask (A, 1, n, L) for each of the heads of a group: -> (A, 1, heads n, L)."""
     A, _, n, L = mask.shape
     wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
     wide[..., :L] = mask
@@ -229,14 +229,14 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def small_of(model: PreTrainedModel) -> SmallHead | None:
-    """The model's head if it is of our class, and its matrices of known ones."""
+    """The model's head, if it is a `SmallHead` with matrices of known classes; else None."""
     head = model.get_output_embeddings()
     return head if type(head) is SmallHead and type(head.projection) in (nn.Linear, LowRank) else None
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Whether the classes of the model and all its parts are transformers' own for one of `FAMILIES`, or torch's, the
-    head apart, which may be a small one. A class of another module may have the same name but a different forward."""
+    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's; the
+    head may be a `SmallHead` instead. A class of another module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
     small = small_of(model)
@@ -247,8 +247,8 @@ def _known(model: PreTrainedModel) -> bool:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """On a CPU the keys and values of a half-precision model are stored in float32: attention over a few ids is several
-    times faster there, and no less precise."""
+    """The model's shape. On a CPU the keys and values of a half-precision model are stored in float32: attention over a
+    few ids is several times faster there, and no less precise."""
     body: Any = model.base_model
     attention, dtype = body.layers[0].self_attn, model.dtype
     held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
@@ -352,8 +352,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 def packed(weights: Weights) -> Weights:
-    """Every projection with a second copy in the order in which the kernel reads it: a pass of the bundled target takes
-    a quarter less."""
+    """The weights, each projection with a second copy in the order in which the kernel reads it. A pass of the bundled
+    target then takes a quarter less time."""
     return _each(weights, _packed)
 
 
@@ -362,7 +362,7 @@ def _packed(linear: Linear) -> Linear:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """All projections changed."""
+    """The weights with `change` applied to all projections."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)

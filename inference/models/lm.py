@@ -23,8 +23,8 @@ from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
-    """Whether `LM` can run the model with int8 weights here. Only the forward of `llama` can, so it must agree with the
-    model's own forward; if it does not, this warns once per model."""
+    """Whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must agree with
+    those of the model's own forward; if they do not, this warns once per model."""
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
@@ -114,7 +114,7 @@ class LM:
             fast = GraphForward if on_gpu else CompiledForward
             return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
         if int8:
-            raise ValueError(f"{type(self.model).__name__}: int8 weights need the forward in few operations")
+            raise ValueError(f"{type(self.model).__name__}: int8 weights need `llama`'s forward, which cannot run it")
         if compile and not stock:
             way = "recorded as CUDA graphs" if on_gpu else "compiled"
             warnings.warn(
@@ -191,8 +191,8 @@ class LM:
     def draft_for(
         self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> Drafts | None:
-        """As `draft`, k drafts by the round's own distributions and draws: None if passes are no CUDA graphs, or if
-        drafts may be ids that the model lacks."""
+        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
+        and draws. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
         if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
             return None
         return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
@@ -204,7 +204,7 @@ class LM:
         return window
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """As `forward` without the head: stores prompts, and returns no logits."""
+        """As `forward`, but without the head: stores prompts, and returns states and no logits."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -217,9 +217,9 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """As `forward`, but the pass ends after the first `layers` decoder layers and returns their residual stream (A,
-        n, D) (early exit: Elhoushi et al. 2024, 2404.16710). Keys and values of these layers are stored; those of later
-        layers are out of date at these positions until a whole pass writes them.
+        """States (A, n, D) after the first `layers` decoder layers; the pass ends there (early exit: Elhoushi et al.
+        2024, 2404.16710). Arguments as in `forward`. Keys and values of these layers are stored; those of later layers
+        are out of date at these positions until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
@@ -227,9 +227,9 @@ class LM:
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
-        """After a pass over a tree with anchors at `start`: move the nodes path (A, m) of each row, parents before
-        children, to consecutive slots after its anchor, so that slots are positions again; -1 for a row that has no
-        more. at (A,): `start` as a tensor, if it is on the device already."""
+        """After a pass over a tree with anchors at `start`, move the accepted nodes to the slots after their anchor, so
+        that slots are positions again. path (A, m): the nodes of each row, parents before children, then -1. at (A,):
+        `start` as a tensor, if it is on the device already."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ class Pass(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """Inputs of a pass over columns of a tree, besides positions: anchor (A, 1), the slot of each row's anchor; slots
-    (A, n) that the columns are written to; seen (A, n) and depths (A, N + 1), see `verify.tree.Tree`."""
+    """Inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each row's anchor.
+    slots (A, n): where keys and values of the columns are written. seen (A, n), depths (A, N + 1): see
+    `verify.tree.Tree`."""
 
     anchor: Tensor
     slots: Tensor

@@ -112,8 +112,8 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
     if types - LAYER_TYPES:
-        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot be given a mask a "
-                         f"row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
+        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
+                         f"per row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -132,8 +132,11 @@ def biased_by_slots(config: PreTrainedConfig) -> bool:
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Most tokens of a text. Past LongRoPE's first range a row's rotation would depend on the longest row's; Llama 4
-    scales attention by one position for all rows, by 1 in the first range."""
+    """The longest text, in tokens, that a pass over rows of different lengths supports.
+
+    It ends with the first range of LongRoPE, because past that the longest row decides the rotation of all rows. For
+    the same reason it ends with the first range of Llama 4, past which one position scales the attention of all rows.
+    """
     settings = config.to_dict()
     rope, limit = settings.get("rope_parameters") or {}, length_of(config)
     if rope.get("rope_type") == "longrope":
@@ -254,7 +257,8 @@ def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers in their order: the first list in its body of as many modules as its config names.
+    """The model's decoder layers in their order: the first list of modules in its body that is as long as its config
+    says.
 
     Raises ValueError if there is none.
     """

@@ -58,7 +58,7 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """Logits of the forward in few operations are not the model's own."""
+    """The logits of `llama`'s forward are not the model's own."""
 
 
 class CheckResult(NamedTuple):
@@ -93,7 +93,7 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
     result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
     if not result.agrees:
-        message = f"{type(model).__name__}: in few operations, {result}; transformers' own forward runs it"
+        message = f"{type(model).__name__}: in `llama`'s forward, {result}; transformers' own forward is used"
         warnings.warn(message, Disagreement, stacklevel=2)
     return result.agrees
 
@@ -125,7 +125,8 @@ def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
 
 
 class SelfCheck:
-    """Checks states of layers and trees of one model when they are first used; lean: by `Lean`, else by `Stock`."""
+    """Checks states of layers and trees of one model when they are first used. lean: the model runs by `Lean`, not by
+    `Stock`."""
 
     def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
         self.model, self.context, self.lean = model, context, lean
@@ -164,7 +165,7 @@ class SelfCheck:
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
-    """What `check` returns, run once for a model while its values, classes and settings stay."""
+    """What `check` returns. It runs again only if values, classes or settings of the model have changed."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
     with ALONE:
@@ -227,7 +228,7 @@ class Probe:
         try:
             ours = self._rows([one.logits for one in self._passes(make)])
         except Exception as error:  # a model's code may raise anything for arguments that it does not accept
-            return CheckResult(0.0, 0.0, f"with a mask a row its forward raises {_first_line(error)}")
+            return CheckResult(0.0, 0.0, f"with one mask per row its forward raises {_first_line(error)}")
         short = self._compared(ours, [*self.own], lambda: [*self._own(self.ids)], "logits", self._stepped)
         return self._late(make) if short.agrees and self.late else short
 
@@ -284,7 +285,7 @@ class Probe:
             return "it is not causal: logits change with the tokens after them"
         base, config = self.model.base_model, self.model.config.get_text_config()
         if result.error and (getattr(config, "alibi", False) or hasattr(base, "build_alibi_tensor")):
-            return f"its ALiBi is computed from a 2-d padding mask, which cannot be one a row: {result}"
+            return f"its ALiBi is computed from a 2-d padding mask, which cannot differ between rows: {result}"
         return f"rows of different lengths cannot share its passes: {result}"
 
     def _own(self, ids: Tensor) -> Tensor:
@@ -364,7 +365,7 @@ class Probe:
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
-        """(2, N, V) of both rows' trees, the first two nodes in a pass of their own."""
+        """Logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
@@ -386,7 +387,7 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """The columns (start_b + later, W) of each row b, of two passes."""
+        """The values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
@@ -414,10 +415,12 @@ class Probe:
 
 
 def _apart(rows: Rows, whole: Rows) -> Tensor:
-    """The differences at all positions (P,), each the root mean square over the vocabulary, or the width, in standard
-    deviations of the model's own numbers there, `whole`, whose rows may be longer; infinite if only one of the two is
-    finite. Positions at which the model's own are not finite count as equal; columns in which all of them are -inf are
-    left out if ours are too."""
+    """The difference at each position (P,): root mean square over the vocabulary, or the width, in standard deviations
+    of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
+
+    It is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in which all of
+    the model's own are -inf are left out if ours are too.
+    """
     parts = []
     for row, own in zip(rows, whole, strict=True):
         own = own[: len(row)].to(torch.promote_types(own.dtype, torch.float32))

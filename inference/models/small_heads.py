@@ -2,8 +2,8 @@
 
 With a vocabulary of 49 to 152 thousand tokens, the head is most of the cost of a small draft. A pruned head has the
 rows of some tokens only; the draft never drafts others. A head of low rank is a product of two matrices: rank * (D +
-tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM; feature drafts put `projection` behind a
-vocabulary of their own format (`inference.proposers.eagle`).
+tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM; feature drafts use `projection` with a
+vocabulary in their own format (`inference.proposers.eagle`).
 
 D width, V ids, Vd tokens in the draft's vocabulary, r rank.
 """
@@ -85,11 +85,11 @@ def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
 
 
 class SmallHead(nn.Module):
-    """The output embeddings of a causal LM: states (..., D) -> logits (..., V). Without a vocabulary all ids have a
-    row.
+    """The output embeddings of a causal LM: states (..., D) -> logits (..., V). Without a pruned vocabulary all ids
+    have a row.
 
-    undecided: whether `know` has not yet chosen the tokens; rows (V, D): the whole head until then, None if there is
-    none. Both belong to a draft before training and are not stored.
+    undecided: True until `know` has chosen the tokens. rows (V, D): the whole head until then, None if there is none.
+    Both belong to a draft before training and are not stored.
     """
 
     known: Tensor | None
@@ -115,8 +115,8 @@ class SmallHead(nn.Module):
         return logits if self.known is None else spread(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
-        """Start from the rows (V, D) of a whole head; None: the weights stay random. The first ids are the vocabulary
-        until `know` has counts of texts."""
+        """Start from the rows (V, D) of a whole head; None: the weights stay random. The vocabulary is the first Vd ids
+        until `know` has chosen from counts of texts."""
         self.undecided, self.rows = self.known is not None, rows
         if rows is not None:
             fill(self.projection, rows if self.known is None else rows[: len(self.known)])
@@ -146,7 +146,7 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
     tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
     name = type(network).__name__
     if getattr(plain, "bias", None) is not None:
-        raise ValueError(f"{name}: its head has a bias, which a small head has not")
+        raise ValueError(f"{name}: its head has a bias, which small heads do not support")
     if tokens and getattr(config, "final_logit_softcapping", None):
         raise ValueError(f"{name}: it caps its logits, so that a token without a row would still have mass: "
                          f"{VOCABULARY} must be null")  # fmt: skip

@@ -53,8 +53,8 @@ class Draws(Protocol):
 
 
 def by_round(draws: Draws, greedy: bool) -> Choose:
-    """Drafts by the round's own distributions and draws, whatever its settings; greedy: the likeliest tokens, one-hot
-    distributions."""
+    """A function that makes each draft by the round's own distributions and draws, under any settings. greedy: it makes
+    the likeliest token, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = draws.probs(logits, drafts)
@@ -175,7 +175,7 @@ class Drafting(Step):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Drafts:
-        """As `forward`, drafts by `choose`, which reads logits in float32 at least."""
+        """As `forward`, but `choose` makes each draft; it reads logits in float32 or wider."""
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
@@ -236,8 +236,8 @@ def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
 
 
 def drawn(draws: Draws, logits: Tensor, greedy: bool) -> Drafts:
-    """Drafts by the round's distributions and draws, from logits (A, k, V) that no draft changes; settings that read
-    history may make a distribution depend on earlier drafts. greedy: the likeliest tokens."""
+    """Drafts by the round's distributions and draws, from logits (A, k, V) that do not depend on drafts; distributions
+    may, through settings that read history. greedy: draft the likeliest tokens."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth, one in enumerate(logits.unbind(1)):

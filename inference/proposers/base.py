@@ -62,10 +62,9 @@ class Proposal(NamedTuple):
     """x (A, N): drafted ids; q (A, N, V): the exact distributions they were drawn from; k: the number of drafts of each
     row.
 
-    Entries past k_b are ignored, and so is everything after a distribution of NaN, which says that the draft had no
-    token there. q None: every draft is certain, with a one-hot distribution. x and q may be on another device than the
-    target; the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent
-    i - 1.
+    A distribution of NaN says that the draft had no token there; entries after it, and entries past k_b, are ignored.
+    q None: every draft is deterministic, with a one-hot distribution. x and q may be on another device than the target;
+    the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i - 1.
     """
 
     x: Tensor
@@ -75,8 +74,8 @@ class Proposal(NamedTuple):
 
 
 class Siblings(NamedTuple):
-    """The nodes of one level of a tree that have children. most: the largest number of children; paths: for each node
-    the nodes from the anchor down to it; first: the number of its first child; keys (n,): its column in a pass, 0 for
+    """The nodes of one level of a tree that have children. most: the largest number of children. For each node: paths,
+    the nodes from the anchor down to it; first, the number of its first child; keys (n,), its column in a pass, 0 for
     the anchor and i + 1 for node i, on the device of the draft."""
 
     most: int
@@ -116,8 +115,9 @@ class Round(Protocol):
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy whole numbers to the device, one or equally many for each row. The round's first call also carries the
-        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they are not `k`. Returns the
-        tensors by name, and the last token of each text as `anchor` (A, 1) and its position as `read` (A,)."""
+        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they differ from the round's
+        `k`. Returns the tensors by name, with the last token of each text as `anchor` (A, 1) and its position as `read`
+        (A,)."""
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -154,7 +154,7 @@ class Round(Protocol):
 
     @property
     def reads_history(self) -> list[bool]:
-        """For each row, whether its settings read the text; then its distribution is not `plain`."""
+        """For each row, whether its settings read the text. If they do, `plain` does not give its distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
         """Logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""
@@ -185,8 +185,8 @@ class Round(Protocol):
 
 
 class RoundView:
-    """A round for one part of a proposer, to be subclassed: methods that a subclass does not define are those of the
-    round. k: drafts of each row. Implements `Round`."""
+    """A round for one part of a proposer, to be subclassed. Methods that a subclass does not override call the round's.
+    k: drafts of each row. Implements `Round`."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k
@@ -275,7 +275,7 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """From a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
+        """A proposer from a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
@@ -285,7 +285,8 @@ class Proposer:
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """The network of a folder of this kind, on the target's device. Raises as `load_draft`, and as `fits`."""
+        """The network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
+        `fits`."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
         return torch.nn.Module.to(network, arguments.target.device)
@@ -327,7 +328,7 @@ class Proposer:
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
-        """Receive the outcome of the round; keys and values of rejected drafts must be dropped."""
+        """Receive the outcome of the round, and drop the keys and values of rejected drafts."""
 
     def move(self, source: int, target: int) -> None:
         """The last row, in slot `source`, moves to slot `target`; slot `source` is then free."""

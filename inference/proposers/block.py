@@ -1,17 +1,17 @@
 """A block draft: all tokens of a round in one pass, by layers that attend to the target's states (DFlash, 2602.06036).
 
 The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, are the keys and
-values of that token in every layer. A round's queries are the anchor, that is the text's last token, which the target
-has not read yet, and K masks after it. They attend to the context and to each other: to all of the block, or to the
+values of that token in every layer. The queries of a round are the anchor, which is the text's last token and not read
+by the target yet, and K masks after it. They attend to the context and to each other: to all of the block, or to the
 queries before them if the draft is causal. Mask i is at the position of draft i and predicts it.
 
-A Markov head (`markov`) may add to the logits of a draft what the draft before it says (DSpark, 2607.05147), and a
+A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147), and a
 confidence head (`confidence`) predicts whether a draft is accepted. Names and shapes are those that engines load
 (`DFlashDraftModel`); the embedding is the target's, `mask_embedding` is ours.
 
-Keys and values of token s are in slot s of a cache, of all layers. A round first stores those of the accepted tokens,
-with the states of the target's pass, then those of its queries, which the next round overwrites. As in `eagle`, slots
-hold the tokens that the target has read, all but the anchor: n tokens of a text are n - 1 slots.
+Slot s of a cache has the keys and values of token s in all layers. A round first stores those of the accepted tokens,
+computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites.
+Slots hold the tokens that the target has read, all but the anchor: n tokens of a text use n - 1 slots.
 
 H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens a row, K
 drafts of a round, V vocabulary.
@@ -36,9 +36,10 @@ ARCHITECTURES = ["DFlashDraftModel"]
 
 
 class BlockConfig(EagleConfig):
-    """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one; markov_rank: of
-    the Markov head, 0 for none. enable_confidence_head: whether it has one; confidence_head_with_markov: whether that
-    reads rows of the Markov head too. dflash_config: causal and layers for engines, by the layers' outputs."""
+    """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one. markov_rank: of
+    the Markov head, 0 for none. enable_confidence_head: whether the draft has a confidence head.
+    confidence_head_with_markov: whether that head reads rows of the Markov head too. dflash_config: `causal`, and the
+    layers by their outputs, as engines read them."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -58,7 +59,7 @@ class BlockConfig(EagleConfig):
 
 
 class BlockNetwork(FeatureNetwork):
-    """Decoder layers over the queries of a block; mask_embedding (H,): what a mask is embedded as."""
+    """Decoder layers over the queries of a block. mask_embedding (H,): the embedding of a mask."""
 
     config_class: Any = BlockConfig
     _keep_in_fp32_modules_strict = {"confidence_head"}
@@ -86,8 +87,9 @@ class BlockNetwork(FeatureNetwork):
         return ConfidenceHead(self.config.hidden_size + rank)
 
     def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The probability (...) that the draft at each of these states (..., H) of masks is accepted if all before it
-        were; before (...): the tokens drafted before them, the anchor for the first. log_probs: as `ConfidenceHead`."""
+        """The probability (...) that each draft is accepted if all before it were. states (..., H): of the drafts'
+        masks. before (...): the token drafted before each, the anchor for the first. log_probs: as in
+        `ConfidenceHead`."""
         rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
         confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
         return confidence
@@ -97,8 +99,8 @@ class BlockNetwork(FeatureNetwork):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (A, n, G, D) of each layer, of the target's features (A, n, H); cos, sin (A, n, 1, D): of the
-        tokens' positions, see `angles`."""
+        """Keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n, 1, D): of
+        the tokens' positions, see `angles`."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]

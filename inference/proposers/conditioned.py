@@ -65,7 +65,7 @@ def knots_of(config: PretrainedConfig) -> list[float]:
     """The temperatures in a network's config. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
-        raise ValueError(f"{KNOTS}: the config of a conditioned draft names the temperatures that it knows")
+        raise ValueError(f"{KNOTS}: the config of a conditioned draft must list its temperatures")
     return [float(one) for one in temperatures]
 
 

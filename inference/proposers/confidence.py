@@ -19,8 +19,8 @@ MEASURES = 4
 
 
 def measures(log_probs: Tensor) -> Tensor:
-    """log q (..., V) -> (..., 4): entropy of q (nats), probability of the likeliest token, its logarithm, and how far
-    the second likeliest is behind."""
+    """log q (..., V) -> (..., 4): entropy of q (nats), probability of the likeliest token, its logarithm, and its
+    margin over the second likeliest token."""
     log_probs = wide(log_probs)
     first, second = log_probs.topk(2).values.unbind(-1)
     entropy = torch.special.entr(log_probs.exp()).sum(-1)
@@ -28,7 +28,7 @@ def measures(log_probs: Tensor) -> Tensor:
 
 
 class ConfidenceHead(nn.Module):
-    """Two linear maps to a logit, each complete by itself. `proj` reads `width` numbers of the draft's state; its name
+    """Two linear maps to a logit, each usable alone. `proj` reads `width` numbers of the draft's state; its name
     and shape are those that engines load. `with_q` reads the measures of q too.
 
     The weights are not trained with the draft's: they are fitted to the finished draft
@@ -54,7 +54,7 @@ class ConfidenceHead(nn.Module):
         return torch.sigmoid(F.linear(read, by.weight.to(read), by.bias.to(read)).squeeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Of a cast and a move, only the move."""
+        """Apply moves to a device but no casts."""
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)

@@ -54,7 +54,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:
-    """Layers by their inputs -> the layers with these outputs; -1 has the embeddings."""
+    """Layer numbers by inputs -> layer numbers by outputs: the input of layer i is the output of i - 1, or of -1, the
+    embeddings."""
     return [layer - 1 for layer in layers]
 
 
@@ -113,8 +114,8 @@ class EagleConfig(PretrainedConfig):
 
 
 class FeatureNetwork(PreTrainedModel):
-    """What networks over the target's states share: `fc`, which joins the states, a norm and a head. A subclass defines
-    `add_layers` and calls `post_init` at the end."""
+    """The common part of networks over the target's states: `fc`, which joins the states, a norm and a head. A subclass
+    defines `add_layers` and calls `post_init` at the end."""
 
     config_class: Any = EagleConfig
     base_model_prefix = ""
@@ -145,7 +146,7 @@ class FeatureNetwork(PreTrainedModel):
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """With the architecture name that engines load."""
+        """Save, with the architecture name that engines load."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -179,7 +180,7 @@ class FeatureNetwork(PreTrainedModel):
         return spread(logits, self.known, size)[..., :vocabulary]
 
     def term(self, vocabulary: int) -> "Term | None":
-        """What the Markov head adds to the logits after a token; None without such a head."""
+        """The function that gives the Markov head's term for the logits after a token; None without such a head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
@@ -237,7 +238,7 @@ class EagleNetwork(FeatureNetwork):
 
 
 class Norm(nn.RMSNorm):
-    """Computed in the precision of its weight: float32 in mixed-precision training."""
+    """RMS norm in the precision of its weight: float32 in mixed-precision training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -312,7 +313,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """From a folder in the EAGLE-3 format. Raises as `load_draft`, and ValueError if the target's sizes differ."""
+        """A proposer from a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if the
+        target's sizes differ."""
         network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -387,7 +389,7 @@ class Eagle(Proposer):
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """Drafts; none for rows without a pair."""
+        """The drafts of a round; rows without a pair get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -407,7 +409,7 @@ class Eagle(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _room_for(self, K: int) -> int:
-        """Slots that a round of K depths needs after the pairs that slots lack."""
+        """Number of slots that a round of K depths needs after the pairs that are not stored yet."""
         return self.branching.room if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
@@ -423,7 +425,8 @@ class Eagle(Proposer):
         return given | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph recorded for these shapes; None if distributions read more than tensors."""
+        """As `_drafted`, but by a CUDA graph recorded for these shapes; None if distributions read more than
+        tensors."""
         inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
@@ -472,8 +475,8 @@ class Eagle(Proposer):
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Pairs of ids (A, n), features (A, n, H) -> (A, n, H); writes to the window's slots and reads those up to its
-        limit."""
+        """The output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the window's
+        slots and reads the slots up to its limit."""
         attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, *self._angles(window.positions), attend)
@@ -517,7 +520,7 @@ class Eagle(Proposer):
         self.waiting = [max(valid - stored, 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
 
     def _room(self, width: int) -> None:
-        """Make room for the features of so many pairs."""
+        """Make room for the features of `width` pairs."""
         rows, held, size = self.features.shape
         if width > held:
             wider = self.features.new_zeros(rows, max(width, 2 * held), size)

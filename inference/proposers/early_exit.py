@@ -39,8 +39,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 class ExitConfig(PretrainedConfig):
     """num_hidden_layers: decoder layers of the target that draft. rank: of the low-rank change of each of their
-    projections, 0 for no change. depths: how many drafts a round was trained for. projections: name in a layer -> (out,
-    in)."""
+    projections, 0 for no change. depths: how many drafts of a round it was trained for. projections: name in a layer
+    -> (out, in)."""
 
     model_type = "cotrain_early_exit"
 
@@ -88,12 +88,12 @@ class ExitNetwork(PreTrainedModel):
         same_sizes(self.config, target, where)
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
-            raise ValueError(f"{where}: an exit after {layers} layers, the target has {len(blocks)}")
+            raise ValueError(f"{where}: an exit after {layers} layers; the target has only {len(blocks)}")
         theirs = projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
-                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it serves the target "
-                                 "that it was made for")  # fmt: skip
+                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
+                                 "only serve the target that it was made for")  # fmt: skip
 
     def get_input_embeddings(self) -> Any:
         """None: it uses the target's."""
@@ -132,7 +132,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
     there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
-        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: 1 .. {len(blocks)}")
+        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: give 1 .. {len(blocks)}")
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
@@ -148,7 +148,7 @@ def projections(block: nn.Module) -> dict[str, list[int]]:
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """The norm after the decoder layers: the last module of the body besides them that has a weight of the model's
+    """The norm after the decoder layers: the body's last module, other than the layers, with a weight of the model's
     width. Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
@@ -186,9 +186,11 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """As `learning`, with the changes added to copies of the weights, in the target's dtype. The result is cached, and
-    built again when the network or the target has changed. For projections that are not plain `Linear` (quantised ones)
-    the change remains a module."""
+    """The target's first layers with the network's changes, added to copies of the weights in the target's dtype.
+
+    The result is cached, and built again when the network or the target has changed. Projections that are not plain
+    `Linear` (quantised ones) have the change as a module.
+    """
     weights, cached = fingerprint(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
         stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
@@ -221,8 +223,8 @@ def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 class EarlyExit(Independent):
-    """Drafts with the first layers of the engine's own target (LayerSkip: Elhoushi et al. 2024, 2404.16710; Draft &
-    Verify: Zhang et al. 2023, 2309.08168), as `network` changes them.
+    """Drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip: Elhoushi et al.
+    2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
     With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
     changed layers, those of the text from the target. greedy, compile, shape: as in `Independent`. Raises ValueError
@@ -242,7 +244,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Raises as `load_draft`, and ValueError if the target's sizes differ."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
+        differ."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

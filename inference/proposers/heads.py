@@ -129,18 +129,18 @@ class HydraNetwork(HeadsNetwork):
         self.post_init()
 
     def read_state(self, newest: Tensor, heads: int) -> Tensor:
-        """newest (N, D) -> the sums of the first `heads` heads over the states alone (heads, N, D)."""
+        """newest (N, D) -> sums (heads, N, D) of the first `heads` heads, before any token is added."""
         x = newest.to(self.state.dtype).expand(heads, *newest.shape)
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """The sums (n, N, D) of heads i, i + 1, ... with token i added, of embeddings (N, D) or (n, N, D)."""
+        """The sums (n, N, D) of heads i, i + 1, ... after adding token i, whose embeddings are (N, D) or (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
     def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
-        """For head j, after all its tokens, sums and newest (N, D) -> what the target's head reads (N, D)."""
+        """The state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its tokens."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
 
 
@@ -167,7 +167,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """Raises as `load_draft`, and ValueError for a target of other sizes."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError for a target of other
+        sizes."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -226,13 +227,13 @@ class DraftHeads(Proposer):
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Logits (A, V) after the texts, and the function that returns the logits of K - 1 more levels; functions of
-        tensors."""
+        """Logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both are
+        functions of tensors alone."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, by a CUDA graph recorded for these shapes; None without graphs, or if distributions and draws
-        read more than tensors."""
+        """As `_drafted`, but by a CUDA graph recorded for these shapes; None without graphs, or if distributions and
+        draws read more than tensors."""
         inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None
@@ -257,7 +258,7 @@ class DraftHeads(Proposer):
 
 class Medusa(DraftHeads):
     """Heads that see neither the anchor nor earlier drafts: all nodes at one depth of a tree have the same
-    distribution, unless a Markov head adds what the token before says."""
+    distribution, unless a Markov head adds a term for the token before."""
 
     network_class: Any = MedusaNetwork
 

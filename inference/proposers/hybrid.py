@@ -25,7 +25,7 @@ from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
 LONGEST = 16  # matches of so many tokens or more are counted together
-WEIGHT = 8.0  # rounds as which the estimate for matches one token shorter counts
+WEIGHT = 8.0  # the estimate for matches one token shorter counts as much as this many rounds
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
 
 
 def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
-    """Survival of each cell by depth. The estimate of the previous cell weighs as much as `WEIGHT` rounds;
-    `first` stands for it at the first cell."""
+    """For each cell and depth, P(all drafts up to that depth are accepted). The estimate of the previous cell counts as
+    much as `WEIGHT` rounds; `first` is the estimate before the first cell."""
     shares, before = [], first
     for cell in counts:
         before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
@@ -157,12 +157,12 @@ class Hybrid(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
-        """An independent draft; `lookup` in its config.json holds the settings of look-up, gate included."""
+        """Load an independent draft; `lookup` in its config.json holds the settings of look-up, gate included."""
         return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
-        """A model, and the settings of look-up in a config."""
+        """A hybrid of `model` and of the look-up with the settings `lookup` of a config."""
         gate = lookup.get("gate")
         return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
@@ -187,8 +187,8 @@ class Hybrid(CompositeProposer):
 
 
 class PartialRound(RoundView):
-    """A round in which a model drafts for some rows only. The others have k_b = 0 and their drafts are in `sure`, which
-    are copied to the device with the numbers that the model sends."""
+    """A round in which a model drafts for some rows only. The other rows have k_b = 0; their drafts, `sure`, are copied
+    to the device with the numbers that the model sends."""
 
     def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
         super().__init__(round, k)
@@ -204,7 +204,7 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """For rows that use look-up, the draft of look-up; the model's distribution is not used."""
+        """Ids drawn from `probs`, but for rows that use look-up the draft of look-up."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)

@@ -53,7 +53,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Raises as `load_draft`; warns if the target's shape is not the one that the draft was trained for."""
+        """A proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for a
+        target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -133,9 +134,9 @@ class Independent(Proposer):
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """The ids that the slots lack, the index of the last of them, their first slot, and the slot of the first
-        draft. For a row without drafts the latter is the end of the stored tokens, since the slot may have no room
-        after the text."""
+        """For each row: the ids that its slot lacks, the index of the last of them, their first slot, and the slot of
+        the first draft. For a row without drafts that last slot is the end of its stored tokens, since there may be no
+        room after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]

@@ -1,6 +1,6 @@
 """A Markov head: what the token drafted before adds to the logits of a draft that was computed without it.
 
-Drafts of one pass do not know each other. A low-rank table of pairs of tokens, added to the logits while tokens are
+Drafts of one pass are independent of each other. A low-rank table of token pairs, added to the logits while tokens are
 drawn in order, repairs part of that (DSpark, 2607.05147). Each draft is then drawn from a distribution that depends on
 the draft before it, as in any chain, so verification stays exact.
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class FromZero(nn.Linear):
-    """A linear layer whose weights begin at zero, and its bias, if it has one."""
+    """A linear layer whose weights, and bias if it has one, begin at zero."""
 
     def reset_parameters(self) -> None:
         for weight in self.parameters():
@@ -19,8 +19,8 @@ class FromZero(nn.Linear):
 
 
 class MarkovHead(nn.Module):
-    """markov_w1 (V, r): of the token before; markov_w2 (Vd, r): its product with the former is added to the logits.
-    Before training the product is zero. Names are those that engines load."""
+    """markov_w1 (V, r): a row for the token before. markov_w2 (Vd, r): its product with that row is added to the
+    logits, and is zero before training. Names are those that engines load."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()

@@ -66,15 +66,16 @@ class OtherTokenizer(Proposer):
         greedy: bool = False,
         compile: bool | None = None,
     ) -> "OtherTokenizer":
-        """From a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no byte
-        strings, or that share no token."""
+        """A proposer from a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no
+        byte strings, or that share no token."""
         shared = SharedTokens.of(target_tokenizer, tokenizer)
         return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
-        """From a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a kind that
-        holds no causal LM, for weights that cannot be read, and if the folder or the target has no tokenizer."""
+        """A proposer from a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a
+        kind that holds no causal LM, for weights that cannot be read, and if the folder or the target has no
+        tokenizer."""
         require_class(read(folder), cls.network_class)
         model, problems, _ = load_weights(folder, network=cls.network_class)
         tokenizer = load_tokenizer(folder)
@@ -122,7 +123,7 @@ class OtherTokenizer(Proposer):
             self.rows[target] = last
 
     def commit(self, outcome: Outcome) -> None:
-        """Count no draft as stored: with the tokens after them, the text may convert to other ids."""
+        """Count no draft as stored: the longer text may convert to other draft ids."""
         valid = [len(ids) if length else 0 for ids, length in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 
@@ -189,8 +190,8 @@ class SharedTokens:
         return cls(tuple(sorted(pairs.items())))
 
     def tables(self, vocabulary: int, own: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Target id of each draft id (own,), 0 if there is none, and draft id of each target id (vocabulary,), `own` if
-        there is none."""
+        """Two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target id
+        (vocabulary,), `own` if it has none."""
         to_target = torch.zeros(own, dtype=torch.int64)
         to_draft = torch.full((vocabulary,), own, dtype=torch.int64)
         pairs = torch.tensor([pair for pair in self.pairs if pair[0] < vocabulary and pair[1] < own]).view(-1, 2)
@@ -212,9 +213,9 @@ def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     decoders = _decoders(tokenizer)
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
         raise ValueError(
-            f"{type(tokenizer).__name__}: its tokens are no byte strings, by its decoder "
+            f"{type(tokenizer).__name__}: its tokens are no byte strings, judging by its decoder "
             # fmt: skip
-            f"({', '.join(sorted(decoders)) or 'none'}); byte-level BPE and SentencePiece are"
+            f"({', '.join(sorted(decoders)) or 'none'}); byte-level BPE and SentencePiece have such tokens"
         )
     table = _alphabet() if "ByteLevel" in decoders else None
     special = {*tokenizer.all_special_ids}
@@ -286,8 +287,8 @@ class TextConverter:
         return not decoder.getstate()[0]
 
     def _cut(self, text: list[int], low: int) -> int:
-        """The last position between `low` and the window at which a word begins, once there are two windows of
-        tokens."""
+        """The last position at which a word begins, from `low` on and before the last `WINDOW` tokens; `low` if there
+        is none, or if fewer than two windows of tokens follow it."""
         if not self.local or len(text) - low < 2 * WINDOW:
             return low
         positions = range(len(text) - WINDOW, low, -1)

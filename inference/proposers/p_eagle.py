@@ -4,8 +4,8 @@ The network is an `EagleNetwork` with one more vector. The text's last pair is f
 learnt `mask_hidden` in place of the target's states, and a token of the vocabulary, `pard_token`, in place of the next
 one. Names and shapes are those that vLLM loads.
 
-A rows, n pairs a row, width of the pairs that slots lack, K drafts of a round, H width of the target's states and of
-the draft, V vocabulary.
+A rows, n pairs a row, `width` the most pairs that a slot lacks, K drafts of a round, H width of the target's states and
+of the draft, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from inference.proposers.trees import TreeShape, from_one_pass
 
 
 class PEagleConfig(EagleConfig):
-    """As `EagleConfig`; pard_token: the id whose embedding a mask has, None until a student names it. markov_rank: of
+    """As `EagleConfig`. pard_token: the id whose embedding a mask has, None before training sets it. markov_rank: of
     the Markov head, 0 for none."""
 
     def __init__(self, pard_token: int | None = None, markov_rank: int = 0, **settings: Any) -> None:
@@ -34,8 +34,8 @@ class PEagleConfig(EagleConfig):
 
 
 class PEagleNetwork(EagleNetwork):
-    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. Initialised to values near 1,
-    the size of states: a norm follows `fc`, and its gradients would be large for a small input."""
+    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. They start near 1, the size of
+    states: a norm follows `fc`, and a small input would have large gradients."""
 
     config_class: Any = PEagleConfig
 
@@ -49,7 +49,7 @@ class PEagleNetwork(EagleNetwork):
     def mask(self) -> int:
         """The id of a mask. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
-            raise ValueError("config.json: a p_eagle draft names pard_token, the id that it reads as a mask")
+            raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:

@@ -65,7 +65,7 @@ class Parallel(Independent):
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
     def _trees(self, round: Round, logits: Tensor, shape: StaticTrees | DynamicTrees) -> tuple[Tensor, Tensor]:
-        """Nodes and distributions as `StaticTrees.grown`, from logits (A, k, V) by depth."""
+        """Nodes and distributions of trees, as `StaticTrees.grown` returns them, from logits (A, k, V) by depth."""
         return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
@@ -73,8 +73,8 @@ class Parallel(Independent):
         super().commit(outcome._replace(path=None))
 
     def _masked(self, texts: Sequence[list[int]], k: list[int], depths: int) -> dict[str, Any]:
-        """For each row the ids that its slot lacks, then masks up to the last mask of the longest row. For a row
-        without drafts, its last id, which is written after its text."""
+        """For each row, the ids that its slot lacks, then masks up to the last mask of the longest row. A row without
+        drafts has its last id in their place, which is written after its text."""
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         width = max(map(len, tails)) + depths - 1
@@ -90,7 +90,7 @@ def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
         raise ValueError(
-            f"config.json: a parallel draft names {MASK}, the id that it reads as a mask, and {DEPTHS}, how many "
-            f"drafts it has learnt; found {mask} and {depths}"
+            f"config.json must name {MASK}, the id that a parallel draft reads as a mask, and {DEPTHS}, how many "
+            f"drafts it was trained for; found {mask} and {depths}"
         )
     return int(mask), int(depths)

@@ -41,7 +41,7 @@ class Quantised(Independent):
     """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with a separate KV
     cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8: by the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise the rounded weights are
+    int8 uses the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise the rounded weights are
     in the target's dtype; then the distribution is the same except for the rounding of sums, but passes are no faster.
     nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`. Raises ValueError for other bits and for a
     target that is quantised itself.
@@ -56,7 +56,7 @@ class Quantised(Independent):
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):
-            raise ValueError(f"{type(target).__name__} is quantised as it is: it cannot be its own draft in {bits}")
+            raise ValueError(f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}")
         self.target, self.bits = target, bits
         super().__init__(target, greedy, compile=compile, shape=shape)
         self._round()
@@ -80,7 +80,7 @@ class Quantised(Independent):
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """With the bits in a config. Raises as the class, beginning with `where`."""
+        """A draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -90,7 +90,7 @@ class Quantised(Independent):
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         """Raises for a target that is quantised itself."""
         if quantised(target.config):
-            raise ValueError(f"{where}: the target is quantised as it is: it cannot be its own draft in fewer bits")
+            raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
 
     @property
     def weights(self) -> str | None:

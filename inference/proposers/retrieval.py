@@ -15,7 +15,7 @@ from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Ro
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """A proposal of certain drafts, each row padded with the last id of its text."""
+    """A proposal of deterministic drafts, each row padded with the last id of its text."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -25,7 +25,7 @@ def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
 class NGram(Proposer):
     """Drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding).
 
-    Tries the longest n first, n = max_n .. 1, and the most recent earlier occurrence; certain drafts, no model.
+    Tries n = max_n .. 1, and for each n the most recent earlier occurrence. Drafts are deterministic.
     Raises ValueError when max_n < 1.
     """
 
@@ -80,7 +80,7 @@ class NGramIndex:
 
 
 class LookupConfig(PretrainedConfig):
-    """lookup: shortest, and the folder of a datastore or None."""
+    """lookup: the least length `shortest` of a match, and the folder of a datastore or None."""
 
     model_type = "lookup"
 
@@ -90,15 +90,15 @@ class LookupConfig(PretrainedConfig):
 
 
 class LookupNetwork(SettingsNetwork):
-    """No weights: `LookupConfig` alone."""
+    """A network without weights: it has only a `LookupConfig`."""
 
     config_class = LookupConfig
 
 
 class Retrieval(Proposer):
     """Drafts the tokens that followed the longest suffix of a text that occurred earlier: in the row's text, by a
-    suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252),
-    whichever match is longer, or that in the row's text if both are equal. Drafts are certain.
+    suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252).
+    The longer match is used; of equal ones, that in the row's text. Drafts are deterministic.
 
     datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError when
     shortest < 1.
@@ -116,18 +116,18 @@ class Retrieval(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
-        """With the settings under `lookup` in the folder's config.json: shortest, and the datastore's folder."""
+        """A proposer from a draft folder, with the settings `lookup` of its config.json."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raises as `of_settings` too."""
+        """Also raises the errors of `of_settings`."""
         retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
         retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """With the settings of look-up in a config."""
+        """A proposer with the look-up settings of a config."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
@@ -139,7 +139,7 @@ class Retrieval(Proposer):
         """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
         if self.datastore and self.datastore.about.vocabulary > vocabulary:
             raise ValueError(f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
-                             f"has {vocabulary}; make one with its tokenizer: cotrain datastore")  # fmt: skip
+                             f"has {vocabulary}; make one with the target's tokenizer: cotrain datastore")  # fmt: skip
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.rows[low:] = map(SuffixAutomaton, prompts)

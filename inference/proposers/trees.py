@@ -22,9 +22,11 @@ from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_o
 
 
 class Nodes(NamedTuple):
-    """Drafts that one pass reads. depth: the depth of these nodes, 1 or more; above (1 or A, n): for each node, the
-    index of its parent among the nodes of the pass before, None if both passes have one node; tree: a tree whose last n
-    nodes are these, None for a chain."""
+    """Drafts that one pass reads, all of one depth.
+
+    depth: 1 or more. above (1 or A, n): for each node, the index of its parent among the nodes of the pass before; None
+    if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    """
 
     depth: int
     above: Tensor | None = None
@@ -69,7 +71,7 @@ def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """The logits (A, V) of the first drafts, and the `Follow` of later ones, of logits (A, K, V) of one pass; anchor
+    """The logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass. anchor
     (A,): the tokens before the first drafts."""
     first = logits[:, 0]
     return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
@@ -79,8 +81,8 @@ def from_one_pass(
     round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Drafts and the distributions they were drawn from, of logits (A, K, V) of one pass: trees of a shape, or chains.
-    anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
+    """Drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a shape, or
+    chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
     K, (first, follow) = logits.shape[1], after_anchor(logits, anchor, term)
     if shape:
         return shape.grown(round, K, first, follow, greedy)
@@ -113,7 +115,7 @@ TreeShape = Sequence[int] | Dynamic | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | DynamicTrees | None":
-    """How trees of a shape are drafted; None for chains. Raises as `StaticTrees`."""
+    """The drafter of trees of a shape; None for chains. Raises the errors of `StaticTrees`."""
     if isinstance(shape, Dynamic):
         return DynamicTrees(shape)
     return StaticTrees(shape) if shape else None
@@ -145,14 +147,14 @@ class StaticTrees:
         if most > vocabulary:
             raise ValueError(f"shape: a node has {most} children, the vocabulary {vocabulary} tokens; leave some out")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """The number of nodes of each row, if it drafts k levels: all nodes of these levels."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device, besides the number of nodes of each row."""
+        """Numbers that `grown` needs on the device, in addition to the number of nodes of each row: none."""
         return {}
 
     def grown(
@@ -183,9 +185,12 @@ class StaticTrees:
 
 
 class LevelStep(NamedTuple):
-    """A level of a static shape: the nodes above it that have children, and their indices in the level above (None: all
-    nodes of that level); for each node of this level the index of its parent among them and the number of siblings
-    before it; above (1, n) as in `Nodes`."""
+    """A level of a static shape.
+
+    Of the level above it has the nodes with children, and their indices in that level (None: all of its nodes). Of each
+    of its own nodes it has the index of the parent among those, and the number of siblings before it; above (1, n) as
+    in `Nodes`.
+    """
 
     siblings: Siblings
     inner: Tensor | None
@@ -229,14 +234,15 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, .
 
 
 class DynamicTrees:
-    """As `StaticTrees`, for a `Dynamic` shape. depth: levels; widths: nodes of each pass, the anchor's pass first;
-    counts: candidates within each depth 0 .. depth.
+    """The counterpart of `StaticTrees` for a `Dynamic` shape. depth: levels. widths: nodes of each pass, the anchor's
+    pass first. counts: candidates within each depth 0 .. depth.
 
     A candidate's score is the log probability of its path under the draft. One pass per level reads the `width`
     candidates of highest score, and each of them gives `children` candidates for the next level. Of all candidates, the
-    `nodes` with the highest scores are verified. Children are always the likeliest tokens. These follow from the text
-    alone, so rules for trees are exact at any temperature; with sampled children, the token that was drawn would decide
-    whether a node is in the tree.
+    `nodes` with the highest scores are verified.
+
+    Children are always the likeliest tokens. These follow from the text alone, so rules for trees are exact at any
+    temperature. With sampled children, the drawn token would decide whether a node is in the tree.
     """
 
     unread = 1  # nodes at the end of an accepted path that the draft may not have read
@@ -256,7 +262,7 @@ class DynamicTrees:
         if self.shape.children > vocabulary:
             raise ValueError(f"shape: a node has {self.shape.children} children, the vocabulary {vocabulary} tokens")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft guesses {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Nodes of each row that drafts k levels."""
@@ -269,8 +275,8 @@ class DynamicTrees:
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Ids and parents (A, N) of the nodes, of at most `depth` levels, from logits (A, V) after each text; no node
-        of a row is deeper than the row's own levels. Children are the likeliest whatever `likeliest` says."""
+        """Ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each text. No node
+        of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the likeliest."""
         levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         above, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):

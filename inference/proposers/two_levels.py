@@ -1,9 +1,9 @@
-"""Two levels: a small draft model drafts for the rounded target, which verifies these guesses exactly and drafts for
-the target.
+"""Two levels: a small draft model drafts for the rounded target (the target in fewer bits), which verifies these
+guesses exactly and drafts for the target.
 
 Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target,
-which is therefore the q of the proposal; the small draft affects only speed (three models in a row, as in TriForce: Sun
-et al. 2024, 2404.11912).
+so that distribution is the q of the proposal; the small draft affects only speed (three models in a row, as in
+TriForce: Sun et al. 2024, 2404.11912).
 
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
@@ -28,7 +28,7 @@ from inference.verify.rules import RULES, Rule
 from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
-DRAWS, COINS, LAST = range(3)  # of `Round.inner`
+DRAWS, COINS, LAST = range(3)  # the streams of `Round.inner`
 UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack (A, L), index of the last, first slot
 
 
@@ -46,8 +46,8 @@ class TwoLevels(CompositeProposer):
 
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:
-            raise ValueError(f"TwoLevels: {type(small).__name__} cannot be its small draft; it takes an Independent, "
-                             "which reads nothing of the target, and chains")  # fmt: skip
+            raise ValueError(f"TwoLevels: the small draft's class is {type(small).__name__}; it must be Independent "
+                             "and draft chains, since the small draft may read nothing of the target")  # fmt: skip
         if inner < 1:
             raise ValueError(f"TwoLevels: inner must be at least 1, not {inner}")
         self.model, self.small, self.guesses, self.rule = model, small, inner, inner_rule(rule)
@@ -59,7 +59,7 @@ class TwoLevels(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
-        """An independent draft; `two_levels` in its config.json holds the bits, and the guesses of an inner round."""
+        """From a draft folder; `two_levels` in its config.json holds the bits and the guesses of an inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
@@ -131,7 +131,8 @@ class OuterDrafts:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, computed once; rows that have all drafts read the last positions."""
+        """Uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the last of
+        them."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -153,7 +154,7 @@ class OuterDrafts:
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
         """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the text have no
-        guesses; they all get one token per inner round."""
+        guesses, so each of them gets one token per inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -164,8 +165,8 @@ class OuterDrafts:
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Accepted guesses and the token after them become drafts with the distributions p. Returns how many tokens of
-        each text agree with the small draft's slots."""
+        """Add the accepted guesses, and the token after them, to the drafts, with the distributions p. Returns how many
+        tokens of each text agree with the small draft's slots."""
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
             A, _, V = p.shape
@@ -179,8 +180,8 @@ class OuterDrafts:
         return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
-        """Update texts and counts of rows that still lacked drafts; table: for each row, accepted guesses and
-        tokens."""
+        """Update texts and counts of the rows that still lack drafts. table: number of accepted guesses and tokens of
+        each row. Returns what `append` returns."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -192,7 +193,8 @@ class OuterDrafts:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """Tokens of each text that the model's slots hold after the pass: all but the last one, if the text grew."""
+        """How many tokens of each text the model's slots hold after the pass: all but the last one, if the text
+        grew."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
@@ -201,11 +203,11 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """The rule of that name, for inner rounds. It must be exact, verify chains and use uniforms; else raises
-    ValueError."""
+    """The rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
+    uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
-        raise ValueError(f"rule: {name!r} verifies no inner round; {', '.join(fit)} do")
+        raise ValueError(f"rule: {name!r} cannot verify inner rounds; {', '.join(fit)} can")
     return RULES[name]
 
 
@@ -235,7 +237,7 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """As `Round.send`; the draft lengths of the outer round are sent, not the small draft's `k`."""
+        """As `Round.send`, but with the draft lengths of the outer round instead of the small draft's `k`."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
@@ -255,15 +257,16 @@ class InnerRound(RoundView):
         return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Distributions of rows whose settings do not read the text; the small draft guesses nothing for others."""
+        """Distributions without the settings that read the text: the small draft guesses nothing for rows that have
+        such settings."""
         return self.round.plain(logits)
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
     def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """Draw with the noise of the target's tokens; for rows that have all drafts, the depth may be past the last
-        one."""
+        """Draw with the noise of the target's tokens. Rows with all their drafts go on drawing, so the depth is limited
+        to the last one."""
         return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:

@@ -109,7 +109,7 @@ def _words(speedup: Mapping[str, Any]) -> list[str]:
     low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
     if high < 1:
         return [f"a slow-down: {over} decoding is faster than {of}, {1 / whole['value']:.2f} times"]
-    return [f"no speed-up is shown: {of} may be as fast as {over}, the interval holds 1"] if low <= 1 else []
+    return [f"no speed-up is shown: {of} may be as fast as {over}, the interval contains 1"] if low <= 1 else []
 
 
 def _range(interval: Mapping[str, float | None]) -> str:
@@ -131,7 +131,8 @@ def _depths(report: Mapping[str, Any]) -> str:
 
 
 def _phases(report: Mapping[str, Any]) -> str:
-    """Milliseconds per round, all its rows together; prefill, which is outside the rounds, as a total."""
+    """A table of phases in milliseconds per round, for all rows of a round together. Prefill is outside the rounds, so
+    its total is given."""
     counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
     if not counted:
         return ""

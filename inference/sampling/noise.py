@@ -72,11 +72,11 @@ def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequ
 
 
 class Uniforms:
-    """A table of `uniforms` for the rows of a batch, filled for many starts at a time, because the time of a call
+    """A table of `uniforms` for the rows of a batch. It is filled for many starts at a time, because the time of a call
     depends on its kernel launches and hardly on its size.
 
-    seed: that of the call. device: that of the numbers. A round reads them in three steps: `offsets` on the host,
-    `fill` if that says so, `at` on the device. So only one number for each row is copied to the device.
+    seed: that of the call. device: that of the numbers. A round calls `offsets` on the host, then `fill` if `offsets`
+    says so, then `at` on the device. So only one number for each row is copied to the device.
     """
 
     STARTS = 64  # filled at once

@@ -121,7 +121,7 @@ def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores
     result = processor(ids, scores)
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"a processor returns the logits that it got, of shape {tuple(scores.shape)}, not {what}")
+        raise ValueError(f"a processor must return logits of the shape that it got, {tuple(scores.shape)}, not {what}")
     return result
 
 

@@ -4,7 +4,7 @@
         --speculative-config '{"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", \\
                                "num_speculative_tokens": 5}'
 
-vLLM treats the proposals of such a class as certain drafts, so a model drafts its likeliest tokens here. vLLM may
+vLLM treats the proposals of such a class as deterministic, so a model drafts its likeliest tokens here. vLLM may
 reorder its texts. State is stored by row number; if another text is in a row, the row's state is dropped.
 """
 

@@ -67,9 +67,9 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
-    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i; distribution the one-hot of the next y.
-    The text is that of plain decoding with this noise for any draft; a draft that takes
-    argmax(log q_i + g_i) agrees most often.
+    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i. The distribution is the one-hot of the next
+    y. So the text is that of plain decoding with this noise, whatever the drafts; drafts x_i = argmax(log q_i + g_i)
+    are accepted most often.
 
     p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
     """

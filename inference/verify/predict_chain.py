@@ -1,14 +1,16 @@
 """The exact number of target calls expected for a text with chains of drafts, from two log-probabilities per token.
 
 Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
-that depends on (text, t) alone, so round starts form a Markov chain on positions, and the expectation and variance of
-their number follow from one recursion (formula in each docstring).
-B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text. r (B,T) or (B,T,K): probability
-min(1, q/p) that the text's token t is accepted; with a third axis, the probability if token t is drafted at depth j
-(0-based), so in the round that starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the
-text's token. Tokens past a row's length are never read either. Rules differ only in `reach` (B,T,K+1) (see `rules`);
-calls, their variance, tau and acceptance by depth follow from `reach` (`calls_from`, `variance_from`, `tau_from`,
-`depths_from`).
+that depends on (text, t) alone. So the starts of rounds form a Markov chain on positions, and one recursion gives the
+mean and the variance of their number (formula in each docstring).
+
+B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text. r (B,T): probability min(1, q/p)
+that the text's token t is accepted. r (B,T,K): entry j is the same for token t as draft j (0-based) of the round that
+starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token. Tokens past a
+row's length are never read.
+
+Rules differ only in `reach` (B,T,K+1), see `rules`. Calls, their variance, tau and acceptance by depth follow from it
+(`calls_from`, `variance_from`, `tau_from`, `depths_from`).
 """
 
 import torch

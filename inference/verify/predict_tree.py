@@ -1,17 +1,17 @@
 """The number of target calls expected for a text with trees of drafts, for every shape, from distributions and ranks.
 
-Given the emitted text, a round follows it while it accepts: at a node whose path is the text so far, the text's next
-token is accepted as child number c with a probability that depends on the distributions there alone (`by_rank`,
-`by_draw`). So one table of these probabilities gives `reach_tree` of every shape under `tree.tree`, and calls and their
-variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on its path of
-child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its levels; they
-serve texts whose distributions are computed round by round.
+Given the emitted text, a round follows the text for as long as it accepts. At a node whose path is the text so far, the
+text's next token is accepted as child number c. The probability depends on the distributions at that node alone
+(`by_rank`, `by_draw`). So under `tree.tree` one table of these probabilities gives `reach_tree` of every shape; calls
+and their variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on
+its path of child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its
+levels, for texts whose distributions are computed round by round.
 
-B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
-0-based | the text, and the children of its node are tried). With one axis more, (B, T, K, C), the same if the token is
-drafted at depth j (0-based), so in the round that starts at t - j. Entries with j > t and tokens past a row's length
-are never read. parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int,
-(B,) or (B, T).
+B rows, T positions, C children, D levels, V vocabulary.
+accept (B, T, C): P(the text's token t is accepted as child c, 0-based | the text, and the children of its node are
+tried). accept (B, T, K, C): entry j is the same for token t as draft j (0-based) of the round that starts at t - j.
+Entries with j > t and tokens past a row's length are never read.
+parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int, (B,) or (B, T).
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,10 +56,10 @@ def by_draw(
     """accept (..., C) of children drawn from q, of the text's tokens x (...) with distributions p, q (..., V).
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
-    replacement): the first child with min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) /
-    p(x). With replacement this is exact for every child. Without replacement the result is unbiased from the third
-    child on: the rejected children are drawn (`samples` times, stratified, as a function of seed and position), except
-    for the last, which is summed over.
+    replacement): the first child is accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p,
+    0)(y) min(p', q'_y)(x) / p(x). With replacement this is exact for every child. Without replacement, results are
+    unbiased from the third child on: the rejected children are drawn (`samples` times, stratified, as a function of
+    seed and position), except for the last, which is summed over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -91,8 +91,8 @@ def reach_tree(
 
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Reach (B, T, D+1) of rounds whole (B, T), ones, from the probabilities of their next tokens by level, (B, T, C)
-    each."""
+    """Reach (B, T, D+1) of rounds, from tables: the probabilities (B, T, C) of their next tokens by level. whole (B,
+    T): ones."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -151,7 +151,7 @@ def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
 
 
 def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """`_with` for children drawn without replacement; u (n, S, C-2) draws the rejected children."""
+    """As `_with`, but children are drawn without replacement; u (n, S, C-2) draws the rejected children."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -193,8 +193,9 @@ def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
     k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`reach_tree` under `tree.traversal` of children drawn from q -> (B, T, D+1): the sum over the nodes of each depth
-    of their probabilities, see `chances_traversal`. For likeliest children the two rules accept the same: `by_rank`."""
+    """As `reach_tree`, but under `tree.traversal`, of children drawn from q -> (B, T, D+1): the sum over the nodes of
+    each depth of their probabilities, see `chances_traversal`. Likeliest children are accepted as under `tree.tree`:
+    use `by_rank`."""
     chances = chances_traversal(p, q, x, parents, lengths, replacement=replacement, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
@@ -207,11 +208,11 @@ def chances_traversal(
     drawn from q -> (B, T, N). It depends on the node's path of child numbers alone: one table serves every tree within
     `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept.
-    Child c of a node with weight w on the text's path gets weight w_c = min(w p(x)/q(x), 1), after the siblings before
-    it were rejected. Each rejection has probability sum max(q - w p, 0), and changes w, p and q as the rule does. The
-    result is the mean of w_c prod q(x)/p(x) over the rejected siblings. These are drawn as in `by_draw`: exact for
-    first children, unbiased for others.
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept. The
+    children of a node with weight w on the text's path are tried in order. Each rejection has probability sum max(q - w
+    p, 0), and changes w, p and q as the rule does. Child c then gets weight w_c = min(w p(x)/q(x), 1). The result is
+    the mean of w_c prod q(x)/p(x) over the rejected siblings, which are drawn as in `by_draw`: exact for first
+    children, unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -238,7 +239,8 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 
 
 def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
-    """`chances_traversal` of some rows by level: p, q (B, T, V) and ids (B, T, 1); u (B, T, S, draws)."""
+    """`chances_traversal` of some rows, from their distributions by level: p, q (B, T, V) and ids (B, T, 1). u (B, T,
+    S, draws): uniforms that draw the rejected children."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
@@ -268,7 +270,8 @@ def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Di
 def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(w_c, probability) (B, T) of the text's token as each of a node's `count` children, the rejected ones drawn."""
+    """(w_c, probability), both (B, T), of the text's token as each of a node's `count` children. `numbers` draws the
+    rejected ones."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
@@ -285,20 +288,21 @@ def _children(
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """`reach_tree` of one round a row -> (A, D+1), from the probabilities accept (A, D, C) of its next tokens by level;
-    k (A,) nodes in use."""
+    """Reach (A, D+1) of one round of each row, as `reach_tree` returns it. accept (A, D, C): probabilities of the
+    round's next tokens by level; k (A,): nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
     return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """`reach_of_round` of sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens x (A, D),
-    without mass past the text's end; k (A,) nodes in use; seed: for drawing the rejected children, see `by_draw`."""
+    """What `reach_of_round` returns, for sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens
+    x (A, D), without mass past the text's end. k (A,): nodes in use. seed: for drawing the rejected children, see
+    `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 
 def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """As `by_levels` under `tree.traversal`."""
+    """As `by_levels`, but under `tree.traversal`."""
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]

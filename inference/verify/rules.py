@@ -30,7 +30,7 @@ class Rule:
     """name: as `Engine(verify=)` takes it.
 
     verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
-    None if every draft was certain, x (A, N) drafts, k (A,) drafts of each row; noise: Gumbel noise (A, N+1, V) for a
+    None if all drafts were deterministic, x (A, N) drafts, k (A,) drafts a row; noise: Gumbel noise (A, N+1, V) for a
     rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also takes `tree=`, the shape of the drafts:
     column i + 1 of p is the distribution after node i, and the verification has a `path` of nodes (A, D levels), the
     accepted ones first.
@@ -112,7 +112,7 @@ def _uniforms(u: Tensor, x: Tensor) -> Tensor:
 
 
 def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Draft distributions (A, N, V), one-hot if every draft was certain."""
+    """Draft distributions (A, N, V), one-hot if every draft was deterministic."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 

@@ -67,8 +67,8 @@ class Tree:
 
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that has no distribution: neither the
-    one it was drawn from nor the target's before it may be missing.
+    """Draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that lacks a distribution: the one
+    that it was drawn from, or the target's before it.
 
     The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V), q (A, N,
     V), k (A,).
@@ -231,9 +231,9 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """parents (R, N) with R = 1 for all rows or B; nodes that are tested together: no two of them have the same parent,
-    and none comes before its parent or earlier siblings; whether all nodes of a step are first children; the number of
-    levels."""
+    """The order in which nodes are tested. parents (R, N), R = 1 if all rows have one shape, else B. nodes: for each
+    step, the nodes that are tested together: no two have the same parent, and none comes before its parent or earlier
+    siblings. first: for each step, whether all its nodes are first children. depth: number of levels."""
 
     parents: Tensor
     nodes: tuple[Tensor, ...]
@@ -317,8 +317,8 @@ def _thresholds(
 
 
 def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One child of each node: its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q, 0) after its
-    rejection; whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
+    """Test one child of each node. Returns its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q,
+    0) after its rejection; and whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
     at = x.unsqueeze(-1)
     px = p.gather(-1, at).squeeze(-1)
     if q is None:
@@ -382,8 +382,8 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """The steps. If all rows have one shape: sibling by sibling, and with `by_level` one level after another. If shapes
-    differ by row: node by node."""
+    """The steps of a shape, or of one shape for each row. For one shape a step has all siblings of one number, with
+    `by_level` only those of one level. If rows differ, a step is one node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
         each = parents if parents.ndim == 2 else parents.unsqueeze(0)
@@ -395,7 +395,7 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Cached by shape, so that no round copies it to the device again."""
+    """What `steps_of` returns for a static shape. It is cached, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))

@@ -17,19 +17,19 @@ from tests.tiny import tiny
 
 MODEL = tiny()
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no target": ({"target": None}, "target: a model, a folder or a hub id, not None"),
-    "a number as target": ({"target": 5}, "target: a model, a folder or a hub id, not 5"),
+    "no target": ({"target": None}, "target must be a model, a folder or a hub id, not None"),
+    "a number as target": ({"target": 5}, "target must be a model, a folder or a hub id, not 5"),
     "no such folder": ({"target": "/no/such/folder"}, "target: no such folder"),
     "a folder as proposer": ({"proposer": "outputs/draft"}, r"inference.load\('outputs/draft'\)"),
-    "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM drafts nothing: inference.proposers.Independent"),
+    "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM is no proposer; give inference.proposers"),
     "a length as policy": ({"policy": 4}, r"policy: 4 has no draft lengths; inference.policy.Fixed\(4\)"),
     "a name as policy": ({"policy": "planned"}, "policy: 'planned' has no draft lengths"),
     **{
-        f"{name}={value!r}": ({name: value}, f"{name}: a whole number of at least 1, not {value!r}")
+        f"{name}={value!r}": ({name: value}, f"{name} must be a whole number of at least 1, not {value!r}")
         for name in ("rows", "context")
         for value in (0, -5, 2.5, "8", True)
     },
-    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer: a tokenizer, not its path"),
+    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer is a path"),
 }
 
 
@@ -43,9 +43,9 @@ def test_an_engine_is_not_made_of_other_things(name: str) -> None:
 @pytest.mark.parametrize("seed", ["a", None, [1, 2], 1.5, True, 2**64, -(2**63) - 1])
 def test_a_seed_is_a_whole_number_of_64_bits(seed: Any) -> None:
     engine = Engine(MODEL, Independent(MODEL), policy=Fixed(2))
-    with pytest.raises(ValueError, match="seed: a whole number of 64 bits, not"):
+    with pytest.raises(ValueError, match="seed must be a whole number of 64 bits, not"):
         engine.generate([[1, 2]], max_new_tokens=3, seed=seed)
-    with pytest.raises(ValueError, match="seed: a whole number of 64 bits, not"):
+    with pytest.raises(ValueError, match="seed must be a whole number of 64 bits, not"):
         next(iter(engine.stream([1, 2], max_new_tokens=3, seed=seed)))
 
 
@@ -69,7 +69,7 @@ def test_banned_words_are_sequences_of_ids() -> None:
 
 @pytest.mark.parametrize("k", [-1, 2.5, "4", None, True])
 def test_a_draft_length_is_a_whole_number(k: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"policy.k: a draft length cannot be {k!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"policy.k must be a whole number of at least 0, not {k!r}")):
         Fixed(k)
 
 

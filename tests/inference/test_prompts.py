@@ -120,19 +120,19 @@ def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrai
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
-        ("ab", r"prompts: .* put \[ \] around it"),
-        ([1, 2], r"prompts: .* put \[ \] around it"),
-        (torch.tensor([1, 2]), r"prompts: .* put \[ \] around it"),
-        (CHATS[0], r"prompts: .* put \[ \] around it"),
+        ("ab", r"prompts must be a list; put \[ \] around"),
+        ([1, 2], r"prompts must be a list; put \[ \] around"),
+        (torch.tensor([1, 2]), r"prompts must be a list; put \[ \] around"),
+        (CHATS[0], r"prompts must be a list; put \[ \] around"),
         (torch.tensor([[1, 2], [3, PAD]]), "prompts: .*attention_mask"),
         (np.array([[1, 2], [PAD, 3]]), "prompts: .*attention_mask"),
-        (torch.tensor([[[1, 2]]]), "prompts: .*not Tensor"),
+        (torch.tensor([[[1, 2]]]), "prompts must be .*not Tensor"),
         ({"input_ids": torch.tensor([[1, 2], [3, 0]])}, "prompts: .*attention_mask"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "prompts: .*differ in shape"),
         ({"text": "ab"}, r"prompts: .*input_ids.*\['text'\]"),
-        (None, "prompts: .*not NoneType"),
-        (iter([[1]]), "prompts: .*not list_iterator"),
-        ({1, 2}, "prompts: .*not set"),
+        (None, "prompts must be .*not NoneType"),
+        (iter([[1]]), "prompts must be .*not list_iterator"),
+        ({1, 2}, "prompts must be .*not set"),
         ([None], "prompt 0: .*not a NoneType"),
         ([[1], [1.5]], "prompt 1: .*not a list of float"),
         ([[1], [True]], "prompt 1: "),
@@ -149,10 +149,10 @@ def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrai
         ([[{"role": "user", "content": "\ud800"}]], "prompt 0: the text is no valid Unicode"),
         (["a", "b\ud800"], "prompt 1: the text is no valid Unicode"),
         (torch.tensor([[1.0, 2.0]]), "prompt 0: .*not a list of float"),
-        (torch.tensor([[True, False]]), "prompt 0: a prompt is text, token ids"),
+        (torch.tensor([[True, False]]), "prompt 0: a prompt must be text, token ids"),
         ([{"input_ids": [[1], [2]]}], "prompt 0: 2 rows"),
-        ([[]], "prompt 0: empty"),
-        ([{"input_ids": [1, 2], "attention_mask": [0, 0]}], "prompt 0: empty"),
+        ([[]], "prompt 0: the prompt is empty"),
+        ([{"input_ids": [1, 2], "attention_mask": [0, 0]}], "prompt 0: the prompt is empty"),
     ],
 )  # fmt: skip
 def test_other_prompts_are_rejected_by_name_before_anything_runs(
@@ -194,7 +194,7 @@ def test_ids_and_limits_may_be_arrays(engine: Engine) -> None:
 
 def test_a_list_of_prompts_is_no_prompt_of_a_stream(engine: Engine) -> None:
     for prompts in (["ab"], [[1, 2]], [CHATS[0]]):
-        with pytest.raises(ValueError, match="prompt: one prompt is wanted"):
+        with pytest.raises(ValueError, match="prompt must be one prompt"):
             next(engine.stream(prompts))
 
 

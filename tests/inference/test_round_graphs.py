@@ -73,7 +73,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted
     assert [one for one in map(str, (one.message for one in said)) if "run without" in one] == [
-        "CUDA graphs of distributions and draws failed, they run without: out of memory"
+        "CUDA graphs of distributions and draws failed; they run without: out of memory"
     ]
 
 

@@ -194,9 +194,9 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it serves the "),
+        ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it can only "),
         ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
-        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers, the target has 2"),
+        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers; the target has only 2"),
         ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
         ("eagle", {"max_position_embeddings": 15}, "bench.prompt_tokens, bench.new_tokens: .* exceed 15 "),
         ("retrieval", {"lookup": {"datastore": "/none"}}, "/none is no datastore"),

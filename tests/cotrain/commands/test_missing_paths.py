@@ -40,9 +40,9 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
     ("models/other", "in the working directory HERE; to load a repository of the hub by this name, work in another"),
     ("modles/mine", "the nearest is models/mine"),
     ("model", "the nearest is models"),
-    ("./mine", "is no folder in the working directory HERE: give target.path a path that is there"),
+    ("./mine", "is no folder in the working directory HERE: give target.path an existing path"),
     ("models/mine/checkpoint", "is no folder in the working directory HERE: give"),
-    ("~/mine", "the shell has left ~ as it is, write the path in full"),
+    ("~/mine", "the shell did not expand ~; write the path in full"),
     ("/no where/x", "/no where/x is no folder: give target.path"),
 ])  # fmt: skip
 def test_paths_and_misspelt_ones_are_never_asked_of_the_hub(path: str, said: str, here: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_weights_come_from_is_said_once(kind: str) -> None:
     if not student_class(kind).trained:
-        assert f"init=pretrained: {kind} drafts learn nothing; init=scratch" in said(kind, "pretrained")
+        assert f"init=pretrained: {kind} drafts learn nothing; set init=scratch" in said(kind, "pretrained")
         assert f"draft.quantisation=int8: {kind} drafts learn nothing" in said(kind, quantisation="int8")
     else:
         assert "draft.path=/nowhere: it is read only with init=pretrained, not init=scratch" in said(

@@ -121,7 +121,7 @@ def test_saved_data_sets_of_one_split_and_of_several_are_read(tmp_path: Path) ->
     datasets.DatasetDict({"train": one, "test": two}).save_to_disk(str(tmp_path / "dict"))
     assert texts(tmp_path / "dict") == ["a"] and texts(tmp_path / "dict", split="test") == ["b"]
     assert texts(tmp_path / "dict" / "test", streaming=True) == ["b"]
-    with pytest.raises(ValueError, match="data.path: .*no split 'dev', it has train, test: data.split="):
+    with pytest.raises(ValueError, match="data.path: .*no split 'dev', it has train, test: set data.split="):
         texts(tmp_path / "dict", split="dev")
 
 

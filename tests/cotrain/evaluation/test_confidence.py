@@ -189,7 +189,7 @@ def every_draft(texts: HeldOut, one: Any, head: Any, greedy: bool = False) -> Dr
 
 def test_a_fit_without_a_head_raises() -> None:
     model = target()
-    with pytest.raises(ValueError, match=r"BlockNetwork has no confidence head: draft\.confidence=true"):
+    with pytest.raises(ValueError, match=r"BlockNetwork has no confidence head: set draft\.confidence=true"):
         fit(held(model, block(model)), block(model), split(model)[1])
 
 

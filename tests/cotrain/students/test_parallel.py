@@ -160,7 +160,7 @@ def test_a_folder_says_its_mask(tmp_path: Path) -> None:
     settings: Any = {"max_new_tokens": 12, "seed": 1, "ignore_eos": True}
     expected = Engine(target, student.proposer(), policy=Fixed(3)).generate(PROMPTS, **settings)
     assert engine.generate(PROMPTS, **settings).tokens == expected.tokens
-    with pytest.raises(ValueError, match="config.json: a parallel draft names pard_token"):
+    with pytest.raises(ValueError, match="config.json must name pard_token"):
         proposers.Parallel(tiny())
 
 

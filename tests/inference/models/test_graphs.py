@@ -93,7 +93,7 @@ def test_passes_run_without_graphs_if_recording_fails(graphs_on_cpu: None, monke
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(GraphForward, "_record", broken)
-    with pytest.warns(UserWarning, match="CUDA graphs failed, passes run without: operation not permitted"):
+    with pytest.warns(UserWarning, match="CUDA graphs failed; passes run without: operation not permitted"):
         tokens = texts(compile=True)
     assert tokens == texts(compile=False)
 
@@ -242,7 +242,7 @@ def test_a_model_that_fails_leaves_others_their_graphs(monkeypatch: pytest.Monke
     with standin.device():
         draft = Independent(tiny(layers=1).to("cuda"))
         engine = Engine(tiny().to("cuda"), draft, policy=Fixed(2), rows=2)
-        with pytest.warns(UserWarning, match="LlamaForCausalLM: CUDA graphs failed, passes run without: out of memory"):
+        with pytest.warns(UserWarning, match="LlamaForCausalLM: CUDA graphs failed; passes run without: out of memory"):
             out = engine.generate([[1, 2], [3]], **settings)
         assert out.tokens == wanted.tokens
         assert draft.lm.run.failed and not engine.target.run.failed and engine.target.run.graphs

@@ -200,7 +200,7 @@ def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.Monkey
     """As `test_selfcheck` for whole heads."""
     shape = llama.shape_of
     monkeypatch.setattr(llama, "shape_of", lambda model: shape(model)._replace(scale=1.5 * shape(model).scale))
-    with pytest.warns(UserWarning, match="in few operations, logits differ"):
+    with pytest.warns(UserWarning, match="in `llama`'s forward, logits differ"):
         assert not isinstance(LM(kinds.small(tiny(seed=5), 16), 2).run, Lean)
 
 

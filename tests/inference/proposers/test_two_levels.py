@@ -342,12 +342,12 @@ def test_a_target_that_changes_is_rounded_again() -> None:
 def test_wrong_small_drafts_and_rules_raise() -> None:
     target = tiny(layers=3)
     model = Quantised(target)
-    with pytest.raises(ValueError, match="EarlyExit cannot be its small draft; it takes an Independent"):
+    with pytest.raises(ValueError, match="the small draft's class is EarlyExit; it must be Independent"):
         TwoLevels(model, EarlyExit(exit_network(target), target))
-    with pytest.raises(ValueError, match="Independent cannot be its small draft"):
+    with pytest.raises(ValueError, match="the small draft's class is Independent"):
         TwoLevels(model, Independent(near(target), shape=(-1, 0, 0)))
     with pytest.raises(ValueError, match="inner must be at least 1, not 0"):
         TwoLevels(model, Independent(near(target)), 0)
     for rule in ("coupled", "tree", "lossy_typical", "none"):
-        with pytest.raises(ValueError, match=f"rule: '{rule}' verifies no inner round; token, block, match do"):
+        with pytest.raises(ValueError, match=f"rule: '{rule}' cannot verify inner rounds; token, block, match can"):
             TwoLevels(model, Independent(near(target)), 2, rule)
