@@ -1,13 +1,13 @@
 """The acceptance that a small head alone costs: the target's own states, read through a pruned head or one of low rank.
 
-    python -m studies.head_acceptance OUT.json [--tokens 2048,4096,8192,16384] [--ranks 64,128,256] [--prompts 64]
-        [--new-tokens 192] [--steps 300] [--temperature 1] [--set target.path=... data.path=... ...]
+    python -m studies.head_acceptance OUT.json TARGET LEARNT.parquet JUDGED.parquet [--tokens 2048,4096,8192,16384]
+        [--ranks 64,128,256] [--steps 300] [--temperature 1] [--positions 16384]
 
-The target samples texts from prompts (those shipped, or of data.path=). With the target's own states and the whole
-head, every draft would be accepted. With the n most frequent tokens, counted on one half of the texts, the acceptance
-is the target's mass of these tokens on the other half, which no draft exceeds. A head of rank r starts from the
-singular value decomposition and learns expected acceptance on the first half. A draft can adapt its states to its head,
-so the figure of a low-rank head is no bound. Intervals are over texts (95 %, normal). `studies.small_heads` has the costs.
+The texts are those of `cotrain rollout`, which the target sampled. With the target's own states and the whole head,
+every draft would be accepted. With the n most frequent tokens, counted on the texts LEARNT, the acceptance is the
+target's mass of these tokens on the texts JUDGED, which no draft exceeds. A head of rank r starts from the singular
+value decomposition and learns expected acceptance on LEARNT. A draft can adapt its states to its head, so the figure of
+a low-rank head is no bound. Intervals are over texts (95 %, normal). `studies.small_heads` has the costs.
 """
 
 import argparse
@@ -15,18 +15,14 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from cotrain.commands.bench import prompts
-from cotrain.config.overrides import quote
-from cotrain.config.settings import checked, register
-from cotrain.paths import folder as shipped
-from cotrain.training.job import models
-from inference import Engine, Sampling
+from cotrain.data.texts import Texts
+from cotrain.rollout.training_texts import padded, read_rows
+from cotrain.teacher.target_model import load_pair
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from inference.models.small_heads import LowRank, fill
@@ -37,15 +33,16 @@ RATE = 1e-3
 
 
 @torch.inference_mode()
-def sampled(engine: Engine, ids: list[list[int]], new_tokens: int, temperature: float) -> list[tuple[Tensor, Tensor]]:
-    """Of each prompt: the tokens sampled (N,), and the target's last states (N, D) before them."""
-    made = engine.generate(ids, max_new_tokens=new_tokens, sampling=Sampling(temperature=temperature), seed=0).tokens
-    model, texts = engine.target.model, []
-    for prompt, tokens in zip(ids, made, strict=True):
-        whole = torch.tensor([prompt + list(tokens)], device=model.device)
-        states = model.base_model(whole, use_cache=False).last_hidden_state
-        texts.append((whole[0, len(prompt) :], states[0, len(prompt) - 1 : -1]))
-    return texts
+def states_of(target: PreTrainedModel, texts: Texts, positions: int) -> list[Tensor]:
+    """The target's last states before each sampled token, (n, D) of each text, of as many texts, evenly spaced, as have
+    about `positions` sampled tokens."""
+    each = int(texts.sampled.sum()) / len(texts)
+    some = texts.spread(max(round(positions / each), 2))
+    found = []
+    for ids, sampled, length in zip(some.ids, some.sampled, some.length.tolist(), strict=True):
+        states = target.base_model(ids[None, :length].to(target.device), use_cache=False).last_hidden_state[0]
+        found.append(wide(states[:-1][sampled[: length - 1]]))
+    return found
 
 
 def accepted_pruned(known: Tensor, states: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -98,27 +95,21 @@ def main(arguments: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="python -m studies.head_acceptance")
     parser.add_argument("out", type=Path)
+    parser.add_argument("target")
+    parser.add_argument("learnt", type=Path)
+    parser.add_argument("judged", type=Path)
     parser.add_argument("--tokens", type=numbers, default=[2048, 4096, 8192, 16_384])
     parser.add_argument("--ranks", type=numbers, default=[64, 128, 256])
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of cotrain bench")
+    parser.add_argument("--positions", type=int, default=16_384, help="of LEARNT and of JUDGED, whose states are read")
     asked = parser.parse_args(arguments)
-    register()
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        cfg: Any = checked("bench", compose("bench", overrides=quote(["quantisation=none", *asked.set])))
-    target, tokenizer = models(cfg)
-    target.requires_grad_(False)
-    engine = Engine(target, tokenizer=tokenizer, rows=16)
-    given = prompts(cfg, target, tokenizer)
-    ids = [*given.ranking, *given.final][: asked.prompts]
-    texts = sampled(engine, ids, asked.new_tokens, asked.temperature)
-    counted, judged = texts[::2], texts[1::2]
-    weight, lengths = wide(target.get_output_embeddings().weight.detach()), [len(tokens) for tokens, _ in judged]
-    states, learnt_from = (wide(torch.cat([states for _, states in half])) for half in (judged, counted))
-    counts = torch.bincount(torch.cat([tokens for tokens, _ in counted]), minlength=len(weight))
+    target, _ = load_pair(asked.target)
+    texts = [padded(read_rows(path.with_suffix(""))) for path in (asked.learnt, asked.judged)]
+    weight = wide(target.get_output_embeddings().weight.detach())
+    learnt_from, judged = (states_of(target, one, asked.positions) for one in texts)
+    lengths, states, learnt_from = [len(one) for one in judged], torch.cat(judged), torch.cat(learnt_from)
+    counts = torch.bincount(texts[0].ids[:, 1:][texts[0].sampled], minlength=len(weight)).to(weight.device)
     heads = {}
     for size in (one for one in asked.tokens if one < len(weight)):
         known = torch.zeros_like(counts, dtype=torch.bool)
@@ -134,9 +125,9 @@ def main(arguments: list[str]) -> None:
         heads[f"rank {rank}"] = {"accepted": over_texts(both[0], lengths), "at_start": over_texts(both[1], lengths)}
         print(f"rank {rank}: {heads[f'rank {rank}']}", flush=True)
     about, command = environment(), " ".join(["python -m studies.head_acceptance", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "target": str(cfg.target.path),
-              "temperature": asked.temperature, "vocabulary": len(weight), "width": weight.shape[1],
-              "positions": {"counted": len(learnt_from), "judged": len(states)}, "texts": len(texts),
+    report = {"environment": about, "commit": about["commit"], "command": command, "temperature": asked.temperature,
+              "vocabulary": len(weight), "width": weight.shape[1], "counted": int(counts.sum()),
+              "positions": {"learnt": len(learnt_from), "judged": len(states)}, "texts": len(lengths),
               "heads": heads}  # fmt: skip
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
 

@@ -131,7 +131,8 @@ class EagleStudent(Student):
     def pruned(self) -> Pruned | None:
         """The part of a pruned head with finite logits; None for a whole vocabulary."""
         network = self.network
-        return pruned_to(network.known, network.lm_head, self.vocabulary) if network.pruned else None
+        size = self.vocabulary or network.config.vocab_size
+        return pruned_to(network.known, network.lm_head, size) if network.pruned else None
 
     def know(self, counts: Tensor) -> None:
         """Choose the most frequent tokens, by counts (V,), as the pruned vocabulary, with their rows of the head."""
