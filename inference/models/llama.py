@@ -242,7 +242,7 @@ def _known(model: PreTrainedModel) -> bool:
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
     small, markov = small_of(model), markov_of(model)
-    own = [] if small is None else [small, small.projection]
+    own: list[nn.Module] = [] if small is None else [small, small.projection]
     own += [] if markov is None else list(markov.modules())
     parts = [m for m in model.modules() if not any(m is one for one in own)]
     homes = {type(m).__module__ for m in parts} - {home, "transformers.activations"}

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -413,7 +414,7 @@ def test_few_texts_leave_some_to_learn_from(monkeypatch: pytest.MonkeyPatch, cap
     one, job = student(model), job_of("regime.temperature=0.7", "objective=sampled_draft")
     job.target, job.reads = model, one.reads
     monkeypatch.setattr(type(job), "read", property(lambda self: served(model, layers=one.reads)[0]))
-    module: Any = type("Module", (), {"student": one, "head_target": split(model)[1], "temperature": 0.7})()
+    module: Any = SimpleNamespace(student=one, head_target=split(model)[1], temperature=0.7)
     module.held_out = {0.7: held(model, one, 0.7)}
     for texts, said in ((TEXTS.rows([0]), "1 text was set aside for the head"), (TEXTS, "")):
         monkeypatch.setattr(distil, "fitting", lambda job, texts=texts: texts)
