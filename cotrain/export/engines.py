@@ -23,6 +23,7 @@ from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
+GGUF_FILE = "draft.gguf"  # the one file of layout gguf
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
+def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
+    """Without --spec-draft-p-min 0 a draft ends at the first token of which the draft model is not sure."""
+    target = target if target.endswith(".gguf") else "TARGET.gguf"
+    return shlex.join([
+        "llama-server", "-m", target, "-md", str(Path(draft) / GGUF_FILE), "--spec-type", "draft-simple",
+        "--spec-draft-n-max", str(k), "--spec-draft-p-min", "0",
+    ])  # fmt: skip
+
+
 def _vllm_features(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
     settings = draft_model(draft, k, objective, "eagle3", parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
@@ -139,6 +149,12 @@ ENGINES = {
         "hf", "transformers>=5.17", ("sampled", "greedy"), _transformers,
         "Assisted generation takes one prompt at a time; its speed-up is not a server's.",
     ),
+    "llamacpp": ServingEngine(
+        "gguf", "llama.cpp with --spec-type draft-simple", ("greedy",), _llamacpp,
+        "llama.cpp drafts the likeliest tokens and samples from the target as without a draft: a draft is accepted "
+        "if it is the target's own sample, with p(argmax q). Older builds call the last two flags --draft-max and "
+        "--draft-p-min, and know no --spec-type.",
+    ),
 }  # fmt: skip
 
 
@@ -157,6 +173,9 @@ def layout_of(kind: str, engine: str) -> Any | None:
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:
+        if not any(engine in FEATURES[layout] for layout in student.features):
+            loads = dict.fromkeys(name for layout in student.features for name in FEATURES[layout])
+            raise UserError(f"engine={engine}: no {kind} drafts are written for it; engine={', '.join(loads)}")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None
@@ -228,9 +247,9 @@ def captured(origin: Mapping[str, Any]) -> list[int]:
 
 
 def place(target: str) -> str:
-    """The target's name in a launch command: the absolute path of a folder, else the hub id."""
-    folder = Path(resolve(target))
-    return str(folder.absolute()) if folder.is_dir() else target
+    """The target's name in a launch command: the absolute path of a folder or a file, else the hub id."""
+    path = Path(resolve(target))
+    return str(path.absolute()) if path.exists() else target
 
 
 def caveats(engine: str, objective: str) -> list[str]:
