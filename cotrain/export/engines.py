@@ -247,9 +247,9 @@ def captured(origin: Mapping[str, Any]) -> list[int]:
 
 
 def place(target: str) -> str:
-    """The target's name in a launch command: the absolute path of a folder or a file, else the hub id."""
-    path = Path(resolve(target))
-    return str(path.absolute()) if path.exists() else target
+    """The target's name in a launch command: the absolute path of a folder, else the hub id."""
+    folder = Path(resolve(target))
+    return str(folder.absolute()) if folder.is_dir() else target
 
 
 def caveats(engine: str, objective: str) -> list[str]:
