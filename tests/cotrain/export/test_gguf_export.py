@@ -38,7 +38,7 @@ from tests.folders import target_folder
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-USED, ROWS = 300, 320  # tokens, and rows of the target's embedding
+USED, ROWS = 292, 320  # tokens, and rows of the target's embedding
 SHAPE = dict(
     vocab_size=ROWS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=2e-5, initializer_range=0.3,
@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
     "qwen2": {"config": Qwen2Config, "network": Qwen2ForCausalLM},
-    "qwen3": {"config": Qwen3Config, "network": Qwen3ForCausalLM},
+    "qwen3": {"config": Qwen3Config, "network": Qwen3ForCausalLM, "head_dim": 128},  # transformers reads no other
 }
 
 
@@ -180,7 +180,7 @@ def test_eight_bits_are_near_and_vectors_stay_whole(words: PreTrainedTokenizerFa
     write_file(network, words, tmp_path / GGUF_FILE, "q8_0")
     read = reloaded(tmp_path / GGUF_FILE).state_dict()
     for name, values in network.state_dict().items():
-        limit = 0.0 if values.ndim == 1 else float(values.abs().max()) / 127 * 0.51
+        limit = 0.0 if values.ndim == 1 else float(values.abs().max()) / 127 * 0.55
         assert (read[name] - values).abs().max() <= limit, name
         assert values.ndim == 1 or not torch.equal(read[name], values)
     odd = model(hidden_size=40)  # rows of 40 are not blocks of 32

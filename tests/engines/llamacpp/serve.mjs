@@ -52,7 +52,7 @@ class LikeliestTokens extends TokenPredictor {
 const llama = await getLlama({gpu: false, build: "never", progressLogs: false, logLevel: LlamaLogLevel.error});
 const load = async (file) => {
     const model = await llama.loadModel({modelPath: file});
-    return model.createContext({contextSize: settings.context, sequences: 1});
+    return model.createContext({contextSize: settings.context, sequences: 1, threads: 1}); // more spin for each other
 };
 const target = await load(settings.target);
 const draft = settings.draft && await load(settings.draft);
