@@ -43,7 +43,8 @@ def run(cfg: ExportConfig) -> None:
         raise UserError("json=true: only with check=; an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
-    cfg.layout = cfg.layout or engine_named(cfg.engine).layout
+    if cfg.layout == "auto":
+        cfg.layout = engine_named(cfg.engine).layout
     refuse_layout(cfg.engine, cfg.layout)
     _refuse(cfg)
     if cfg.push_to_hub:

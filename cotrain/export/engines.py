@@ -174,8 +174,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
     student = student_class(kind)
     if student.features:
         if not any(engine in FEATURES[layout] for layout in student.features):
-            loads = dict.fromkeys(name for layout in student.features for name in FEATURES[layout])
-            raise UserError(f"engine={engine}: no {kind} drafts are written for it; engine={', '.join(loads)}")
+            raise UserError(f"engine={engine}: no {kind} drafts are written for it; engine=vllm")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None

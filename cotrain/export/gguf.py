@@ -248,7 +248,9 @@ def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
 def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[str]:
     """Write a byte-level BPE, with a token for every row of the embedding. Returns a remark for cuts without a name."""
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
-    if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {one["type"] for one in _steps(core, "decoder")}:
+    if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
+        one["type"] for one in _steps(core, "decoder")
+    }:
         raise UserError(f"engine={ENGINE}: the tokenizer is no byte-level BPE: give the target's GGUF file as "
                         "target.path=, and its tokenizer is copied")  # fmt: skip
     tokens, types = _tokens(tokenizer, model.config.vocab_size)

@@ -39,11 +39,11 @@ from tests.folders import target_folder
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 USED, ROWS = 292, 320  # tokens, and rows of the target's embedding
-SHAPE = dict(
-    vocab_size=ROWS, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=2e-5, initializer_range=0.3,
-    bos_token_id=0, eos_token_id=0, pad_token_id=1,
-)  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 2e-5,
+    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 5e4}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
@@ -207,9 +207,7 @@ def test_a_folder_is_exported_with_its_command(draft: Path, words: PreTrainedTok
     ]  # fmt: skip
     assert "TARGET.gguf is some/target in this format" in card and f"padded from {USED} to {ROWS}" in card
     read = reloaded(folder / GGUF_FILE)
-    torch.testing.assert_close(
-        logits(read)[..., :USED], logits(load_draft(draft)[0])[..., :USED], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(logits(read)[..., :USED], logits(load_draft(draft)[0])[..., :USED], rtol=1e-4, atol=1e-4)
 
 
 def test_a_gguf_target_gives_its_tokenizer(draft: Path, words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -254,7 +252,7 @@ def test_other_shapes_are_refused(problem: str) -> None:
 
 def test_kinds_that_are_no_causal_lm_are_refused() -> None:
     for kind, message in {
-        "eagle": "no eagle drafts are written for it; engine=vllm, sglang, tensorrt_llm",
+        "eagle": "no eagle drafts are written for it; engine=vllm",
         "block": "no block drafts are written for it; engine=vllm",
         "medusa": "it loads no medusa drafts, vllm does",
         "hybrid": "it loads no hybrid drafts, vllm does",
@@ -304,6 +302,7 @@ def test_how_texts_are_cut_has_llamacpps_name() -> None:
     assert split_name(core(split(r"\p{N}{1,3}"), after, merges=True)) == "llama-bpe"
     unknown = [
         core(split(r"\p{N}{1,3}"), after), core(alone, merges=True), core(alone, normalizer="Lowercase"),
-        core(alone | {"add_prefix_space": True}), core(split("x"), after), core(digits | {"individual_digits": False}, alone),
+        core(alone | {"add_prefix_space": True}), core(split("x"), after),
+        core(digits | {"individual_digits": False}, alone),
     ]  # fmt: skip
     assert {split_name(one) for one in unknown} == {"default"}

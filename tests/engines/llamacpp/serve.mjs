@@ -2,9 +2,13 @@
 // answer a line out.
 //
 // SETTINGS (JSON): modules, the folder node_modules; target and draft, GGUF files, draft null for none; k, drafts a
-// round; context, the most tokens of a text; shipped, whether to draft with the library's own predictor.
-// A request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its answer: {"tokens": lists of ids,
-// "seconds", "rounds", "accepted", "refuted"}. A round is a pass of the target, the one over the prompt too.
+// round; context, the most tokens of a text. A request: {"prompts": lists of ids, "max_new_tokens", "temperature",
+// "seed"}; its answer: {"tokens": lists of ids, "seconds", "rounds", "accepted"}. Every pass of the target is a round,
+// the one over the prompt too.
+//
+// Rounds are those of llama.cpp's server, on the same calls: the draft's likeliest tokens, one pass of the target with a
+// sample at each of them, and as many as agree. The token predictors of node-llama-cpp 3.21 are not used: its sequences
+// accept one prediction a round at most, whoever predicts (`validatedTokens` in LlamaContext.js stays empty).
 
 import path from "node:path";
 import readline from "node:readline";
@@ -12,42 +16,9 @@ import {pathToFileURL} from "node:url";
 
 const settings = JSON.parse(process.argv[2]);
 const entry = path.resolve(settings.modules, "node-llama-cpp/dist/index.js");
-const {getLlama, LlamaLogLevel, DraftSequenceTokenPredictor, TokenPredictor} = await import(pathToFileURL(entry));
+const {getLlama, LlamaLogLevel} = await import(pathToFileURL(entry));
 
 const GREEDY = {temperature: 0};
-
-/** Drafts k tokens, each the likeliest of the draft model, in every round, as llama.cpp's own server does.
- * DraftSequenceTokenPredictor loses the last draft of a round that was accepted whole, and drafts behind a gap. */
-class LikeliestTokens extends TokenPredictor {
-    constructor(sequence, k) {
-        super();
-        this.sequence = sequence;
-        this.k = k;
-    }
-
-    reset({stateTokens}) {
-        this.text = [...stateTokens];
-    }
-
-    pushTokens(tokens) {
-        this.text.push(...tokens);
-    }
-
-    async predictTokens() {
-        await this.sequence.adaptStateToTokens(this.text.slice(0, -1), false);
-        let next = this.text.slice(this.sequence.nextTokenIndex);
-        const drafts = [];
-        while (drafts.length < this.k) {
-            const input = next.map((token, i) => (
-                i === next.length - 1 ? [token, {generateNext: {token: true, options: GREEDY}}] : token
-            ));
-            const output = await this.sequence.controlledEvaluate(input);
-            next = [output.at(-1).next.token];
-            drafts.push(next[0]);
-        }
-        return drafts;
-    }
-}
 
 const llama = await getLlama({gpu: false, build: "never", progressLogs: false, logLevel: LlamaLogLevel.error});
 const load = async (file) => {
@@ -56,45 +27,49 @@ const load = async (file) => {
 };
 const target = await load(settings.target);
 const draft = settings.draft && await load(settings.draft);
+if (draft)
+    target._ctx.ensureDraftContextIsCompatibleForSpeculative(draft._ctx); // llama.cpp's comparison of vocabularies
 
-function predictor(sequence) {
-    if (!settings.shipped)
-        return new LikeliestTokens(sequence, settings.k);
-    return new DraftSequenceTokenPredictor(
-        sequence, {minTokens: settings.k, maxTokens: settings.k, minConfidence: 0, evaluateOptions: GREEDY}
+/** What a sequence samples after each of the last `count` ids of a text; ids that it has seen are not passed again. */
+async function sampled(sequence, text, count, options) {
+    await sequence.adaptStateToTokens(text.slice(0, -count), false);
+    const rest = text.slice(sequence.nextTokenIndex);
+    const asked = {generateNext: {token: true, options}};
+    const output = await sequence.controlledEvaluate(
+        rest.map((token, i) => (i < rest.length - count ? token : [token, asked]))
     );
+    return output.slice(-count).map(({next}) => next.token);
 }
 
 async function complete(prompt, count, temperature, seed) {
-    const drafting = draft && draft.getSequence();
-    const sequence = target.getSequence(drafting ? {tokenPredictor: predictor(drafting)} : {});
-    const options = {temperature, seed, topK: 0, topP: 1, minP: 0, yieldEogToken: true};
-    const tokens = [];
-    try {
-        for await (const token of sequence.evaluate(prompt, options)) {
-            tokens.push(token);
-            if (tokens.length === count)
-                break;
-        }
-        const {used, refuted} = sequence.tokenPredictions;
-        return {tokens, used, refuted};
-    } finally {
-        sequence.dispose();
-        drafting?.dispose();
+    const sequence = target.getSequence(), drafting = draft?.getSequence();
+    const text = [...prompt];
+    let rounds = 0;
+    for (; text.length < prompt.length + count; rounds++) {
+        const drafts = [];
+        while (drafting && drafts.length < settings.k)
+            drafts.push(...await sampled(drafting, [...text, ...drafts], 1, GREEDY));
+        // a pass has a sampler of its own: equal seeds would repeat the numbers of the round before
+        const options = {temperature, topK: 0, topP: 1, minP: 0, seed: seed * 65536 + rounds};
+        const own = await sampled(sequence, [...text, ...drafts], drafts.length + 1, options);
+        const refuted = drafts.findIndex((token, i) => token !== own[i]);
+        text.push(...(refuted < 0 ? own : own.slice(0, refuted + 1)));
     }
+    sequence.dispose();
+    drafting?.dispose();
+    return {tokens: text.slice(prompt.length, prompt.length + count), rounds};
 }
 
-console.log(JSON.stringify({version: llama.llamaCppRelease}));
+console.log(JSON.stringify({version: llama.llamaCppRelease.release}));
 for await (const line of readline.createInterface({input: process.stdin})) {
     const {prompts, max_new_tokens, temperature, seed} = JSON.parse(line);
-    const answer = {tokens: [], seconds: 0, rounds: 0, accepted: 0, refuted: 0};
+    const answer = {tokens: [], seconds: 0, rounds: 0, accepted: 0};
     const start = performance.now();
     for (const [row, prompt] of prompts.entries()) {
-        const {tokens, used, refuted} = await complete(prompt, max_new_tokens, temperature, seed + row);
+        const {tokens, rounds} = await complete(prompt, max_new_tokens, temperature, seed + row);
         answer.tokens.push(tokens);
-        answer.rounds += tokens.length - used; // a token is the first of a round, or a prediction that was used
-        answer.accepted += used;
-        answer.refuted += refuted;
+        answer.rounds += rounds;
+        answer.accepted += tokens.length - rounds;
     }
     answer.seconds = (performance.now() - start) / 1000;
     console.log(JSON.stringify(answer));
