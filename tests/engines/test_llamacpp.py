@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.llamacpp, pytest.mark.timeout(1800)]
 SERVE = Path(__file__).parent / "llamacpp" / "serve.mjs"
 CONTEXT = 256
 DRAFT = "four layers, greedy"
+GAP = 0.05  # of logits that spread over 2 and more: llama.cpp keeps keys and values in 16 bits
 TOLERANCE = 0.02  # of tau: the two likeliest tokens of a draft may tie
 
 
@@ -166,7 +167,7 @@ def test_every_shape_is_read_as_transformers_reads_it(shape: str, plan: Plan, tm
         **changes,
     )).eval()  # fmt: skip
     with torch.no_grad():
-        for name, values in model.named_parameters():
+        for values in model.parameters():
             if values.ndim == 1:  # biases and norms
                 values.add_(torch.randn_like(values) * 0.2)
     write_file(model, plan.tokenizer, tmp_path / "model.gguf")
@@ -180,8 +181,8 @@ def test_every_shape_is_read_as_transformers_reads_it(shape: str, plan: Plan, tm
         for prompt in prompts
     ]
     text = check_text(model, prompts, ours, texts, (row_ids(prompts), 0), Sampling(temperature=0), 4096, K)
-    print(f"\nllama.cpp, {shape}, beside transformers: {text.line()}")
-    assert text.unexplained == 0 and text.same >= 2
+    print(f"\nllama.cpp, {shape}, beside transformers: {text.equal} of {len(prompts)} texts equal, gap {text.gap:.2g}")
+    assert text.gap < GAP
 
 
 @pytest.mark.parametrize("dtype", ["auto", "q8_0"])
