@@ -99,7 +99,7 @@ def fast_settings() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without a llama.cpp,
+    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without a llama.cpp
     those marked `llamacpp`, without Chromium those marked `browser`."""
     wanted = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),

@@ -163,8 +163,8 @@ def test_every_shape_is_read_as_transformers_reads_it(shape: str, plan: Plan, tm
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, bos_token_id=0, eos_token_id=None,
-        **changes,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, bos_token_id=0,
+        eos_token_id=None, **changes,
     )).eval()  # fmt: skip
     with torch.no_grad():
         for values in model.parameters():
