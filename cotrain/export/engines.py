@@ -88,7 +88,7 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
 
 
 def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
-    """Without --spec-draft-p-min 0 a draft ends at the first token of which the draft model is not sure."""
+    """In builds whose default of --spec-draft-p-min is not 0, drafts end at a token of which the draft is not sure."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
     return shlex.join([
         "llama-server", "-m", target, "-md", str(Path(draft) / GGUF_FILE), "--spec-type", "draft-simple",
