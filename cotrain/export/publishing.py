@@ -42,6 +42,7 @@ def card(
         FRONT,
         f"# Draft for {target}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
+        *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
         f"```sh\n{command}\n```",
         "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
@@ -60,6 +61,15 @@ def card(
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _read_from(metadata: Metadata) -> list[str]:
+    """A line about a target that came from a GGUF file; empty for other targets."""
+    gguf = metadata.origin.get("gguf")
+    if not gguf:
+        return []
+    return ["The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), dequantised to "
+            "bfloat16.".format(**gguf)]  # fmt: skip
 
 
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:

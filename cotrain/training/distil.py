@@ -38,6 +38,7 @@ from cotrain.training.preconditions import fill_prompt_tokens, refuse_run
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
+from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
 from inference.report import replay
 
@@ -209,6 +210,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
+        "gguf": about(job.cfg.target.path),
         "draft_quantisation": job.cfg.draft.quantisation,
         "served": served_as(job.cfg),
         "draft_vocabulary": _pruned(job, module),
@@ -250,7 +252,8 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
                "environment": environment()}  # fmt: skip
     if rank():
         return {}
-    origin = {"adapter": job.cfg.target.adapter, "served": served_as(job.cfg)}
+    target = job.cfg.target
+    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
         unmeasured(job, student.network, origin)

@@ -2,6 +2,9 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('a_damaged_cache_is_read', 'inference/drafts/gguf_target.py', '_intact', 'sha256(folder / name) == wanted', 'True', ['tests/inference/drafts/test_gguf_target.py::TestCache::test_a_damaged_folder_is_written_again'], 'a dequantised target is not the one of its file'),
+    ('any_file_of_a_package', 'inference/drafts/gguf_target.py', '_of_package', '!= package.sha256', '== ""', ['tests/inference/drafts/test_gguf_target.py::TestPackages::test_another_file_in_the_package_is_said'], 'a named target is another model'),
+    ('two_processes_dequantise', 'inference/drafts/gguf_target.py', '_alone', 'fcntl.flock(lock, fcntl.LOCK_EX)', 'pass', ['tests/inference/drafts/test_gguf_target.py::TestCache::test_one_process_writes_and_the_others_wait'], 'two processes write one folder'),
     ('a_trainer_with_its_own_checkpoints', 'cotrain/bundled/pretraining.py', 'fit', ' plugins=[Checkpoints()],', '', ['tests/cotrain/training/test_whole_files.py::test_every_trainer_writes_its_checkpoints_whole'], 'pretraining keeps half a checkpoint'),
     ('paths_are_not_looked_at', 'cotrain/cli.py', '_job', '        _refuse_paths(name, cfg)\n', '', ['tests/cotrain/commands/test_output_inputs.py::test_the_folder_of_another_command_is_refused_and_stays'], 'no command asks where its inputs lie'),
     ('the_output_has_the_full_disk', 'cotrain/cli.py', '_full', ' tempfile.gettempdir(), cache', '', ['tests/cotrain/commands/test_cli.py::test_a_full_disk_that_nobody_named_is_one_of_those_that_are_listed'], 'the message names the wrong disk'),
