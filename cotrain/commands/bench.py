@@ -29,8 +29,11 @@ from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import Metadata
 from inference.report import replay
 from inference.report.table import headline, table
+
+DEPTHS = [2, 3, 4, 5, 6, 7, 8]  # draft lengths to choose from, if the plan of the folder is not measured
 
 
 def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
@@ -73,6 +76,24 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
+def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
+    """The draft length that the folder was planned with, if it is to be measured with its length or tree. None if the
+    settings name others (bench.depths, bench.trees, or `typed`, another rule), or if the folder has no plan: then the
+    fastest of bench.depths is chosen. Fills in bench.depths."""
+    size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
+    size.depths = list(size.depths) or DEPTHS
+    if metadata is None or not chosen:
+        return None
+    rule = metadata.tree.rule if metadata.tree else (metadata.origin.get("served") or {}).get("verify", cfg.verify)
+    if typed not in (None, rule):
+        return None
+    size.depths = sorted({*size.depths, metadata.k})
+    shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
+    print(f"bench: {shape} and rule {rule}, as the folder was planned; bench.depths=[2,4,8], bench.trees=16 or verify= "
+          "choose anew", file=sys.stderr)  # fmt: skip
+    return metadata.k
+
+
 def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """The prompts to measure on: those of data.path that are not in the training split, or else the shipped ones."""
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
@@ -113,10 +134,12 @@ def run(cfg: BenchConfig) -> None:
 
 def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     """Measure the draft, write the report and the replay, and return the report."""
+    typed = cfg.verify
     path = resolved(cfg)
+    draft_folder = measured(draft_path)
+    planned = _planned(cfg, draft_folder.metadata, typed)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
-    draft_folder = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)
     _refuse_matrix(cfg, draft_folder.kind, pair)
@@ -129,10 +152,10 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         assert cfg.verify is not None
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=draft_folder.kind, tree=metadata.tree if metadata else None,
+            kind=draft_folder.kind, tree=metadata.tree if metadata else None, planned=planned,
         )  # fmt: skip
         report = measurement.measure(plan)
-        chains = replace(plan, tree=None)
+        chains = replace(plan, tree=None, planned=None)
         if cfg.matrix.targets:
             report["extra"]["bits"] = _bits(cfg, chains)
         elif cfg.matrix.temperatures:

@@ -1,0 +1,69 @@
+"""`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
+from cotrain.commands.bench import DEPTHS, _planned
+from cotrain.config.settings import checked, register
+from cotrain.paths import folder
+from inference.drafts.draft_folder import Metadata, PlannedTree
+from inference.measure.costs import Costs
+from tests.cotrain.bench.test_tree_planner import LENGTH
+
+TREE = PlannedTree((-1, -1, 0), "traversal")
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        yield
+
+
+def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> Metadata:
+    target = {"name": "there", "config": None, "tokenizer": None}
+    return Metadata(target=target, k=k, tree=tree, origin={"served": {"verify": verify}})
+
+
+def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list[int]]:
+    cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", *settings]))
+    typed, cfg.verify = cfg.verify, cfg.verify or "block"  # as `as_trained` fills it in
+    return _planned(cfg, metadata, typed), list(cfg.bench.depths)
+
+
+class TestPlan:
+    def test_a_folder_is_measured_as_it_was_planned(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert planned(made(5)) == (5, DEPTHS)
+        assert "draft length 5 and rule block, as the folder was planned" in capsys.readouterr().err
+        assert planned(made(12)) == (12, [*DEPTHS, 12])  # so that its texts fit into the context
+        assert planned(made(2, TREE))[0] == 2
+        assert "a tree of 3 nodes and rule traversal" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("settings", ["bench.depths=[3,6]", "bench.trees=8", "verify=token"])
+    def test_what_is_typed_is_chosen_anew(self, settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+        for metadata in (made(5), made(2, TREE)):
+            wanted = [3, 6] if "depths" in settings else DEPTHS
+            assert planned(metadata, settings) == (None, wanted)
+        assert not capsys.readouterr().err
+
+    def test_the_rule_of_the_plan_may_be_typed(self) -> None:
+        assert planned(made(5), "verify=block")[0] == 5
+        assert planned(made(2, TREE), "verify=traversal")[0] == 2
+        assert planned(made(2, TREE), "verify=block")[0] is None  # chains
+
+    def test_a_folder_without_a_plan_is_planned(self) -> None:
+        assert planned(None) == (None, DEPTHS)
+
+    def test_a_planned_length_is_compared_with_plain_decoding_alone(self) -> None:
+        costs = Costs((1.0,) * 6, 0.9, (0.0,) * 6)  # dear drafts: one is the fastest number of them
+        tau = {1: 1.9, 2: 2.0, 3: 2.05, 4: 2.1, 5: 2.12}.__getitem__
+        assert choose(costs, tau, [5]).drafting == 1
+        assert (choose(costs, tau, [5], (0,)).drafting, choose(costs, tau, [5], (0,)).k) == (5, 0)
+
+    def test_a_planned_tree_is_measured_though_the_chain_looks_faster(self) -> None:
+        slow: Any = MeasuredTree(TREE, 2.0, None, 1.1, 1.3)  # type: ignore[arg-type]
+        assert chain_or_tree(LENGTH, slow)[0] is None and chain_or_tree(LENGTH, slow, planned=True)[0] is slow
