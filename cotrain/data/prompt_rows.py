@@ -49,6 +49,10 @@ class PromptRows:
                              f"shortest has {shortest}: raise rollout.prompt_tokens")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 
+    def covered(self, tokens: int) -> bool:
+        """Whether each domain has a prompt of at most `tokens` ids."""
+        return all(each[0] <= tokens for each in _lengths(self))
+
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
         """At most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
         fitting = self._fitting(tokens, seed)
@@ -83,6 +87,10 @@ class TextStarts:
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
         """Empty: long texts are used too, see `PromptRows.left_out`."""
         return ""
+
+    def covered(self, tokens: int) -> bool:
+        """True: texts are cut to any length."""
+        return True
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """Return (domain, prompt ids) of at most `count` random texts per domain."""

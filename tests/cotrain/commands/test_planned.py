@@ -1,18 +1,21 @@
 """`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
-from cotrain.commands.bench import DEPTHS, _planned
+from cotrain.commands.bench import DEPTHS, _planned, prompts
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 from inference.drafts.draft_folder import Metadata, PlannedTree
 from inference.measure.costs import Costs
 from tests.cotrain.bench.test_tree_planner import LENGTH
+from tests.folders import network, tokenizer
 
 TREE = PlannedTree((-1, -1, 0), "traversal")
 
@@ -33,6 +36,30 @@ def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list
     cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", *settings]))
     typed, cfg.verify = cfg.verify, cfg.verify or "block"  # as `as_trained` fills it in
     return _planned(cfg, metadata, typed), list(cfg.bench.depths)
+
+
+class TestPromptLengths:
+    def measured_on(self, tmp_path: Path, room: int | None, stored: int = 48) -> tuple[int, int]:
+        """The limit of the prompt length, and the number of prompts, of conversations longer than 48 tokens."""
+        file = tmp_path / "chats.jsonl"
+        rows = [{"prompt": f"Number {i} " + "of many words " * (4 + i % 3 * 8)} for i in range(90)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", f"data.path={file}"]))
+        cfg.bench.prompt_tokens, cfg.data.chat = stored, False
+        given = prompts(cfg, network(), tokenizer(), room)
+        return cfg.bench.prompt_tokens, len(given.ranking) + len(given.final)
+
+    def test_prompts_that_are_longer_than_the_folder_says_are_measured(self, tmp_path: Path) -> None:
+        limit, count = self.measured_on(tmp_path, 1000, stored=8)
+        assert limit > 48 and count >= 8
+
+    def test_a_length_that_suffices_stays(self, tmp_path: Path) -> None:
+        limit, _ = self.measured_on(tmp_path, 1000)
+        assert self.measured_on(tmp_path, 1000, limit)[0] == limit == self.measured_on(tmp_path, 1000, limit)[0]
+
+    def test_a_length_that_was_typed_stands(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no prompt of at most 8 tokens"):
+            self.measured_on(tmp_path, None, stored=8)
 
 
 class TestPlan:
