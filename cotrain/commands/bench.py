@@ -82,6 +82,19 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
+def _rule(metadata: Metadata) -> str:
+    """The verification rule that the folder was planned with."""
+    chains = (metadata.origin.get("served") or {}).get("verify", "token")
+    return metadata.tree.rule if metadata.tree else str(chains)
+
+
+def _plan_line(metadata: Metadata) -> str:
+    """What is measured, if the folder's plan is."""
+    shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
+    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; bench.depths=[2,4,8], "
+            "bench.trees=16 or verify= choose anew")  # fmt: skip
+
+
 def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
     """The draft length that the folder was planned with, if it is to be measured with its length or tree. None if the
     settings name others (bench.depths, bench.trees, or `typed`, another rule), or if the folder has no plan: then the
@@ -90,13 +103,9 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     size.depths = list(size.depths) or DEPTHS
     if metadata is None or not chosen:
         return None
-    rule = metadata.tree.rule if metadata.tree else (metadata.origin.get("served") or {}).get("verify", cfg.verify)
-    if typed not in (None, rule):
+    if typed not in (None, _rule(metadata)):
         return None
     size.depths = sorted({*size.depths, metadata.k})
-    shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
-    print(f"bench: {shape} and rule {rule}, as the folder was planned; bench.depths=[2,4,8], bench.trees=16 or verify= "
-          "choose anew", file=sys.stderr)  # fmt: skip
     return metadata.k
 
 
@@ -170,6 +179,8 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
             kind=draft_folder.kind, tree=metadata.tree if metadata else None, planned=planned,
         )  # fmt: skip
+        if metadata and planned:
+            print(_plan_line(metadata))
         report = measurement.measure(plan)
         chains = replace(plan, tree=None, planned=None)
         if cfg.matrix.targets:

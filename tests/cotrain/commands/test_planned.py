@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
-from cotrain.commands.bench import DEPTHS, _planned, prompts
+from cotrain.commands.bench import DEPTHS, _plan_line, _planned, prompts
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 from inference.drafts.draft_folder import Metadata, PlannedTree
@@ -63,19 +63,18 @@ class TestPromptLengths:
 
 
 class TestPlan:
-    def test_a_folder_is_measured_as_it_was_planned(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_folder_is_measured_as_it_was_planned(self) -> None:
         assert planned(made(5)) == (5, DEPTHS)
-        assert "draft length 5 and rule block, as the folder was planned" in capsys.readouterr().err
+        assert "draft length 5 and rule block, as the folder was planned" in _plan_line(made(5))
         assert planned(made(12)) == (12, [*DEPTHS, 12])  # so that its texts fit into the context
         assert planned(made(2, TREE))[0] == 2
-        assert "a tree of 3 nodes and rule traversal" in capsys.readouterr().err
+        assert "a tree of 3 nodes and rule traversal" in _plan_line(made(2, TREE))
 
     @pytest.mark.parametrize("settings", ["bench.depths=[3,6]", "bench.trees=8", "verify=token"])
-    def test_what_is_typed_is_chosen_anew(self, settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_is_typed_is_chosen_anew(self, settings: str) -> None:
         for metadata in (made(5), made(2, TREE)):
             wanted = [3, 6] if "depths" in settings else DEPTHS
             assert planned(metadata, settings) == (None, wanted)
-        assert not capsys.readouterr().err
 
     def test_the_rule_of_the_plan_may_be_typed(self) -> None:
         assert planned(made(5), "verify=block")[0] == 5
