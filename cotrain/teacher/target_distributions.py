@@ -80,7 +80,7 @@ class Remembered:
 
 @torch.no_grad()
 def remembered(
-    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: Tensor,
+    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: float | Tensor,
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions at the positions of mask (B, T) at which at least one guess is, computed once;
