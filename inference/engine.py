@@ -184,7 +184,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, call: Call) -> list[Event]:
-        """One round of the active rows: propose, target pass, verify, commit."""
+        """Return one round of the active rows: propose, target pass, verify, commit."""
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)
@@ -210,7 +210,7 @@ class Engine:
             return events
 
     def propose(self, round: DecodingRound) -> Proposal:
-        """The proposer's drafts, on the target's device."""
+        """Return the proposer's drafts, on the target's device."""
         if not self.proposer or not max(round.k):
             round.send([0] * len(round.k))
             nothing = torch.empty(len(round.k), 0, dtype=torch.int64, device=self.target.device)
@@ -226,8 +226,8 @@ class Engine:
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
-        """One forward of the target: logits (A, N+1, V) after each row's anchor and after each draft, and the states
-        that the proposer reads."""
+        """Return one forward of the target: logits (A, N+1, V) after each row's anchor and after each draft, and the
+        states that the proposer reads."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
@@ -274,7 +274,7 @@ class Engine:
         return events, valid
 
     def __copy__(self) -> "Engine":
-        """Another engine on the same target, proposer and slots."""
+        """Return another engine on the same target, proposer and slots."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other

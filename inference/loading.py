@@ -21,7 +21,7 @@ from inference.verify.rules import rule_of
 def load(
     folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
-    """An engine from a draft folder, whose metadata names its target and its kind; `settings` as for Engine.
+    """Return an engine from a draft folder, whose metadata names its target and its kind; `settings` as for Engine.
 
     A folder that was planned with a tree is served with that tree and its rule. If `settings` give a `policy`, or a
     rule that does not verify trees, it drafts chains.
@@ -59,7 +59,7 @@ def load(
 
 
 def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
-    """The target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
+    """Return the target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
     if metadata is None:
         raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
     name = str(metadata.target["name"])

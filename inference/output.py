@@ -27,7 +27,8 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, counting the token emitted after the accepted drafts; nan before any call."""
+        """Return the tokens per target call, counting the token emitted after the accepted drafts; nan before any call.
+        """
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
     @property
@@ -92,7 +93,8 @@ class Stats(Counts):
 
 
 def pooled(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls as those of one: counts, seconds and times are added, rows are concatenated."""
+    """Return the statistics of several calls as those of one: counts, seconds and times are added, rows are
+    concatenated."""
     whole = Stats()
     for part in parts:
         whole.merge(part)

@@ -11,7 +11,7 @@ class Policy(Protocol):
     """Chooses draft lengths before a round. The choice may not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """The draft length of each active row, given its text so far."""
+        """Return the draft length of each active row, given its text so far."""
 
 
 @dataclass(frozen=True)

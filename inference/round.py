@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Settings on the device, by name."""
+        """Return the settings on the device, by name."""
         tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
         if self.penalties:
             tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
@@ -143,11 +143,11 @@ class DecodingRound:
     # Distributions
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after the texts and `drafted` ids (A,) -> distribution (A, V)."""
+        """Return the logits (A, V) after the texts and `drafted` ids (A,) -> distribution (A, V)."""
         return self.batch.regimes.probs(self.scores(logits, drafted))
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """The logits after the settings that read the text."""
+        """Return the logits after the settings that read the text."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -158,8 +158,8 @@ class DecodingRound:
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); columns past k_b have no
-        meaning."""
+        """Return the target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); columns past k_b have
+        no meaning."""
         if self.batch.penalties and tree is not None:
             logits = self._penalised_tree(logits, x, k, tree)
         elif self.batch.penalties:
@@ -167,7 +167,7 @@ class DecodingRound:
         return self.batch.regimes.probs(logits)
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Logits (A, n, V) after nodes of a tree, after the settings that read the text."""
+        """Return the logits (A, n, V) after nodes of a tree, after the settings that read the text."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -178,12 +178,12 @@ class DecodingRound:
         return torch.cat(columns, 1)
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> distributions of rows whose settings do not read the text."""
+        """Return the logits (A, ..., V) -> distributions of rows whose settings do not read the text."""
         return self.batch.regimes.probs(logits.to(self.device))
 
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Logits (A, n, V) at the positions after first, first + 1, ... of the drafts x (A, K), after the settings that
-        read the text."""
+        """Return the logits (A, n, V) at the positions after first, first + 1, ... of the drafts x (A, K), after the
+        settings that read the text."""
         penalties, sent = self.batch.penalties, self.send()
         assert penalties is not None
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
@@ -209,14 +209,14 @@ class DecodingRound:
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row; None if distributions or draws depend on other settings too."""
+        """Return the temperature of each row; None if distributions or draws depend on other settings too."""
         if self.rule.shared or self.batch.penalties or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
 
     @property
     def temperature(self) -> Tensor:
-        """The temperature of each row (A,); a new tensor when rows come or go."""
+        """Return the temperature of each row (A,); a new tensor when rows come or go."""
         return self.batch.regimes.temperature
 
     # Draws
@@ -229,18 +229,19 @@ class DecodingRound:
         return draw(probs, self._numbers[DRAFT - 1, :, depth])
 
     def last(self, probs: Tensor) -> Tensor:
-        """The token (A,) emitted after the accepted ones, drawn from the distribution (A, V) of the verification."""
+        """Return the token (A,) emitted after the accepted ones, drawn from the distribution (A, V) of the
+        verification."""
         return draw(probs, self._numbers[RESIDUAL - 1, :, 0])
 
     @property
     def test_noise(self) -> Tensor:
-        """The noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1 or
-        more, V)."""
+        """Return the noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1
+        or more, V)."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
-        """Children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn from,
-        NaN if there is none; x (A, M) drafted so far. See `base.Round.children`.
+        """Return the children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were
+        drawn from, NaN if there is none; x (A, M) drafted so far. See `base.Round.children`.
 
         They are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
         tokens with one-hot distributions.
@@ -262,33 +263,33 @@ class DecodingRound:
         """See `base.Round.left_out`; serving does not use it."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) of the drafts and temperatures (A,)."""
+        """Return the uniforms (A, depths) of the drafts and temperatures (A,)."""
         return self._streams(depths)[0], self.temperature
 
     @property
     def shared(self) -> bool:
-        """Whether drafts are drawn with the noise of the target's own tokens."""
+        """Return whether drafts are drawn with the noise of the target's own tokens."""
         return self.rule.shared
 
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) from distribution (A, V) with the shared noise, at a depth (A,) of each row."""
+        """Return the ids (A,) from distribution (A, V) with the shared noise, at a depth (A,) of each row."""
         return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this round (block
-        verification needs that, see `sampling.noise`)."""
+        """Return the uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this
+        round (block verification needs that, see `sampling.noise`)."""
         depth = torch.arange(depths, device=self.device)
         return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so that one graph
-        serves rounds of any K."""
+        """Return the uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so
+        that one graph serves rounds of any K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
     def _streams(self, depths: int) -> Tensor:
-        """Uniforms (S, A, depths)."""
+        """Return the uniforms (S, A, depths)."""
         sent = self.send()
         if depths > self.noise.table.shape[-1]:  # deeper than any round so far
             offsets, _ = self.noise.offsets(self.ids, self.starts, depths)
@@ -298,7 +299,7 @@ class DecodingRound:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        """Noise (A, K+1, V) shared with the target, by position."""
+        """Return the noise (A, K+1, V) shared with the target, by position."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -307,8 +308,8 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Noise (A, n or 1, V) that draws the children of the nodes keys (n,), all of one depth: separate noise for
-        each node, or one for the position, which the target shares."""
+        """Return the noise (A, n or 1, V) that draws the children of the nodes keys (n,), all of one depth: separate
+        noise for each node, or one for the position, which the target shares."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -331,7 +332,7 @@ class DecodingRound:
 
     @property
     def steady(self) -> frozenset[str]:
-        """The `inputs` that change only when rows come or go."""
+        """Return the `inputs` that change only when rows come or go."""
         return frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
@@ -360,14 +361,14 @@ class DecodingRound:
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
+    """Return the m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
     ids = likeliest(scores, m)
     none = (probs[..., :1] - probs[..., :1]).unsqueeze(2)  # 0, or NaN
     return ids, one_hot(ids, probs.unsqueeze(2).expand(*ids.shape, -1)) + none
 
 
 def _node_paths(tree: Tree) -> list[list[int]]:
-    """The nodes from the anchor down to each node, of a tree that all rows share."""
+    """Return the nodes from the anchor down to each node, of a tree that all rows share."""
     assert tree.shape is not None
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):

@@ -65,7 +65,7 @@ class Slots:
         self.current: Call | None = None  # whose rows are in the slots
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
-        """A new call, which uses the slots from now on."""
+        """Return a new call, which uses the slots from now on."""
         target = self.target
         self.current = Call(rows, proposer, Uniforms(seed, target.device))
         if proposer:

@@ -72,15 +72,15 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """The rows of a round, from the arguments of `RoundRecorder.note`."""
+    """Return the rows of a round, from the arguments of `RoundRecorder.note`."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """A row from its line of the table, whose first columns are the number of accepted drafts and the token after
-    them."""
+    """Return a row from its line of the table, whose first columns are the number of accepted drafts and the token
+    after them."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

@@ -32,8 +32,8 @@ class RoundResult(NamedTuple):
 def verify(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Target logits (A, N+1, V) and the drafts of a round -> its result. asked (A,): drafts of each row. traced: the
-    columns of `trace.trace` are appended to the table."""
+    """Return the target logits (A, N+1, V) and the drafts of a round -> its result. asked (A,): drafts of each row.
+    traced: the columns of `trace.trace` are appended to the table."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -80,8 +80,8 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """The column of the target pass at the last of the n accepted drafts of row `slot`; reads from the device if there
-    is a path."""
+    """Return the column of the target pass at the last of the n accepted drafts of row `slot`; reads from the device if
+    there is a path."""
     return n if path is None else int(path[slot].amax()) + 1
 
 

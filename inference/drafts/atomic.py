@@ -69,7 +69,7 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether `error`, from the system, torch or safetensors, means that disk, quota or file size ran out."""
+    """Return whether `error`, from the system, torch or safetensors, means that disk, quota or file size ran out."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
@@ -120,7 +120,7 @@ def _swap(new: Path, real: Path) -> None:
 
 
 def _real_path(path: Path) -> Path:
-    """The real path, with its parents created and the leftovers of dead writers removed."""
+    """Return the real path, with its parents created and the leftovers of dead writers removed."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
     _recover(real)

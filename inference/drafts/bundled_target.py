@@ -13,8 +13,8 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str) -> str:
-    """The folder of the bundled target for "bundled", else `path`. Raises FileNotFoundError if there is no bundled
-    target."""
+    """Return the folder of the bundled target for "bundled", else `path`. Raises FileNotFoundError if there is no
+    bundled target."""
     if path != NAME:
         return path
     root = Path(__file__).resolve().parents[2]
@@ -47,7 +47,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """The existing path most similar to `path`, compared part by part; None if no entry is similar to some part."""
+    """Return the existing path most similar to `path`, compared part by part; None if no entry is similar to some part.
+    """
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

@@ -45,14 +45,14 @@ class CausalLM:
     parts: tuple[Part, ...] = (SMALL_HEAD,)
 
     def __new__(cls, config: PretrainedConfig) -> Any:
-        """An untrained network of this config."""
+        """Return an untrained network of this config."""
         network = AutoModelForCausalLM.from_config(config)
         cls.put(network)
         return network
 
     @classmethod
     def has_parts(cls, config: PretrainedConfig) -> bool:
-        """Whether a network of this config has modules of our own."""
+        """Return whether a network of this config has modules of our own."""
         return bool(cls._present(config))
 
     @classmethod
@@ -69,7 +69,7 @@ class CausalLM:
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """The network in a folder or on the hub, loaded by transformers from safetensors, with our modules.
+        """Return the network in a folder or on the hub, loaded by transformers from safetensors, with our modules.
 
         output_loading_info: also return transformers' loading report, which then covers our tensors. Raises ValueError
         for a config that a part rejects.
@@ -97,7 +97,7 @@ class CausalLM:
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a local folder, by name."""
+    """Return all tensors of a local folder, by name."""
     return {name: value for file in weight_files(Path(path)) for name, value in load_file(file).items()}
 
 

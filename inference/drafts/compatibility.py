@@ -17,7 +17,8 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """Two SHA-256 hashes of what a draft depends on: "config" of the shape, "tokenizer" of vocabulary and special ids.
+    """Return two SHA-256 hashes of what a draft depends on: "config" of the shape, "tokenizer" of vocabulary and
+    special ids.
 
     Both are hexadecimal, and equal on every machine and for a config with or without a loaded model. "tokenizer" is
     None without a tokenizer. Weights are not hashed: two fine-tunes of one model have the same hashes.
@@ -32,12 +33,13 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of vocabulary and special ids."""
+    """Return the SHA-256 of vocabulary and special ids."""
     return _sha256([tokenizer.get_vocab(), special_ids(tokenizer)])
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Ids of the special tokens that occur in texts: not of the pad token, which users often set to the end token."""
+    """Return the ids of the special tokens that occur in texts: not of the pad token, which users often set to the end
+    token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -51,7 +53,7 @@ def check_pair(
     draft_config: PretrainedConfig,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Reasons why target and draft cannot serve together, one sentence each.
+    """Return the reasons why target and draft cannot serve together, one sentence each.
 
     Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A reason that
     begins with "warning:" only costs speed or length. Engines reject a pair for any other reason.
@@ -83,7 +85,7 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """Differences between two tokenizers that must give the same ids, one sentence each."""
+    """Return the differences between two tokenizers that must give the same ids, one sentence each."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))

@@ -70,7 +70,7 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """The planned tree that JSON `values` describe; None for null. Raises ValueError naming the key."""
+        """Return the planned tree that JSON `values` describe; None for null. Raises ValueError naming the key."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
@@ -79,12 +79,12 @@ class PlannedTree:
 
     @property
     def depth(self) -> int:
-        """Number of levels: the most drafts that a round can accept."""
+        """Return the number of levels: the most drafts that a round can accept."""
         return max(depths_of(tuple(self.parents)))
 
     @property
     def most_children(self) -> int:
-        """The largest number of children of any node, or of the text."""
+        """Return the largest number of children of any node, or of the text."""
         return max(map(self.parents.count, self.parents))
 
 
@@ -127,7 +127,7 @@ class Metadata:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """A copy in which the given values replace the present ones.
+        """Return a copy in which the given values replace the present ones.
 
         The weights of a given target include the adapter, if there was one, so the adapter is removed. A given length k
         means chains, so the tree is removed.
@@ -201,7 +201,7 @@ def describe(folder: Path, metadata: Metadata) -> None:
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's config, in which tie_word_embeddings says whether the tensors are tied.
+    """Return the model's config, in which tie_word_embeddings says whether the tensors are tied.
 
     safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
     random numbers; if it said "tied" for two different tensors, some engines would drop one.
@@ -213,7 +213,7 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """The generation config for transformers' assisted generation with exactly k drafts a round."""
+    """Return the generation config for transformers' assisted generation with exactly k drafts a round."""
     return GenerationConfig(
         bos_token_id=model.generation_config.bos_token_id,
         eos_token_id=model.generation_config.eos_token_id,
@@ -229,12 +229,13 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read(folder: str | Path) -> Folder:
-    """The kind and metadata of a folder, without its weights. A plain Hugging Face causal LM is an independent draft.
+    """Return the kind and metadata of a folder, without its weights. A plain Hugging Face causal LM is an independent
+    draft.
 
     Raises FileNotFoundError when there is no such folder or no config.json in it, ValueError for broken JSON, another
     format version, or a key that is missing, unknown or wrong; the message names file and key.
@@ -274,7 +275,7 @@ def load_draft(
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
-    """The network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
+    """Return the network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
 
     dtype: by default the folder's. network: the network class, `Proposer.network_class` of the folder's kind. target:
     `hash_target` of the target to serve. If its tokenizer differs, that is an error; if its shape differs, a warning.
@@ -315,7 +316,7 @@ def require_class(draft: Folder, network: Any) -> None:
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder, None if it has no tokenizer files. Raises ValueError for broken ones."""
+    """Return the tokenizer in a folder, None if it has no tokenizer files. Raises ValueError for broken ones."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:

@@ -13,7 +13,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file for anything else."""
+    """Return the object in a JSON file. Raises ValueError naming the file for anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -26,7 +26,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """Returns the model in a folder; problems (missing or non-finite tensors, wrong shapes); names of tensors that are
+    """Return the model in a folder; problems (missing or non-finite tensors, wrong shapes); names of tensors that are
     not in a model of this config. network: the class of the model.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
@@ -59,7 +59,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """The name of a network class for a message. network None: the folder holds no weights."""
+    """Return the name of a network class for a message. network None: the folder holds no weights."""
     if network is None:
         return "no weights"
     plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
@@ -67,7 +67,7 @@ def named(network: Any) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder, after a check that each file is as long as its header says.
+    """Return the safetensors files of a folder, after a check that each file is as long as its header says.
 
     Raises FileNotFoundError when one is absent, ValueError when weights are pickled or a file is damaged.
     """

@@ -92,8 +92,8 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """Indices of the tokens to compare in a text of this length: all, or in a long text POSITIONS of them, namely the
-    last LAST ones and others evenly spread before these. Passes always run over all tokens."""
+    """Return the indices of the tokens to compare in a text of this length: all, or in a long text POSITIONS of them,
+    namely the last LAST ones and others evenly spread before these. Passes always run over all tokens."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -101,8 +101,8 @@ def spread(length: int) -> list[int]:
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
-    """Logits (n, V) of the tokens `at` of the text, by transformers' own forward of the whole text without a cache.
-    moved: change each number of the embeddings by one unit in its last place, up or down."""
+    """Return the logits (n, V) of the tokens `at` of the text, by transformers' own forward of the whole text without a
+    cache. moved: change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     if not moved:
         return own_logits(model, at=[len(prompt) - 1 + token for token in at], input_ids=ids)
@@ -116,7 +116,8 @@ def _passes(
     lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], right: dict[int, Tensor],
     block: int, width: int, tree: Parents | None = None,
 ) -> Tensor:  # fmt: skip
-    """Differences between the logits `right` at tokens `at` and those of passes of `width` ids, or over trees."""
+    """Return the differences between the logits `right` at tokens `at` and those of passes of `width` ids, or over
+    trees."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
@@ -135,19 +136,19 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def most(model: PreTrainedModel) -> float:
-    """The largest change of logits that the model's dtype can explain."""
+    """Return the largest change of logits that the model's dtype can explain."""
     return MOST[_unit(model)]
 
 
 def step(model: PreTrainedModel) -> float:
-    """One unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's, since transformers
-    computes norms in float32."""
+    """Return one unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's, since
+    transformers computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which a model's products are rounded.
+    """Return the dtype in which a model's products are rounded.
 
     It differs from the weights' dtype in three cases. Products of float32 may use fewer bits (TF32). 8-bit weights
     (bitsandbytes) are multiplied with 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU with bfloat16

@@ -46,14 +46,14 @@ class Figures:
     rounding: float = 0.0
 
     def first(self, values: Tensor) -> Tensor:
-        """Values of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
+        """Return the values of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
 
     @property
     def near(self) -> int:
-        """Number of tokens at which rounding could change a deterministic draft, at any depth."""
+        """Return the number of tokens at which rounding could change a deterministic draft, at any depth."""
         return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
 
 
@@ -97,7 +97,7 @@ class CallsCheck:
 
     @property
     def tau(self) -> float:
-        """Predicted tokens per target call."""
+        """Return the predicted tokens per target call."""
         return self.tokens / self.predicted
 
     @property
@@ -106,8 +106,8 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """The excess of `rare` over `rare_expected` in standard deviations. The excess is reduced by one round, and by
-        one more for each near draft, because rounding may cause these."""
+        """Return the excess of `rare` over `rare_expected` in standard deviations. The excess is reduced by one round,
+        and by one more for each near draft, because rounding may cause these."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
@@ -186,7 +186,7 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Tokens at which a round of the run started and drafted -> (B, T) bool."""
+    """Return the tokens at which a round of the run started and drafted -> (B, T) bool."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -194,8 +194,8 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
-    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None if
-    acceptance depends on the noise that generated the text."""
+    """Return the target calls of the texts under a rule, and acceptance by depth (see
+    `inference.verify.predict_chain`). None if acceptance depends on the noise that generated the text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -219,8 +219,9 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """The mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run. If the
-    draft is nearly the target, rounding alone decides whether drafts can be rejected. Trees get `reach_of` itself."""
+    """Return the mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run.
+    If the draft is nearly the target, rounding alone decides whether drafts can be rejected. Trees get `reach_of`
+    itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
@@ -231,8 +232,8 @@ def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
 
 
 def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
-    """The number of rounds whose number of accepted drafts has a probability, given the text, below RARE; and its
-    expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
+    """Return the number of rounds whose number of accepted drafts has a probability, given the text, below RARE; and
+    its expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
 
     If q >= p the token rule never rejects the text's token: the residual has no mass there.
     """

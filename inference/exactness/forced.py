@@ -30,7 +30,7 @@ from inference.verify.tree import depths_of, ranks_of
 
 @torch.inference_mode()
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
-    """The figures of `texts`, from forced rounds of the engine's own proposer at every token.
+    """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
 
     Draft lengths are those that the engine's policy and the limit `max_new_tokens` give. Each token costs a target pass
     over k + 1 ids. The engine's slots are overwritten, so a stream of the engine cannot go on. noise: largest change of
@@ -90,7 +90,7 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """One round of the active rows, whose texts go on with `tokens`."""
+    """Return one round of the active rows, whose texts go on with `tokens`."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -175,7 +175,7 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """The reach of all rounds (B, T, D+1), with 1 at no draft; None if no round has any."""
+    """Return the reach of all rounds (B, T, D+1), with 1 at no draft; None if no round has any."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -189,7 +189,7 @@ def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor |
 
 
 def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
-    """The figures of a round, whether it drafts a chain or a tree."""
+    """Return the figures of a round, whether it drafts a chain or a tree."""
     proposal = one.proposal
     if proposal.tree is None:
         return _of_chain(one, proposal, noise, sampling)
@@ -198,8 +198,8 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
-    """The figures of a chain's tokens. Column j of the target's p (A, K+1, V) holds only if the drafts before it were
-    the text's tokens."""
+    """Return the figures of a chain's tokens. Column j of the target's p (A, K+1, V) holds only if the drafts before it
+    were the text's tokens."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
@@ -226,8 +226,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """The distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was drawn. A
-    proposer that reports wrong distributions therefore fails the check."""
+    """Return the distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was
+    drawn. A proposer that reports wrong distributions therefore fails the check."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -237,7 +237,7 @@ def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
-    """The figures of a round's tree, added to those of its first token."""
+    """Return the figures of a round's tree, added to those of its first token."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
@@ -260,7 +260,7 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
 
 
 def levels_of(proposal: Proposal) -> list[int]:
-    """The depth of each row's nodes."""
+    """Return the depth of each row's nodes."""
     assert proposal.tree is not None
     if proposal.tree.shape is None:
         return [max(row[: nodes + 1]) for row, nodes in zip(proposal.tree.depths.tolist(), proposal.k, strict=True)]
@@ -312,7 +312,7 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Whether rounding could change the m likeliest tokens, or their order: scores (A, V) -> (A,) bool."""
+    """Return whether rounding could change the m likeliest tokens, or their order: scores (A, V) -> (A,) bool."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values
@@ -320,7 +320,8 @@ def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
 
 
 def close_edge(scores: Tensor, count: int, gap: float) -> Tensor:
-    """Whether rounding could change which are the `count` largest, in any order: scores (..., M) -> (...) bool."""
+    """Return whether rounding could change which are the `count` largest, in any order: scores (..., M) -> (...) bool.
+    """
     if count >= scores.shape[-1]:
         return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
     top = scores.topk(count + 1, -1).values

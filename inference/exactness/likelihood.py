@@ -75,8 +75,9 @@ def _sigmas(difference: float, variance: float) -> float:
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """Five numbers of each token -> (..., 5) float64, for distributions p (..., V) and tokens x (...): -log p(x); H(p);
-    the variance of -log p; the distribution function at the middle of x, less 1/2; the variance of this number."""
+    """Return five numbers of each token -> (..., 5) float64, for distributions p (..., V) and tokens x (...): -log
+    p(x); H(p); the variance of -log p; the distribution function at the middle of x, less 1/2; the variance of this
+    number."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

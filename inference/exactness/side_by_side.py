@@ -31,7 +31,7 @@ def pair_figures(
     noise: float,
     rows: int | None = None,
 ) -> Figures:
-    """The figures of target and draft at every token of the texts, from passes as wide as those of decoding.
+    """Return the figures of target and draft at every token of the texts, from passes as wide as those of decoding.
 
     For a proposer that is a language model, both run teacher-forced passes: the target over k + 1 ids, the draft over
     one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the engine's target,
@@ -68,13 +68,14 @@ def pair_figures(
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
-    """Standard deviation of log p - log q between passes, from `noise`, the largest change of a score gap."""
+    """Return the standard deviation of log p - log q between passes, from `noise`, the largest change of a score gap.
+    """
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
-    """The draft length of a round that starts at token t of a text -> (B, T) int64: the policy's, cut to the limit and
-    the draft's context."""
+    """Return the draft length of a round that starts at token t of a text -> (B, T) int64: the policy's, cut to the
+    limit and the draft's context."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -85,8 +86,8 @@ def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: 
 
 
 def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
-    """Noise of the draft's logit gaps between passes of one and of two ids, both of which occur while drafting. It is
-    measured on the first texts, as many as the LM has rows."""
+    """Return the noise of the draft's logit gaps between passes of one and of two ids, both of which occur while
+    drafting. It is measured on the first texts, as many as the LM has rows."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 

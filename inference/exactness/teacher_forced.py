@@ -58,7 +58,8 @@ def teacher_forced(
     rows: int = 8,
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
-    """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before it.
+    """Yield the logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
+    it.
 
     A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
     are overwritten. Prompts are stored as in the engine. Then passes of `width` ids follow (None: `block`), or passes
@@ -100,15 +101,15 @@ def _batch(
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
-    """Ids start .. start + n - 1 of each row, 0 past its end -> (A, n)."""
+    """Return the ids start .. start + n - 1 of each row, 0 past its end -> (A, n)."""
     return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
 
 
 def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
-    """Logits after penalties, bans and other settings that read the text before each token; (A, n, V), float32 at
-    least."""
+    """Return the logits after penalties, bans and other settings that read the text before each token; (A, n, V),
+    float32 at least."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -119,12 +120,12 @@ def _processed(
 
 
 def rms(x: Tensor) -> Tensor:
-    """Root mean square (..., V) -> (...), float32 at least."""
+    """Return the root mean square (..., V) -> (...), float32 at least."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), `width` of them per pass, row b from position first[b]."""
+    """Return the logits (A, n, V) after ids (A, n), `width` of them per pass, row b from position first[b]."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
         for at in range(0, ids.shape[1], width)
@@ -133,8 +134,8 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree. The ids
-    after the anchor are on one route of the tree, which is then accepted as in a round."""
+    """Return the logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree.
+    The ids after the anchor are on one route of the tree, which is then accepted as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -149,16 +150,16 @@ def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) 
 
 
 def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
-    """Ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, here (A, 1 + length of the route) from
-    the anchor on. All other nodes have wrong ids, all different, so that logits change if a pass lets a node see them.
-    size: number of ids."""
+    """Return the ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, here (A, 1 + length of the
+    route) from the anchor on. All other nodes have wrong ids, all different, so that logits change if a pass lets a
+    node see them. size: number of ids."""
     wrong = (here[:, :1] + 1 + torch.arange(tree.nodes, device=here.device)) % size
     wrong[:, list(route)] = here[:, 1:]
     return wrong
 
 
 def routes(parents: Parents) -> Routes:
-    """The routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
+    """Return the routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]
@@ -169,12 +170,12 @@ def routes(parents: Parents) -> Routes:
 
 
 def depth_of(parents: Parents) -> int:
-    """Levels of a shape."""
+    """Return the levels of a shape."""
     return max(depths_of(parents))
 
 
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
-    """The shape of the trees that an engine drafts, found by a short call of the engine; None for chains."""
+    """Return the shape of the trees that an engine drafts, found by a short call of the engine; None for chains."""
     coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)

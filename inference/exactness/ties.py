@@ -54,7 +54,7 @@ class TextCheck:
 
     @property
     def explained(self) -> float:
-        """The largest score gap that rounding explains."""
+        """Return the largest score gap that rounding explains."""
         return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
@@ -115,7 +115,7 @@ def check_coupled(
 
 
 def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
-    """Number of ids per row in the engine's verifying passes."""
+    """Return the number of ids per row in the engine's verifying passes."""
     return max(engine.policy.lengths(prompts)) + 1
 
 
@@ -155,19 +155,20 @@ def check_text(
 
 
 def _ties_and_gap(differences: list[Difference], noise: float, sampling: Sampling) -> tuple[int, float]:
-    """The number of ties, and the largest gap of all differences."""
+    """Return the number of ties, and the largest gap of all differences."""
     ties = sum(excused(difference, noise, sampling) for difference in differences)
     return ties, max((difference.gap for difference in differences), default=0.0)
 
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether the difference is a tie at MARGIN times the measured noise, or at the difference's limit if smaller."""
+    """Return whether the difference is a tie at MARGIN times the measured noise, or at the difference's limit if
+    smaller."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding of size `noise` explains a difference: the gap is at most `noise`; or one of the two tokens is
-    so near an edge of top-k, top-p or min-p that a change of its logit by `noise` gives the other choice."""
+    """Return whether rounding of size `noise` explains a difference: the gap is at most `noise`; or one of the two
+    tokens is so near an edge of top-k, top-p or min-p that a change of its logit by `noise` gives the other choice."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -175,7 +176,7 @@ def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 
 def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
-    """The emitted token when one logit moves by `shift`."""
+    """Return the emitted token when one logit moves by `shift`."""
     logits = difference.logits.double().clone()
     logits[token] += shift
     return int((probs(logits, sampling).log() + difference.g).argmax())
@@ -222,7 +223,7 @@ def compare_text(
 def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
-    """Positions at which the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
+    """Return the positions at which the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -237,7 +238,7 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """The noise of `compare_passes`, for an `LM` and without Gumbel noise."""
+    """Return the noise of `compare_passes`, for an `LM` and without Gumbel noise."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -252,21 +253,22 @@ def _scored(
     noise_keys: tuple[list[int], int] | None,
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
-    """Blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
+    """Yield blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
 
 
 def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
-    """Largest change of the gap between each position's two best scores, from `best` to the passes `again`."""
+    """Return the largest change of the gap between each position's two best scores, from `best` to the passes `again`.
+    """
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
 
 def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
-    """Largest change of the gap between the two scores of a position, pair and again (A, n, 2); 0 if no position has
-    two possible tokens."""
+    """Return the largest change of the gap between the two scores of a position, pair and again (A, n, 2); 0 if no
+    position has two possible tokens."""
     change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
     change = change[valid & change.isfinite()]
     return float(change.max()) if change.numel() else 0.0
@@ -285,8 +287,8 @@ def compare_passes(
     others: list[list[int]] | None = None,
     bound: float = math.inf,
 ) -> tuple[float, list[Difference]]:
-    """Returns the noise, which is the largest change of a score gap between passes of one id and of `width` ids over
-    all tokens of `texts`; and, if `others` are given, the first difference of each from `texts`.
+    """Return the noise, which is the largest change of a score gap between passes of one id and of `width` ids over all
+    tokens of `texts`; and, if `others` are given, the first difference of each from `texts`.
 
     The gap is that of a position's two best scores, which decides the emitted token. noise_keys: (ids, seed) of the
     Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is a
@@ -307,7 +309,7 @@ def compare_passes(
 
 
 def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
-    """Gumbel noise (A, n, V) of the tokens of a block, zeros without keys."""
+    """Return the Gumbel noise (A, n, V) of the tokens of a block, zeros without keys."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
     ids, seed = noise_keys
@@ -320,7 +322,7 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """The first difference of each text that lies in this block."""
+    """Return the first difference of each text that lies in this block."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
@@ -334,7 +336,7 @@ def _differences(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First index at which the lists differ, a missing token included; None if they are equal."""
+    """Return the first index at which the lists differ, a missing token included; None if they are equal."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -342,6 +344,6 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:
-    """Positions whose two best logits (..., V) are within the noise: their argmax depends on rounding."""
+    """Return the positions whose two best logits (..., V) are within the noise: their argmax depends on rounding."""
     best = logits.topk(2, -1).values
     return best[..., 0] - best[..., 1] <= noise

@@ -43,13 +43,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check that applies has passed and the rule is exact."""
+        """Return whether every check that applies has passed and the rule is exact."""
         checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
         return not self.lossy and all(check.passed for check in checks if check)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """All figures, with None for a check that does not apply."""
+        """Return all figures, with None for a check that does not apply."""
         text = {**asdict(self.text), "passed": self.text.passed}
         calls = depth = logits = surprise = None
         if self.calls:
@@ -65,7 +65,7 @@ class Verdict:
         return {"passed": self.passed, **checks, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
-        """A summary line, then one line per check."""
+        """Return a summary line, then one line per check."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]
@@ -83,8 +83,8 @@ def _word(passed: bool) -> str:
 def check(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
-    """The verdict on a speculative engine from the texts that it emitted (`Timing.texts`). engine: the very object that
-    was timed.
+    """Return the verdict on a speculative engine from the texts that it emitted (`Timing.texts`). engine: the very
+    object that was timed.
 
     The run ignored end tokens and had the limit max_new_tokens. seed: of the coupled run of (a); rows: texts per pass
     in (b) and (c), None for as many as the engine has rows. A stream of the engine cannot go on. Raises ValueError when

@@ -49,8 +49,8 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """A datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and for texts
-        without a token."""
+        """Return a datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and for
+        texts without a token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -74,7 +74,7 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Datastore":
-        """The datastore of a folder, memory-mapped. Raises FileNotFoundError for a folder without a datastore,
+        """Return the datastore of a folder, memory-mapped. Raises FileNotFoundError for a folder without a datastore,
         ValueError for a datastore that is broken or has another format."""
         path = Path(folder)
         if not (path / ABOUT).is_file():
@@ -103,8 +103,8 @@ class Datastore:
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence in
-        `order`."""
+        """Return the length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence
+        in `order`."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -113,7 +113,7 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """The next ids of the document after a position, at most k."""
+        """Return the next ids of the document after a position, at most k."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids
@@ -136,7 +136,7 @@ def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], floa
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:
-    """The smallest unsigned integer type that holds `most`."""
+    """Return the smallest unsigned integer type that holds `most`."""
     return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
 
 

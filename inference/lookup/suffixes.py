@@ -27,8 +27,8 @@ NONE = Match([])
 
 
 def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
-    """Positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of the array
-    sorts first.
+    """Return the positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of
+    the array sorts first.
 
     Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
     suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
@@ -50,7 +50,7 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rank of each key, from 1; equal keys have the same rank."""
+    """Return the rank of each key, from 1; equal keys have the same rank."""
     sorted_keys = keys[order]
     rank = np.empty_like(keys)
     rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys
@@ -59,8 +59,9 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int6
 
 def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
                 after: bool = False) -> int:  # fmt: skip
-    """The first index of `order`, from low to high, at which the ids are not less than the pattern. after: the first at
-    which they are greater and do not begin with the pattern. Binary search: about log2(n) reads of len(pattern) ids."""
+    """Return the first index of `order`, from low to high, at which the ids are not less than the pattern. after: the
+    first at which they are greater and do not begin with the pattern. Binary search: about log2(n) reads of
+    len(pattern) ids."""
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
     while low < high:
@@ -75,7 +76,7 @@ def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], lo
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -148,8 +149,8 @@ class SuffixAutomaton:
         self.latest[new] = len(self.text)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` followed by `token`. If the present state of that string also has
-        longer strings, the string gets a state of its own."""
+        """Return the state of the longest string of `state` followed by `token`. If the present state of that string
+        also has longer strings, the string gets a state of its own."""
         target = self.next[state][token]
         if self.longest[target] == self.longest[state] + 1:
             return target

@@ -108,7 +108,7 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
 
 
 def lines(reached: Reached) -> list[str]:
-    """Lines for a report: other work on the machine, and the width of the interval."""
+    """Return the lines for a report: other work on the machine, and the width of the interval."""
     contended = contention.line(reached.others, reached.cores)
     return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 

@@ -120,7 +120,7 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """A generation config without end tokens that sets every setting, since transformers fills None with its own
+    """Return a generation config without end tokens that sets every setting, since transformers fills None with its own
     defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
@@ -134,7 +134,7 @@ def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
 
 
 def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
-    """The assistant's settings, without end tokens, since it would stop drafting at them."""
+    """Return the assistant's settings, without end tokens, since it would stop drafting at them."""
     if k is None:
         config = copy.deepcopy(assistant.generation_config)
         config.eos_token_id = None
@@ -187,7 +187,7 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
 
 
 def _joined(parts: list[ArmResult]) -> ArmResult:
-    """The results of several calls as one."""
+    """Return the results of several calls as one."""
     return ArmResult(
         [text for part in parts for text in part.tokens],
         sum(part.seconds for part in parts),

@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -39,7 +39,7 @@ def reading(stat: Path = STAT) -> Reading:
 
 
 def _busy(stat: Path) -> float | None:
-    """Sum over cores of user, nice, system, irq, softirq and steal."""
+    """Return the sum over cores of user, nice, system, irq, softirq and steal."""
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
     mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0
@@ -52,8 +52,8 @@ def _busy(stat: Path) -> float | None:
 
 
 def others(before: Reading, after: Reading) -> float | None:
-    """Mean number of cores that other processes used between two readings; None if unknown, or if too little time has
-    passed."""
+    """Return the mean number of cores that other processes used between two readings; None if unknown, or if too little
+    time has passed."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)
@@ -61,12 +61,12 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Whether other processes used more of the `of` cores than on an idle machine; None if unknown."""
+    """Return whether other processes used more of the `of` cores than on an idle machine; None if unknown."""
     return None if used is None else used > SHARE * of
 
 
 def line(used: float | None, of: int) -> str:
-    """One line for a report: whether other processes used the machine during the timing."""
+    """Return one line for a report: whether other processes used the machine during the timing."""
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):

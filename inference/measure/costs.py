@@ -57,11 +57,11 @@ class Costs:
     first: float = 0.0
 
     def round(self, k: int) -> float:
-        """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
+        """Return the seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
         return self.drafting(k) + self.target[k] + self.rest[k]
 
     def drafting(self, k: int) -> float:
-        """Seconds of k drafts."""
+        """Return the seconds of k drafts."""
         return k * self.draft + self.first * (k > 0)
 
     @property
@@ -81,7 +81,8 @@ class Choice:
 
 
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """A table with single target steps from `plain`, passes over drafts from `target`, and drafting from `draft`."""
+    """Return a table with single target steps from `plain`, passes over drafts from `target`, and drafting from
+    `draft`."""
     return replace(
         target, target=(plain.target[0], *target.target[1:]),
         draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
@@ -147,7 +148,7 @@ def measure_costs(
 
 
 def spans_of(proposer: Proposer) -> tuple[int, int]:
-    """The two draft lengths at which a proposer is timed: `SPANS`, or as far apart as it can draft."""
+    """Return the two draft lengths at which a proposer is timed: `SPANS`, or as far apart as it can draft."""
     short, long = SPANS
     long = min(long, proposer.depths or long)
     return min(short, long - 1), long
@@ -159,7 +160,8 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, float]:
-    """Median seconds of each task; each repeat runs every task once, so that drift of the machine affects all."""
+    """Return the median seconds of each task; each repeat runs every task once, so that drift of the machine affects
+    all."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
     for repeat in range(warmup + repeats):
         for key, task in tasks.items():
@@ -249,7 +251,7 @@ class RealRound:
 
 
 def of_stats(stats: Stats, k: int) -> RealRound:
-    """The mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
+    """Return the mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
     rounds = stats.times["target"]
     draft, target, verify, other = (stats.seconds[name] / rounds for name in ("draft", "target", "verify", "other"))
     return RealRound(draft if k else 0.0, target, verify + other + (0.0 if k else draft))
@@ -258,7 +260,7 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 def measure_rounds(
     engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
 ) -> dict[int, RealRound]:
-    """The rounds of each engine, by draft length, see `measure_drafting`. engines: by draft length."""
+    """Return the rounds of each engine, by draft length, see `measure_drafting`. engines: by draft length."""
     return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
 
 
@@ -310,8 +312,9 @@ def _medians(rounds: Sequence[RealRound]) -> RealRound:
 
 
 def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
-    """The table, scaled to real rounds. Target and rest are multiplied by real seconds / table seconds; this factor is
-    interpolated between the lengths that ran and constant beyond them. Drafting is a line through the real rounds."""
+    """Return the table, scaled to real rounds. Target and rest are multiplied by real seconds / table seconds; this
+    factor is interpolated between the lengths that ran and constant beyond them. Drafting is a line through the real
+    rounds."""
     lengths = range(len(table.target))
     known = sorted(k for k in rounds if k < len(table.target))
 

@@ -16,7 +16,7 @@ CODE = Path(__file__)
 
 
 def device() -> str:
-    """The device on which models run: the GPU if there is one."""
+    """Return the device on which models run: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -60,12 +60,12 @@ def _memory() -> float | None:
 
 
 def _tracked() -> bool:
-    """Whether this code is part of a checkout, not merely installed below one."""
+    """Return whether this code is part of a checkout, not merely installed below one."""
     return _git("ls-files", "--error-unmatch", CODE.name) is not None
 
 
 def _git(*words: str) -> str | None:
-    """The output of git in the folder of this code; None if it fails or is absent."""
+    """Return the output of git in the folder of this code; None if it fails or is absent."""
     command = ["git", "--no-optional-locks", *words]
     try:
         done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30, check=False)

@@ -90,7 +90,7 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
 
 
 def _count(parameter: Tensor) -> int:
-    """Number of weights in a parameter: bitsandbytes packs two of 4 bits into a byte."""
+    """Return the number of weights in a parameter: bitsandbytes packs two of 4 bits into a byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
@@ -111,7 +111,7 @@ def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
 
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
-    """The load of a pass of n ids a row after `context` tokens."""
+    """Return the load of a pass of n ids a row after `context` tokens."""
     weights, count = weight_bytes(lm)
     per_token = token_bytes(lm.model.config, lm.held)
     moved = weights + rows * per_token * (context + n) + 8 * rows * n * lm.vocabulary
@@ -119,13 +119,14 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
 
 
 def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -> list[Load]:
-    """The loads of all passes of a round that drafts k tokens; k = 0 is a plain step. draft None: only the target's."""
+    """Return the loads of all passes of a round that drafts k tokens; k = 0 is a plain step. draft None: only the
+    target's."""
     own = [] if draft is None else k * [pass_load(draft, rows, 1, context)]
     return [pass_load(target, rows, k + 1, context), *own]
 
 
 def peak_memory() -> float:
-    """Peak memory, in bytes, of this process or of its accelerator so far."""
+    """Return the peak memory, in bytes, of this process or of its accelerator so far."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

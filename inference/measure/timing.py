@@ -39,21 +39,22 @@ class Interval(NamedTuple):
 
     @property
     def within(self) -> float:
-        """Distance of the interval's farther end from the value, relative to the value; infinite for one batch."""
+        """Return the distance of the interval's farther end from the value, relative to the value; infinite for one
+        batch."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
-        """Whether a ratio of speeds is above 1; None if the interval contains 1. For one batch the value decides. All
-        statements about a speed-up, in reports, pages and cards, use this."""
+        """Return whether a ratio of speeds is above 1; None if the interval contains 1. For one batch the value
+        decides. All statements about a speed-up, in reports, pages and cards, use this."""
         if self.low != self.low or self.high != self.high:
             return self.value > 1
         return True if self.low > 1 else False if self.high < 1 else None
 
 
 def together(parts: Sequence[Emitted]) -> Emitted:
-    """The texts of several timings, one after the other."""
+    """Return the texts of several timings, one after the other."""
     texts = Emitted([], [], [], [])
     for part in parts:
         texts.prompts.extend(part.prompts)
@@ -76,13 +77,13 @@ class Timing:
         return list(self.runs[0][0])
 
     def results(self, arm: str) -> list[ArmResult]:
-        """All results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
+        """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
             raise ValueError(f"no arm {arm!r}; there are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
-        """Tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
+        """Return the tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
@@ -102,7 +103,7 @@ class Timing:
         return Interval(value, float(low), float(high))
 
     def stats(self, arm: str) -> Stats | None:
-        """Counts and clocks of all runs of an arm; None for an arm without counts."""
+        """Return the counts and clocks of all runs of an arm; None for an arm without counts."""
         parts = [result.stats for result in self.results(arm) if result.stats]
         return pooled(parts) if parts else None
 
@@ -124,7 +125,7 @@ class Timing:
 
 
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Speed of x over speed of y, (..., 2) tokens and seconds each."""
+    """Return the speed of x over speed of y, (..., 2) tokens and seconds each."""
     return (x[..., 0] / x[..., 1]) / (y[..., 0] / y[..., 1])
 
 
@@ -157,7 +158,7 @@ def interleave(
 
 
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """The prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
+    """Return the prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"arms: give at least one, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:

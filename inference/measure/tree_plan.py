@@ -75,7 +75,7 @@ class TreePlan:
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
-    """The distributions of the target and of the draft, a language model, at every token of the texts."""
+    """Return the distributions of the target and of the draft, a language model, at every token of the texts."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
@@ -83,8 +83,8 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still order all
-    tokens."""
+    """Return distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still
+    order all tokens."""
     distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
@@ -99,7 +99,8 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """The distributions of a draft of any kind, by depth, from which all shapes can be rated without running them.
+    """Return the distributions of a draft of any kind, by depth, from which all shapes can be rated without running
+    them.
 
     The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
     (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. `proposer`,
@@ -125,7 +126,7 @@ def distributions_of_rounds(
 
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
-    """Distribution (A, V) and rank (A,) of a round's drafts at depth j; zero for rows with fewer drafts."""
+    """Return the distribution (A, V) and rank (A,) of a round's drafts at depth j; zero for rows with fewer drafts."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError(
@@ -182,8 +183,8 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape with the fewest seconds per token among shapes of at most `most` nodes within one of the depths: no
-    drafts, a chain or a tree, with sampled or likeliest children, verified by `tree` or `traversal`."""
+    """Return the shape with the fewest seconds per token among shapes of at most `most` nodes within one of the depths:
+    no drafts, a chain or a tree, with sampled or likeliest children, verified by `tree` or `traversal`."""
     return Search(distributions, most, children, depths).plan(seconds)
 
 
@@ -233,12 +234,12 @@ class Search:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def plan(self, seconds: Seconds) -> TreePlan:
-        """The fastest shape with its rule and children."""
+        """Return the fastest shape with its rule and children."""
         return self.ranked(seconds)[0]
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
-        """The fastest shape for each rule and sort of children, fastest first. branching: only trees that are no chain;
-        the result may be empty."""
+        """Return the fastest shape for each rule and sort of children, fastest first. branching: only trees that are no
+        chain; the result may be empty."""
         tokens, plans = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
@@ -253,8 +254,8 @@ def rate(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> dict[Parents, Tensor]:  # fmt: skip
-    """Expected calls (B,) of each text with each shape. accept: of `accept_of`, computed if None; samples: of the
-    rejected children under `traversal`."""
+    """Return the expected calls (B,) of each text with each shape. accept: of `accept_of`, computed if None; samples:
+    of the rejected children under `traversal`."""
     table = table_of(distributions, shapes, rule, likeliest, accept, samples)
     return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
@@ -263,7 +264,7 @@ def table_of(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:  # fmt: skip
-    """Probabilities of all paths of these shapes, see `rate`."""
+    """Return the probabilities of all paths of these shapes, see `rate`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

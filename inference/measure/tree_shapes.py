@@ -35,7 +35,7 @@ class RatedTree:
 
 
 def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Trees of every size up to `most`, grown within each of the depths."""
+    """Return trees of every size up to `most`, grown within each of the depths."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -43,8 +43,9 @@ def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | No
 def grow(
     accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
 ) -> Parents:
-    """A tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so the first
-    n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first nodes.
+    """Return a tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so
+    the first n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first
+    nodes.
 
     Of each step's candidates (the next child of every node) the `tries` with the largest first-order gain are rated
     exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so costs
@@ -81,7 +82,7 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Calls that each of the candidates `nexts` saves, to first order.
+    """Return the calls that each of the candidates `nexts` saves, to first order.
 
     A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
     sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), E being the remaining calls.
@@ -97,7 +98,8 @@ def gains(
 
 
 def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T + K + 1).
+    """Return the expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T +
+    K + 1).
 
     E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
     """
@@ -116,7 +118,7 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Number of tokens of all texts."""
+    """Return the number of tokens of all texts."""
     return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
 
 
@@ -131,13 +133,13 @@ class Paths(NamedTuple):
 
 
 def union(shapes: Iterable[Parents]) -> Parents:
-    """The smallest tree that contains all of these."""
+    """Return the smallest tree that contains all of these."""
     return from_paths({path for shape in shapes for path in paths_of(shape)})
 
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
-    """Probabilities (B, T, N) of a tree's nodes under the rule `tree`: the product of `accept` over the child numbers
-    of each path."""
+    """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`: the product of `accept` over the
+    child numbers of each path."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -149,7 +151,7 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Expected calls (S, B) of each text with each shape; all their paths must be in `paths`."""
+    """Return the expected calls (S, B) of each text with each shape; all their paths must be in `paths`."""
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]
@@ -172,8 +174,8 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
-    """Trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths` that
-    saves the most calls."""
+    """Return trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths`
+    that saves the most calls."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
     for _ in range(most):
@@ -205,8 +207,8 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
 
 
 def round_seconds(costs: Costs) -> Seconds:
-    """A function that gives the seconds of a round from a measured table: one draft step per level, a target pass over
-    the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one id."""
+    """Return a function that gives the seconds of a round from a measured table: one draft step per level, a target
+    pass over the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one id."""
 
     def seconds(parents: Parents) -> float:
         n = len(parents)
@@ -218,14 +220,14 @@ def round_seconds(costs: Costs) -> Seconds:
 
 
 def probes(most: int, depth: int) -> list[Parents]:
-    """Trees to time, with at most `most` nodes and `depth` levels: deep ones, wide ones, and ones that are both; the
-    first is a chain."""
+    """Return trees to time, with at most `most` nodes and `depth` levels: deep ones, wide ones, and ones that are both;
+    the first is a chain."""
     trees = {chain(min(most, depth)): None} | dict.fromkeys(PROBES)
     return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """A function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+    """Return a function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
 
     Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three terms are
     fitted by least squares and are not negative. The target's pass and the rest of the round take the table's seconds
@@ -253,8 +255,8 @@ def _features(parents: Parents) -> np.ndarray:
 
 
 def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
-    """Least squares with no coefficient below 0: features with negative coefficients are left out, one after the
-    other."""
+    """Return the least squares with no coefficient below 0: features with negative coefficients are left out, one after
+    the other."""
     columns = list(range(features.shape[1]))
     coefficients = np.zeros(features.shape[1])
     while columns:
@@ -267,8 +269,8 @@ def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """A function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds. The
-    ratio is the mean over the timed trees of that size, interpolated between sizes."""
+    """Return a function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds.
+    The ratio is the mean over the timed trees of that size, interpolated between sizes."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

@@ -46,12 +46,12 @@ class Window:
 
     @property
     def slots(self) -> Tensor:
-        """The slots (A, n) that keys and values are written to."""
+        """Return the slots (A, n) that keys and values are written to."""
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Flat indices (A heads n) of the new tokens in a store that has `heads` x `slots` entries for each row. They
-        are computed once per pass."""
+        """Return the flat indices (A heads n) of the new tokens in a store that has `heads` x `slots` entries for each
+        row. They are computed once per pass."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -62,7 +62,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """The window of the last n columns of a tree. anchor (A,): slots of the anchors; longest: the largest of these."""
+    """Return the window of the last n columns of a tree. anchor (A,): slots of the anchors; longest: the largest of
+    these."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -167,8 +168,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """The new number of slots: twice the old one, but at most the context. If the window ends past the context,
-        there is also room for the drafts of this pass."""
+        """Return the new number of slots: twice the old one, but at most the context. If the window ends past the
+        context, there is also room for the drafts of this pass."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -208,8 +209,9 @@ def spare_slots(rows: int) -> int:
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without attention. All
-    slots, spare ones too, have the same room, which is doubled until the tokens fit, up to the model's context."""
+    """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
+    attention. All slots, spare ones too, have the same room, which is doubled until the tokens fit, up to the model's
+    context."""
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
     slots = FIRST_SLOTS
@@ -220,7 +222,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers, in `dtype`."""
+    """Return the bytes of the keys and values of one token in all layers, in `dtype`."""
     config_class: Any = type(config)
     try:
         return _stored(config_class, config.to_json_string()) * dtype.itemsize

@@ -36,7 +36,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """Checksum of every parameter and buffer, with dtype and shape, in order; addresses do not count."""
+    """Return the checksum of every parameter and buffer, with dtype and shape, in order; addresses do not count."""
     return _UNCHANGED.get(model) or _checksum(model)
 
 
@@ -56,7 +56,7 @@ class Stamp:
         self.seen = self._look(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model is unchanged."""
+        """Return whether the model is unchanged."""
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
@@ -88,8 +88,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """A checksum of the model's parameters and buffers. once: leave out the sums of columns, which takes a third of the
-    time; then a swap of two values in a row of `_sums`'s square is not detected."""
+    """Return a checksum of the model's parameters and buffers. once: leave out the sums of columns, which takes a third
+    of the time; then a swap of two values in a row of `_sums`'s square is not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():

@@ -84,8 +84,8 @@ class CompiledForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by a compiled `Drafting`, see `LM.draft`. window.limit: the slots of the longest text
-        with its drafts. None if these slots are too many to be compiled."""
+        """Return all drafts of a round by a compiled `Drafting`, see `LM.draft`. window.limit: the slots of the longest
+        text with its drafts. None if these slots are too many to be compiled."""
         if not self._fits(tails, window):
             return None
 
@@ -102,8 +102,8 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
-        """All drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if distributions
-        depend on more than a temperature."""
+        """Return all drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if
+        distributions depend on more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
         if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
@@ -125,7 +125,7 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Whether passes of this shape are compiled."""
+        """Return whether passes of this shape are compiled."""
         whole = ids.shape[0] == self.rows and window.low == 0 and not CompiledForward.failed
         return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
 
@@ -139,7 +139,7 @@ class CompiledForward(Lean):
             return None
 
     def _keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the rows, without the slots of waiting prompts."""
+        """Return the keys and values of the rows, without the slots of waiting prompts."""
         if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
             self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
         return self._stored[1]
@@ -159,8 +159,8 @@ class CompiledForward(Lean):
             return module(*inputs)
 
     def compiled(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
-        """The compiled module of the model's weights and shape; engines share one as long as weights and shape are
-        unchanged."""
+        """Return the compiled module of the model's weights and shape; engines share one as long as weights and shape
+        are unchanged."""
         modules = _MODULES.setdefault(self.model, {})
         origin, module = modules.get((self.int8, name), (None, None))
         if module is None or origin != self.origin:
@@ -172,7 +172,7 @@ class CompiledForward(Lean):
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """A context for compiling: weights that `llama.packed` would pack become constants of the graph, in the
+        """Return a context for compiling: weights that `llama.packed` would pack become constants of the graph, in the
         kernels' order."""
         packs = not self.int8 and llama.can_pack(self.model)
         return config.patch(freezing=True) if packs else nullcontext()
@@ -182,7 +182,7 @@ HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "Fo
 
 
 def reason(error: Exception) -> str:
-    """The last line of the compiler's message, without torch's advice after it."""
+    """Return the last line of the compiler's message, without torch's advice after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
     return lines[-1] if lines else type(error).__name__
 

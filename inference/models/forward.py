@@ -22,7 +22,7 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Ids a row, at most, of the passes that are compiled or run as CUDA graphs."""
+    """Return the ids a row, at most, of the passes that are compiled or run as CUDA graphs."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -32,19 +32,19 @@ class Forward(Protocol):
     scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        """Logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states of `layers`."""
+        """Return the logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states of `layers`."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
         """As `forward`, without the head."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """States (A, n, D) after the first `depth` decoder layers; the others do not run."""
+        """Return the states (A, n, D) after the first `depth` decoder layers; the others do not run."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         """See `cache.move_path`."""
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) after the final norm -> logits (..., V)."""
+        """Return the states (..., D) after the final norm -> logits (..., V)."""
 
 
 class Stock:
@@ -97,8 +97,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """The window with at most one slot past the context. Later slots hold only padding, and a table as long as the
-        context (MPT's biases) has no entries for them. Only a tree may need them."""
+        """Return the window with at most one slot past the context. Later slots hold only padding, and a table as long
+        as the context (MPT's biases) has no entries for them. Only a tree may need them."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -197,14 +197,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Wei
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
-    """The address and change counter of every weight, and a checksum of the values, since torch does not count every
-    change."""
+    """Return the address and change counter of every weight, and a checksum of the values, since torch does not count
+    every change."""
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
-    """The model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model, and again
-    when its weights have changed."""
+    """Return the model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model,
+    and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
     change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
     if change is None:
@@ -216,7 +216,7 @@ def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """The fastest attention function for a mask (A, 1, n, L); None: every token sees all slots."""
+    """Return the fastest attention function for a mask (A, 1, n, L); None: every token sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -225,12 +225,13 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked(states: Tensor, only: Tensor) -> Tensor:
-    """Values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
+    """Return the values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """States (A, n, D) of rows low, low + 1, ..., each times its own row of scale (rows, D); None: as they are."""
+    """Return the states (A, n, D) of rows low, low + 1, ..., each times its own row of scale (rows, D); None: as they
+    are."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
@@ -268,6 +269,6 @@ def seen_on_paths(
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; a bool mask would be
-    converted again by every layer."""
+    """Return a mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; a bool mask
+    would be converted again by every layer."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -53,7 +53,7 @@ class Graph:
             self.run = None
 
     def __call__(self) -> Any:
-        """The result of `run`; on a GPU it is valid until the next call of any graph of the pool."""
+        """Return the result of `run`; on a GPU it is valid until the next call of any graph of the pool."""
         if self.run is not None:
             return self.run()
         self.graph.replay()
@@ -61,7 +61,7 @@ class Graph:
 
 
 def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
-    """A CUDA graph of `run`, and the tensors that it writes its results to."""
+    """Return a CUDA graph of `run`, and the tensors that it writes its results to."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -75,7 +75,7 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
 
 
 def pool_for(device: torch.device) -> Any:
-    """A new memory pool for graphs; None on a CPU. A pool whose graphs are all dropped cannot be used again."""
+    """Return a new memory pool for graphs; None on a CPU. A pool whose graphs are all dropped cannot be used again."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -105,7 +105,7 @@ class Graphs:
         make: Callable[[], Callable[[Inputs], Any]],
         reads: object = None,
     ) -> Any:
-        """The result of the function `name` for these inputs, valid until the next call; None once recording has
+        """Return the result of the function `name` for these inputs, valid until the next call; None once recording has
         failed.
 
         name: everything that the function depends on except the inputs. steady: inputs whose values change only when
@@ -129,7 +129,7 @@ class Graphs:
         return self.graphs[key]()
 
     def _copied(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
-        """The inputs in the memory that graphs read."""
+        """Return the inputs in the memory that graphs read."""
         copies = {}
         for name, value in inputs.items():
             copies[name] = copy = self._memory(name, value)
@@ -187,7 +187,7 @@ def bits(numbers: Tensor) -> Tensor:
 
 
 def numbers_of(bits: Tensor) -> Tensor:
-    """The float64 numbers of `bits`."""
+    """Return the float64 numbers of `bits`."""
     return bits.view(torch.float64)
 
 
@@ -253,8 +253,8 @@ class GraphForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
-        drafts. None if they run without a graph."""
+        """Return all drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with
+        its drafts. None if they run without a graph."""
         if not self._fits(tails, window):
             return None
         (A, k), tail, slots = u.shape, tails.shape[1], self._slots(window)
@@ -282,8 +282,8 @@ class GraphForward(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
-        and draws.
+        """Return all k drafts of a round, as from `draft`, but for any sampling settings: with the round's own
+        distributions and draws.
 
         greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. Also None if
         the round is on another device.
@@ -324,7 +324,7 @@ class GraphForward(Lean):
     def _of_round(
         self, draws: Draws, name: tuple[Any, ...], more: Inputs, window: Window, ids: Tensor, make: Callable[[], Any]
     ) -> Drafts | None:
-        """Drafts by a graph of the inputs of a round and `more`; None if there is no graph."""
+        """Return the drafts by a graph of the inputs of a round and `more`; None if there is no graph."""
         inputs = draws.inputs() if self._fits(ids, window) else None
         if inputs is None or inputs["start"].device != self.model.device:
             return None
@@ -349,8 +349,8 @@ class GraphForward(Lean):
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Whether a pass can be a graph. Also reads changed weights and computes angles for new slots; both drop the
-        graphs."""
+        """Return whether a pass can be a graph. Also reads changed weights and computes angles for new slots; both drop
+        the graphs."""
         if self.failed or window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         self.refresh(window.limit)
@@ -382,8 +382,8 @@ class GraphForward(Lean):
         return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
     def _stored(self, slots: int) -> tuple[Any, ...]:
-        """The tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop` releases
-        them."""
+        """Return the tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop`
+        releases them."""
         if self.slot_numbers is None:
             self.slot_numbers = arange(self.cache.slots, device=self.model.device)
         return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)
@@ -405,5 +405,5 @@ def repeated(part: Tensor, width: int) -> Tensor:
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -139,15 +139,16 @@ def states_of(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
-    """Attention (A, n, H D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
+    """Return the attention (A, n, H D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is
+    seen."""
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Attention as by `flash`, in two batched products with the heads of a group side by side. mask (A G, H/G n, L),
-    see `grouped`. It is for a few ids per row on a CPU, where torch's kernel takes 1.5 times as long."""
+    """Return the attention as by `flash`, in two batched products with the heads of a group side by side. mask (A G,
+    H/G n, L), see `grouped`. It is for a few ids per row on a CPU, where torch's kernel takes 1.5 times as long."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -161,7 +162,8 @@ def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm with the rounding of transformers' modules: float32 inside, the weight applied after."""
+    """Return the root mean square norm with the rounding of transformers' modules: float32 inside, the weight applied
+    after."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -179,8 +181,8 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention (A, n, H D) as by `flash`, for an accelerator. q (A, H, n, D), k and v (A, G, L, D); mask: from
-    `folded_mask`, or None if all slots are visible.
+    """Return the attention (A, n, H D) as by `flash`, for an accelerator. q (A, H, n, D), k and v (A, G, L, D); mask:
+    from `folded_mask`, or None if all slots are visible.
 
     Torch's flash kernel supports no mask and its memory-efficient kernel no groups. For a call with both, most GPUs run
     separate products and a softmax, over keys and values copied for every head. Here the heads of a group are put side
@@ -211,8 +213,8 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def applies(model: PreTrainedModel) -> bool:
-    """Whether this forward computes the same as the model's own: a known family, plain linear layers on one device, a
-    plain rotation, and no hooks or replaced forwards."""
+    """Return whether this forward computes the same as the model's own: a known family, plain linear layers on one
+    device, a plain rotation, and no hooks or replaced forwards."""
     config = model.config
     if not _known(model) or config.hidden_act not in ("silu", "swish"):
         return False
@@ -229,14 +231,14 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def small_of(model: PreTrainedModel) -> SmallHead | None:
-    """The model's head, if it is a `SmallHead` with matrices of known classes; else None."""
+    """Return the model's head, if it is a `SmallHead` with matrices of known classes; else None."""
     head = model.get_output_embeddings()
     return head if type(head) is SmallHead and type(head.projection) in (nn.Linear, LowRank) else None
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's; the
-    head may be a `SmallHead` instead. A class of another module may have the same name but a different forward."""
+    """Return whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's;
+    the head may be a `SmallHead` instead. A class of another module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
     small = small_of(model)
@@ -247,8 +249,8 @@ def _known(model: PreTrainedModel) -> bool:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The model's shape. On a CPU the keys and values of a half-precision model are stored in float32: attention over a
-    few ids is several times faster there, and no less precise."""
+    """Return the model's shape. On a CPU the keys and values of a half-precision model are stored in float32: attention
+    over a few ids is several times faster there, and no less precise."""
     body: Any = model.base_model
     attention, dtype = body.layers[0].self_attn, model.dtype
     held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
@@ -258,7 +260,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """The model's own weights, projections joined."""
+    """Return the model's own weights, projections joined."""
     body: Any = model.base_model
     top: Any = model.lm_head
     # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
@@ -293,13 +295,14 @@ def _data(parameter: Tensor | None) -> Tensor | None:
 
 
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
-    """All projections as one; the modules' own weights become views of it."""
+    """Return all projections as one; the modules' own weights become views of it."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all parts, in order; the parts become views of it, unless they are views already."""
+    """Return one tensor with the rows of all parts, in order; the parts become views of it, unless they are views
+    already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
@@ -319,14 +322,14 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Whether `int8` works for the model. The kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a time, so
-    widths must be multiples of 16 (it would read past the end of other rows)."""
+    """Return whether `int8` works for the model. The kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a
+    time, so widths must be multiples of 16 (it would read past the end of other rows)."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
 
 
 def int8(weights: Weights) -> Weights:
-    """A copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output; the model is
+    """Return a copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output; the model is
     unchanged."""
     return _each(weights, _rounded)
 
@@ -344,16 +347,16 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether `packed` works for the model: bfloat16 on a CPU that has instructions for it, and small enough to be
-    stored twice."""
+    """Return whether `packed` works for the model: bfloat16 on a CPU that has instructions for it, and small enough to
+    be stored twice."""
     small = sum(p.nbytes for p in model.parameters()) <= PACKED
     native = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # on AVX2 it raises
     return small and native and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
 def packed(weights: Weights) -> Weights:
-    """The weights, each projection with a second copy in the order in which the kernel reads it. A pass of the bundled
-    target then takes a quarter less time."""
+    """Return the weights, each projection with a second copy in the order in which the kernel reads it. A pass of the
+    bundled target then takes a quarter less time."""
     return _each(weights, _packed)
 
 
@@ -362,7 +365,7 @@ def _packed(linear: Linear) -> Linear:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """The weights with `change` applied to all projections."""
+    """Return the weights with `change` applied to all projections."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
@@ -378,7 +381,7 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-    """A pair of numbers that changes when weights are trained in place, loaded, moved or cast.
+    """Return a pair of numbers that changes when weights are trained in place, loaded, moved or cast.
 
     parameters: those of the model, listed by the caller, because every pass calls this and listing them takes a tenth
     of a pass.

@@ -23,8 +23,8 @@ from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
-    """Whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must agree with
-    those of the model's own forward; if they do not, this warns once per model."""
+    """Return whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must
+    agree with those of the model's own forward; if they do not, this warns once per model."""
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
@@ -82,7 +82,7 @@ class LM:
 
     @property
     def stale(self) -> bool:
-        """Whether the model has changed in a way that needs a new LM: weights, adapters, hooks, modules, config.
+        """Return whether the model has changed in a way that needs a new LM: weights, adapters, hooks, modules, config.
         Each call of an engine checks this once: 2 ms for 135 M parameters; with packed copies a third of a pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
@@ -90,12 +90,12 @@ class LM:
 
     @property
     def compiled(self) -> bool:
-        """Whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
+        """Return whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
         return isinstance(self.run, GraphForward | CompiledForward)
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether short passes are CUDA graphs."""
+        """Return whether short passes are CUDA graphs."""
         return isinstance(self.run, GraphForward)
 
     def _ones(self, rows: int, width: int) -> Tensor:
@@ -126,7 +126,7 @@ class LM:
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of keys and values."""
+        """Return the dtype of keys and values."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
 
     def forward(
@@ -140,17 +140,17 @@ class LM:
         states: Layers = (),
         tree: Tree | None = None,
     ) -> Pass:
-        """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
+        """Return one pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
 
         Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states (A, n, D) of the layers
         `states`, see `passes`. at (A,): `start` as a tensor, if it is on the device already. If passes are CUDA graphs,
         the next pass of this LM overwrites logits and states: copy them if they are needed later. Entries of a row past
-        its tokens are computed from the padding ids; the row's next pass overwrites their keys and values.
-        tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
-        these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b
-        plus its depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path
-        to the slots of its positions. Raises ValueError for a layer that the model lacks, and if its code supports no
-        states or no trees.
+        its tokens are computed from the padding ids; the row's next pass overwrites their keys and values. tree: ids
+        are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of these, if
+        earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b plus its
+        depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path to the
+        slots of its positions. Raises ValueError for a layer that the model lacks, and if its code supports no states
+        or no trees.
         """
         of_each = only if ids.shape[1] > 1 else None  # with one id per row there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
@@ -158,7 +158,7 @@ class LM:
         return Pass(self._fitted(output.logits), output.states)
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """Logits (..., size) -> (..., V) of the vocabulary."""
+        """Return the logits (..., size) -> (..., V) of the vocabulary."""
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -173,8 +173,8 @@ class LM:
         greedy: bool = False,
         at: Tensor | None = None,
     ) -> Drafts | None:
-        """All drafts of a round in one call, for settings that consist of a temperature alone; None if passes are
-        neither compiled nor CUDA graphs.
+        """Return all drafts of a round in one call, for settings that consist of a temperature alone; None if passes
+        are neither compiled nor CUDA graphs.
 
         tails (A, n): the last one or two ids of the texts in slots [0, A), which have ends_b tokens; their other ids
         are stored. u (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k,
@@ -191,14 +191,14 @@ class LM:
     def draft_for(
         self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> Drafts | None:
-        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
-        and draws. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
+        """Return all k drafts of a round, as from `draft`, but for any sampling settings: with the round's own
+        distributions and draws. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
         if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
             return None
         return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
 
     def _draft_window(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
-        """The window of k drafts of texts of `ends` tokens."""
+        """Return the window of k drafts of texts of `ends` tokens."""
         window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
         self.cache.aim(window)
         return window
@@ -217,10 +217,9 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """States (A, n, D) after the first `layers` decoder layers; the pass ends there (early exit: Elhoushi et al.
-        2024, 2404.16710). Arguments as in `forward`. Keys and values of these layers are stored; those of later layers
-        are out of date at these positions until a whole pass writes them.
-        """
+        """Return the states (A, n, D) after the first `layers` decoder layers; the pass ends there (early exit:
+        Elhoushi et al. 2024, 2404.16710). Arguments as in `forward`. Keys and values of these layers are stored; those
+        of later layers are out of date at these positions until a whole pass writes them."""
         if not 0 < layers <= self.depth:
             raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
         self.check.states((layers,))
@@ -233,7 +232,7 @@ class LM:
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) after the final norm -> logits (..., V) of the vocabulary."""
+        """Return the states (..., D) after the final norm -> logits (..., V) of the vocabulary."""
         return self._fitted(self.run.head(states.to(self.dtype)))
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -242,12 +241,12 @@ class LM:
         return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
-        """States of no token, (rows, 0, D) each."""
+        """Return the states of no token, (rows, 0, D) each."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
     def _known(self, ids: Tensor) -> Tensor:
-        """The ids; those that the model lacks become its last one."""
+        """Return the ids; those that the model lacks become its last one."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(
@@ -292,7 +291,7 @@ class LM:
 
 
 def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
-    """The drafts of a round from one pass over masks, in one call; `send` of the round must come first. begins:
+    """Return the drafts of a round from one pass over masks, in one call; `send` of the round must come first. begins:
     `masked.begins` on the host. Returns None if passes are neither compiled nor CUDA graphs, if rows are too long for
     these, or if passes are compiled and distributions depend on more than a temperature."""
     if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
@@ -318,6 +317,6 @@ def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 5
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Rows of one length, each padded on the right with its own last id: no row reads an id of another."""
+    """Return the rows of one length, each padded on the right with its own last id: no row reads an id of another."""
     width = max(map(len, rows))
     return [row + row[-1:] * (width - len(row)) for row in rows]

@@ -28,8 +28,8 @@ UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
-    `widened`. Raises ValueError for a dtype that torch does not have."""
+    """Return a causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32,
+    see `widened`. Raises ValueError for a dtype that torch does not have."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
     model = AutoModelForCausalLM.from_pretrained(
@@ -42,7 +42,7 @@ def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_c
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU computes in a dtype by converting to float32 and back."""
+    """Return whether this machine's CPU computes in a dtype by converting to float32 and back."""
     if dtype not in SUPPORTED:
         return False
     kernels = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, SUPPORTED[dtype])()
@@ -62,7 +62,8 @@ def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """The quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names."""
+    """Return the quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names.
+    """
     settings = quantised(config)
     if not settings:
         return "none"
@@ -73,15 +74,16 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """The model, its weights cast in place to float32 if it is on a CPU that would emulate their dtype. Quantised
-    weights are not cast. copied: cast a copy instead."""
+    """Return the model, its weights cast in place to float32 if it is on a CPU that would emulate their dtype.
+    Quantised weights are not cast. copied: cast a copy instead."""
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 
 
 def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """The model itself on a device. Raises ValueError, with torch's reason, for a device that this machine lacks."""
+    """Return the model itself on a device. Raises ValueError, with torch's reason, for a device that this machine
+    lacks."""
     try:
         return model.to(torch.device(device))  # type: ignore[arg-type]
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -89,9 +91,9 @@ def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, its weights cast in place to a dtype. Buffers that are not in checkpoints (rotary frequencies) are not
-    cast, as in a model that is loaded in this dtype: rounded frequencies would be wrong by half a radian after 200
-    tokens."""
+    """Return the model, its weights cast in place to a dtype. Buffers that are not in checkpoints (rotary frequencies)
+    are not cast, as in a model that is loaded in this dtype: rounded frequencies would be wrong by half a radian after
+    200 tokens."""
     buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
     nn.Module.to(model, dtype)
     for module, name, buffer in buffers:
@@ -125,14 +127,14 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def biased_by_slots(config: PreTrainedConfig) -> bool:
-    """Whether attention is biased by the distance of slots, as in MPT. The biases are so small that in half precision a
-    comparison of logits would not detect wrong ones."""
+    """Return whether attention is biased by the distance of slots, as in MPT. The biases are so small that in half
+    precision a comparison of logits would not detect wrong ones."""
     settings = config.get_text_config().to_dict()
     return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """The longest text, in tokens, that a pass over rows of different lengths supports.
+    """Return the longest text, in tokens, that a pass over rows of different lengths supports.
 
     It ends with the first range of LongRoPE, because past that the longest row decides the rotation of all rows. For
     the same reason it ends with the first range of Llama 4, past which one position scales the attention of all rows.
@@ -149,7 +151,7 @@ def positions_of(config: PreTrainedConfig) -> int:
 
 
 def length_of(config: PreTrainedConfig) -> int:
-    """The longest text that a config allows, in tokens."""
+    """Return the longest text that a config allows, in tokens."""
     lengths = [getattr(config, key, None) for key in LENGTHS]
     return next((length for length in lengths if length), UNLIMITED)
 
@@ -158,7 +160,8 @@ def length_of(config: PreTrainedConfig) -> int:
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says."""
+    """Return the states (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says.
+    """
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
@@ -174,16 +177,16 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def _logit_scale(config: dict[str, Any]) -> float:
-    """The factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number of the
-    same name."""
+    """Return the factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number
+    of the same name."""
     scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
     return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Logits (n, V) after the ids `at` of one text, by the model's own forward without a cache. The head reads these
-    rows alone if the model's code can."""
+    """Return the logits (n, V) after the ids `at` of one text, by the model's own forward without a cache. The head
+    reads these rows alone if the model's code can."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -215,8 +218,8 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
 
 
 def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """States (A, n, D) after the first `depth` decoder layers. run: a pass of the model; an exception ends it after
-    these layers. This is exact for every family, since the layers themselves are not changed."""
+    """Return the states (A, n, D) after the first `depth` decoder layers. run: a pass of the model; an exception ends
+    it after these layers. This is exact for every family, since the layers themselves are not changed."""
 
     def leave(states: Tensor) -> None:
         raise _Left(states)
@@ -240,7 +243,7 @@ class _Left(Exception):
 
 
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
-    """A hook that gives `use` the states of a layer."""
+    """Return a hook that gives `use` the states of a layer."""
     if layer == LAST:
         body = model.get_decoder()  # both the model and its `base_model` run this body
         if body is model:
@@ -257,8 +260,8 @@ def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers in their order: the first list of modules in its body that is as long as its config
-    says.
+    """Return the model's decoder layers in their order: the first list of modules in its body that is as long as its
+    config says.
 
     Raises ValueError if there is none.
     """

@@ -86,7 +86,7 @@ _RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary
 
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
-    """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
+    """Return whether `Lean` gives the model's own logits; warns once a model when it does not."""
 
     def check() -> CheckResult:
         return Probe(model, context).logits(lambda cache: Lean(model, cache))
@@ -99,7 +99,8 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
-    """The form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to `context` ids.
+    """Return the form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to `context`
+    ids.
 
     Raises ValueError with the reason when there is none.
     """
@@ -110,7 +111,7 @@ def form_of(model: PreTrainedModel, context: int) -> str:
 
 
 def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
-    """The first form that agrees, or None and the reason."""
+    """Return the first form that agrees, or None and the reason."""
     config, results = model.config.get_text_config(), []
     with narrow(config, context) as narrowed:
         probe = Probe(model, context)
@@ -133,7 +134,7 @@ class SelfCheck:
         self.agreed: set[str | Layers] = {()}
 
     def states(self, layers: Layers) -> Layers:
-        """The layers. Raises ValueError for one that the model lacks, and if states are not the model's own."""
+        """Return the layers. Raises ValueError for one that the model lacks, and if states are not the model's own."""
         if layers not in self.agreed:
             depth, name = self.model.config.get_text_config().num_hidden_layers, type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
@@ -145,7 +146,7 @@ class SelfCheck:
         return layers
 
     def trees(self) -> None:
-        """Raises ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
+        """Raise ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
         if "trees" not in self.agreed:
             self._check("trees", Probe.trees)
             self.agreed.add("trees")
@@ -298,9 +299,9 @@ class Probe:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
-        """The noise of the model's own numbers at each position: how far they differ when computed in other correct
-        ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the rounding of
-        every layer."""
+        """Return the noise of the model's own numbers at each position: how far they differ when computed in other
+        correct ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the
+        rounding of every layer."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
@@ -320,7 +321,7 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """The model's own logits in the same two passes, row by row, with its own cache and masks."""
+        """Return the model's own logits in the same two passes, row by row, with its own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             cache = DynamicCache(config=self.model.config)
@@ -365,7 +366,7 @@ class Probe:
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
-        """Logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
+        """Return the logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
@@ -377,7 +378,7 @@ class Probe:
         return torch.cat(logits, 1)[:, 1:]
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
-        """The model's own logits (N, V) of both rows, after every node's path as a text."""
+        """Return the model's own logits (N, V) of both rows, after every node's path as a text."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
@@ -387,7 +388,7 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """The values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
+        """Return the values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
@@ -404,7 +405,7 @@ class Probe:
         return cache
 
     def _prompt(self) -> Window:
-        """The window of the first pass: as many columns of both rows as are stored of the longer."""
+        """Return the window of the first pass: as many columns of both rows as are stored of the longer."""
         high = self.starts[1]
         return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
 
@@ -415,8 +416,8 @@ class Probe:
 
 
 def _apart(rows: Rows, whole: Rows) -> Tensor:
-    """The difference at each position (P,): root mean square over the vocabulary, or the width, in standard deviations
-    of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
+    """Return the difference at each position (P,): root mean square over the vocabulary, or the width, in standard
+    deviations of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
 
     It is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in which all of
     the model's own are -inf are left out if ours are too.
@@ -440,6 +441,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _fine(model: PreTrainedModel) -> bool:
-    """Whether a model computes in float32 or more throughout."""
+    """Return whether a model computes in float32 or more throughout."""
     dtypes = {p.dtype for p in model.parameters()}
     return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)

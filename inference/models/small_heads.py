@@ -29,7 +29,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix with a row for each token: its dtype and device are those of the head."""
+        """Return the matrix with a row for each token: its dtype and device are those of the head."""
         return self.up.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -41,7 +41,8 @@ Projection = nn.Linear | LowRank
 
 
 def projection(width: int, tokens: int, rank: int | None) -> Projection:
-    """States (..., D) -> logits (..., Vd), with random weights. Raises ValueError for a rank above both sizes."""
+    """Return the states (..., D) -> logits (..., Vd), with random weights. Raises ValueError for a rank above both
+    sizes."""
     if rank is None:
         return nn.Linear(width, tokens, bias=False)
     if not 1 <= rank <= min(width, tokens):
@@ -80,7 +81,7 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Logits (..., Vd) of the ids known (Vd,) -> (..., size), -inf for all other ids."""
+    """Return the logits (..., Vd) of the ids known (Vd,) -> (..., size), -inf for all other ids."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
@@ -103,7 +104,7 @@ class SmallHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix with a row for each token: its dtype and device are those of the head."""
+        """Return the matrix with a row for each token: its dtype and device are those of the head."""
         return self.projection.weight
 
     @property
@@ -132,7 +133,7 @@ class SmallHead(nn.Module):
 
 
 def is_small(config: PreTrainedConfig) -> bool:
-    """Whether a causal LM's config has the keys of a small head."""
+    """Return whether a causal LM's config has the keys of a small head."""
     return any(getattr(config, key, None) for key in (VOCABULARY, RANK))
 
 
@@ -163,5 +164,5 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
 
 
 def linears(head: Any) -> list[nn.Linear]:
-    """The linear layers of any head, [] of None."""
+    """Return the linear layers of any head, [] of None."""
     return [] if head is None else [module for module in head.modules() if isinstance(module, nn.Linear)]

@@ -24,24 +24,25 @@ class Draws(Protocol):
     """The part of a decoding round that models use: distributions and draws, and the tensors that these read."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor], /) -> Tensor:
-        """Logits (A, V) after `drafted` ids (A,) each -> distributions (A, V) under each row's sampling settings."""
+        """Return the logits (A, V) after `drafted` ids (A,) each -> distributions (A, V) under each row's sampling
+        settings."""
 
     def draw(self, probs: Tensor, depth: int, /) -> Tensor:
-        """Ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
+        """Return the ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row, 0 for one-hot distributions; None if distributions or draws depend on more than
-        that."""
+        """Return the temperature of each row, 0 for one-hot distributions; None if distributions or draws depend on
+        more than that."""
 
     def simple(self, depths: int, /) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) and temperatures (A,) on the device."""
+        """Return the uniforms (A, depths) and temperatures (A,) on the device."""
 
     def inputs(self) -> dict[str, Tensor] | None:
-        """The tensors, by name, that `probs` and `draw` read; None if they read more than tensors."""
+        """Return the tensors, by name, that `probs` and `draw` read; None if they read more than tensors."""
 
     def on(self, inputs: Mapping[str, Tensor], /) -> "Draws":
-        """The same distributions and draws, which read `inputs`: other tensors of these names and shapes."""
+        """Return the same distributions and draws, which read `inputs`: other tensors of these names and shapes."""
 
     @property
     def key(self) -> Hashable:
@@ -49,12 +50,12 @@ class Draws(Protocol):
 
     @property
     def steady(self) -> frozenset[str]:
-        """Names of the `inputs` whose values change only when the tensor is replaced."""
+        """Return the names of the `inputs` whose values change only when the tensor is replaced."""
 
 
 def by_round(draws: Draws, greedy: bool) -> Choose:
-    """A function that makes each draft by the round's own distributions and draws, under any settings. greedy: it makes
-    the likeliest token, with a one-hot distribution."""
+    """Return a function that makes each draft by the round's own distributions and draws, under any settings. greedy:
+    it makes the likeliest token, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = draws.probs(logits, drafts)
@@ -74,7 +75,7 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """The same structure, each tensor a parameter; None and numbers as they are."""
+        """Return the same structure, each tensor a parameter; None and numbers as they are."""
         if isinstance(value, Tensor):
             self.count += 1
             self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
@@ -230,14 +231,14 @@ class OnePass(Step):
 
 
 def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
-    """Values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
+    """Return the values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
     columns = anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
     return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), columns]
 
 
 def drawn(draws: Draws, logits: Tensor, greedy: bool) -> Drafts:
-    """Drafts by the round's distributions and draws, from logits (A, k, V) that do not depend on drafts; distributions
-    may, through settings that read history. greedy: draft the likeliest tokens."""
+    """Return the drafts by the round's distributions and draws, from logits (A, k, V) that do not depend on drafts;
+    distributions may, through settings that read history. greedy: draft the likeliest tokens."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth, one in enumerate(logits.unbind(1)):

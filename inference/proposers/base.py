@@ -47,14 +47,15 @@ class LoadArguments:
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft was trained to draft its likeliest tokens, or planned with a tree of likeliest children."""
+        """Return whether the draft was trained to draft its likeliest tokens, or planned with a tree of likeliest
+        children."""
         return self.metadata is not None and (
             self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The planned tree of drafts, as `Independent(shape=)` takes it; None: chains."""
+        """Return the planned tree of drafts, as `Independent(shape=)` takes it; None: chains."""
         return None if self.metadata is None or self.metadata.tree is None else tuple(self.metadata.tree.parents)
 
 
@@ -108,10 +109,11 @@ class Round(Protocol):
 
     @property
     def texts(self) -> Sequence[list[int]]:
-        """Prompt and emitted tokens of each row."""
+        """Return the prompt and emitted tokens of each row."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after `drafted` ids (A,) each -> distribution (A, V) under each row's sampling settings."""
+        """Return the logits (A, V) after `drafted` ids (A,) each -> distribution (A, V) under each row's sampling
+        settings."""
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy whole numbers to the device, one or equally many for each row. The round's first call also carries the
@@ -121,58 +123,59 @@ class Round(Protocol):
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row, 0 for one-hot distributions, if distributions are softmax(logits / temperature)
-        and draws use the inverse CDF; None if `probs` or `draw` do more than that."""
+        """Return the temperature of each row, 0 for one-hot distributions, if distributions are softmax(logits /
+        temperature) and draws use the inverse CDF; None if `probs` or `draw` do more than that."""
 
     @property
     def temperature(self) -> Tensor:
-        """The temperature of each row (A,), on the device, whatever the other settings are; a new tensor when rows come
-        or go."""
+        """Return the temperature of each row (A,), on the device, whatever the other settings are; a new tensor when
+        rows come or go."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) and temperatures (A,) on the device."""
+        """Return the uniforms (A, depths) and temperatures (A,) on the device."""
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Ids (A,) drawn from distribution (A, V) with the noise of this depth (0-based)."""
+        """Return the ids (A,) drawn from distribution (A, V) with the noise of this depth (0-based)."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
-        (A, n, m) in the order of verification, and the distributions (A, n, m, V) they were drawn from.
+        """Return the next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far ->
+        children (A, n, m) in the order of verification, and the distributions (A, n, m, V) they were drawn from.
 
         They are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest tokens
-        with one-hot distributions."""
+        with one-hot distributions.
+        """
 
     @property
     def shared(self) -> bool:
-        """Whether drafts are drawn with the same noise as the target's tokens."""
+        """Return whether drafts are drawn with the same noise as the target's tokens."""
 
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) drawn from distribution (A, V) with the noise of the target's tokens, at a depth (A,) of each
-        row."""
+        """Return the ids (A,) drawn from distribution (A, V) with the noise of the target's tokens, at a depth (A,) of
+        each row."""
 
     @property
     def reads_history(self) -> list[bool]:
         """For each row, whether its settings read the text. If they do, `plain` does not give its distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""
+        """Return the logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance tests and
-        its last tokens. No other draw or test of the row uses them. Call `send` first."""
+        """Return the uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance
+        tests and its last tokens. No other draw or test of the row uses them. Call `send` first."""
 
     def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
         """Called when a dynamic tree selects the `count` largest of scores (A, ..., M), which are sums over `levels`
         levels of log probabilities or logits. A check of the round records here which choices were close."""
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """The tensors, by name, that distributions and draws read; with `trees` also the tensors that draw children;
-        None if distributions or draws read more than tensors."""
+        """Return the tensors, by name, that distributions and draws read; with `trees` also the tensors that draw
+        children; None if distributions or draws read more than tensors."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """The same round, whose distributions and draws read `given`: other tensors with the names and shapes of
+        """Return the same round, whose distributions and draws read `given`: other tensors with the names and shapes of
         `inputs`."""
 
     @property
@@ -181,7 +184,7 @@ class Round(Protocol):
 
     @property
     def steady(self) -> frozenset[str]:
-        """Names of those `inputs` whose values change only when the tensor is replaced."""
+        """Return the names of those `inputs` whose values change only when the tensor is replaced."""
 
 
 class RoundView:
@@ -275,7 +278,7 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """A proposer from a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
+        """Return a proposer from a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
@@ -285,7 +288,7 @@ class Proposer:
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """The network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
+        """Return the network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
         `fits`."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
@@ -301,9 +304,9 @@ class Proposer:
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
-        """A causal LM, with slots for `rows` texts, whose distribution after a text is the proposer's at every depth,
-        so that one teacher-forced pass gives all distributions of the proposer. None if there is no such LM; then
-        forced rounds give them (`exactness.forced`)."""
+        """Return a causal LM, with slots for `rows` texts, whose distribution after a text is the proposer's at every
+        depth, so that one teacher-forced pass gives all distributions of the proposer. None if there is no such LM;
+        then forced rounds give them (`exactness.forced`)."""
         return None
 
     def open(self, host: Host) -> None:

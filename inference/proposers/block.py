@@ -87,8 +87,8 @@ class BlockNetwork(FeatureNetwork):
         return ConfidenceHead(self.config.hidden_size + rank)
 
     def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The probability (...) that each draft is accepted if all before it were. states (..., H): of the drafts'
-        masks. before (...): the token drafted before each, the anchor for the first. log_probs: as in
+        """Return the probability (...) that each draft is accepted if all before it were. states (..., H): of the
+        drafts' masks. before (...): the token drafted before each, the anchor for the first. log_probs: as in
         `ConfidenceHead`."""
         rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
         confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
@@ -99,19 +99,19 @@ class BlockNetwork(FeatureNetwork):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n, 1, D): of
-        the tokens' positions, see `angles`."""
+        """Return the keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n,
+        1, D): of the tokens' positions, see `angles`."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
 
     def queries(self, embedded: Tensor, K: int) -> Tensor:
-        """Embeddings (..., H) of anchors -> (..., 1 + K, H) of their blocks."""
+        """Return the embeddings (..., H) of anchors -> (..., 1 + K, H) of their blocks."""
         masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Queries (A, n, H) -> the states (A, n, H) that `head` reads, by the attention of each layer."""
+        """Return the queries (A, n, H) -> the states (A, n, H) that `head` reads, by the attention of each layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         states: Tensor = self.norm(x)
@@ -172,7 +172,7 @@ class Block(Eagle):
         self.depths = network.config.depths
 
     def _masks(self, K: int) -> int:
-        """Masks of a pass that drafts K tokens."""
+        """Return the masks of a pass that drafts K tokens."""
         return K if self.network.config.causal else self.network.config.depths
 
     def _room_for(self, K: int) -> int:

@@ -44,7 +44,7 @@ class ConditionedNetwork(CausalLM):
 
 
 def table_in(path: str | Path) -> Tensor:
-    """The scale (n, D) of a local folder. Raises ValueError if it has none."""
+    """Return the scale (n, D) of a local folder. Raises ValueError if it has none."""
     tensors = tensors_of(path)
     if TABLE not in tensors:
         raise ValueError(f"{path}: tensor {TABLE} is missing")
@@ -62,7 +62,7 @@ def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrain
 
 
 def knots_of(config: PretrainedConfig) -> list[float]:
-    """The temperatures in a network's config. Raises ValueError if there are none."""
+    """Return the temperatures in a network's config. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
         raise ValueError(f"{KNOTS}: the config of a conditioned draft must list its temperatures")
@@ -77,7 +77,7 @@ class Scale:
         self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
 
     def at(self, temperature: Tensor) -> Tensor:
-        """The factors of the states that the head reads: temperature (...) -> (..., D), float32 at least."""
+        """Return the factors of the states that the head reads: temperature (...) -> (..., D), float32 at least."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)

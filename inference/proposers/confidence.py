@@ -46,8 +46,8 @@ class ConfidenceHead(nn.Module):
         return self.proj.in_features
 
     def forward(self, read: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The draft's state (..., width) -> probabilities (...), in float32 at least. log_probs (..., V): log q at the
-        row's temperature, before any cut; None: the probability by the state alone."""
+        """Return the draft's state (..., width) -> probabilities (...), in float32 at least. log_probs (..., V): log q
+        at the row's temperature, before any cut; None: the probability by the state alone."""
         read, by = wide(read), self.proj
         if log_probs is not None:
             read, by = torch.cat((read, measures(log_probs).to(read)), -1), self.with_q

@@ -45,7 +45,7 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """The low, middle and high layer whose states the draft reads, for a target of L layers, numbered as in
+    """Return the low, middle and high layer whose states the draft reads, for a target of L layers, numbered as in
     `models.passes`: 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
@@ -54,8 +54,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:
-    """Layer numbers by inputs -> layer numbers by outputs: the input of layer i is the output of i - 1, or of -1, the
-    embeddings."""
+    """Return the layer numbers by inputs -> layer numbers by outputs: the input of layer i is the output of i - 1, or
+    of -1, the embeddings."""
     return [layer - 1 for layer in layers]
 
 
@@ -109,7 +109,7 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
+        """Return the states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
@@ -163,30 +163,33 @@ class FeatureNetwork(PreTrainedModel):
             raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """The target's states (..., H) by layer -> features (..., H)."""
+        """Return the target's states (..., H) by layer -> features (..., H)."""
         joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
-        """States (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's vocabulary."""
+        """Return the states (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's
+        vocabulary."""
         return self.spread(self.lm_head(states), vocabulary)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Logits (..., Vd) of the draft's tokens -> (..., vocabulary), -inf for tokens outside its vocabulary."""
+        """Return the logits (..., Vd) of the draft's tokens -> (..., vocabulary), -inf for tokens outside its
+        vocabulary."""
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread(logits, self.known, size)[..., :vocabulary]
 
     def term(self, vocabulary: int) -> "Term | None":
-        """The function that gives the Markov head's term for the logits after a token; None without such a head."""
+        """Return the function that gives the Markov head's term for the logits after a token; None without such a head.
+        """
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
     @property
     def known(self) -> Tensor:
-        """The target's ids (Vd,) of the tokens in the draft's vocabulary."""
+        """Return the target's ids (Vd,) of the tokens in the draft's vocabulary."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @torch.no_grad()
@@ -226,8 +229,8 @@ class EagleNetwork(FeatureNetwork):
         self.midlayer = _Layer(config)
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
-        the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
+        """Return the embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which
+        replace the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
         size = self.config.head_dim
@@ -313,8 +316,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """A proposer from a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if the
-        target's sizes differ."""
+        """Return a proposer from a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if
+        the target's sizes differ."""
         network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -384,12 +387,12 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows with such
-        numbers end or get no drafts."""
+        """Return the features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows
+        with such numbers end or get no drafts."""
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """The drafts of a round; rows without a pair get none."""
+        """Return the drafts of a round; rows without a pair get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -409,7 +412,7 @@ class Eagle(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _room_for(self, K: int) -> int:
-        """Number of slots that a round of K depths needs after the pairs that are not stored yet."""
+        """Return the number of slots that a round of K depths needs after the pairs that are not stored yet."""
         return self.branching.room if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
@@ -441,7 +444,7 @@ class Eagle(Proposer):
         return drafts
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
+        """Return the drafts of K depths and the distributions they were drawn from; a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         A, anchor = len(ids), pairs + only
@@ -458,7 +461,7 @@ class Eagle(Proposer):
         return one_by_one(K, logits, follow, by_round(round, self.greedy))
 
     def _logits(self, output: Tensor) -> Tensor:
-        """Output of the layer (A, n, H) -> (A, n, V)."""
+        """Return the output of the layer (A, n, H) -> (A, n, V)."""
         return self.network.head(self.network.norm(output), self.vocabulary)
 
     @property
@@ -475,8 +478,8 @@ class Eagle(Proposer):
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """The output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the window's
-        slots and reads the slots up to its limit."""
+        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the
+        window's slots and reads the slots up to its limit."""
         attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, *self._angles(window.positions), attend)
@@ -488,8 +491,8 @@ class Eagle(Proposer):
         return cos, sin
 
     def _attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Attention of a layer that stores the new keys and values in the window's slots, then reads the slots up to
-        its limit under a mask (A, 1, n, limit) to add to scores."""
+        """Return the attention of a layer that stores the new keys and values in the window's slots, then reads the
+        slots up to its limit under a mask (A, 1, n, limit) to add to scores."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -541,7 +544,8 @@ class Eagle(Proposer):
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
-    """The slots of the pairs of n drafts a row. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
+    """Return the slots of the pairs of n drafts a row. anchor (A,): slots of the texts' last pairs; limit: slots to
+    read."""
     if nodes.tree is None:
         return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
     return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

@@ -128,8 +128,8 @@ class Changed(nn.Module):
 
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
-    """The untrained exit after the first `layers` decoder layers: it applies the target's norm and head to the states
-    there. Raises ValueError for layers that the target lacks."""
+    """Return the untrained exit after the first `layers` decoder layers: it applies the target's norm and head to the
+    states there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
         raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: give 1 .. {len(blocks)}")
@@ -143,13 +143,13 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
 
 
 def projections(block: nn.Module) -> dict[str, list[int]]:
-    """The projections of a decoder layer: name -> [out, in]."""
+    """Return the projections of a decoder layer: name -> [out, in]."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """The norm after the decoder layers: the body's last module, other than the layers, with a weight of the model's
-    width. Raises ValueError if there is none."""
+    """Return the norm after the decoder layers: the body's last module, other than the layers, with a weight of the
+    model's width. Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
         if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
@@ -158,8 +158,8 @@ def final_norm(model: PreTrainedModel) -> Any:
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the target's embeddings, first `layers` decoder layers, norm and head: new modules that share the
-    target's tensors."""
+    """Return a model of the target's embeddings, first `layers` decoder layers, norm and head: new modules that share
+    the target's tensors."""
     shared = [*target.parameters(), *target.buffers()]
     model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
     del decoder_layers(model)[layers:]
@@ -171,8 +171,8 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """The target's first layers with the network's changes as trainable parameters; columns of a pass before `first`
-    use the unchanged layers."""
+    """Return the target's first layers with the network's changes as trainable parameters; columns of a pass before
+    `first` use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -186,7 +186,8 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """The target's first layers with the network's changes, added to copies of the weights in the target's dtype.
+    """Return the target's first layers with the network's changes, added to copies of the weights in the target's
+    dtype.
 
     The result is cached, and built again when the network or the target has changed. Projections that are not plain
     `Linear` (quantised ones) have the change as a module.
@@ -211,7 +212,7 @@ def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _added(plain: nn.Linear, change: Change) -> nn.Linear:
-    """The projection with its change in its weight."""
+    """Return the projection with its change in its weight."""
     wide = torch.promote_types(plain.weight.dtype, torch.float32)
     down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
     plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # the module is a copy
@@ -244,8 +245,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
-        differ."""
+        """Return a proposer from a draft folder. Raises the errors of `load_draft`, and ValueError if the target's
+        sizes differ."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

@@ -77,7 +77,7 @@ class HeadsNetwork(PreTrainedModel):
 
     @property
     def depths(self) -> int:
-        """The most drafts of a round."""
+        """Return the most drafts of a round."""
         return int(self.config.num_heads)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
@@ -134,13 +134,15 @@ class HydraNetwork(HeadsNetwork):
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """The sums (n, N, D) of heads i, i + 1, ... after adding token i, whose embeddings are (N, D) or (n, N, D)."""
+        """Return the sums (n, N, D) of heads i, i + 1, ... after adding token i, whose embeddings are (N, D) or (n, N,
+        D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
     def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
-        """The state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its tokens."""
+        """Return the state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its
+        tokens."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
 
 
@@ -167,8 +169,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError for a target of other
-        sizes."""
+        """Return a proposer from a draft folder. Raises the errors of `load_draft`, and ValueError for a target of
+        other sizes."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -181,8 +183,8 @@ class DraftHeads(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Raises ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot
-        draft."""
+        """Raise ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot draft.
+        """
         target = host.target
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
@@ -221,14 +223,14 @@ class DraftHeads(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
+        """Return the drafts of K depths and the distributions they were drawn from; a function of tensors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both are
-        functions of tensors alone."""
+        """Return the logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both
+        are functions of tensors alone."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:

@@ -64,12 +64,12 @@ class Gate:
         return best
 
     def to_json(self) -> dict[str, Any]:
-        """The gate as config.json holds it, with the look-up's table under `found`."""
+        """Return the gate as config.json holds it, with the look-up's table under `found`."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Raises ValueError for keys that are missing or unknown."""
+        """Raise ValueError for keys that are missing or unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
             raise ValueError(f"gate: keys missing or unknown: {', '.join(sorted(odd))}")
@@ -91,7 +91,7 @@ class HeldOutPosition:
 
 
 def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
-    """The gate counted at positions of held-out text that the target generated under the settings to be served.
+    """Return the gate counted at positions of held-out text that the target generated under the settings to be served.
 
     A look-up's draft has probability 1 under q, so the share of positions at which the text has the drafted token is
     its acceptance rate. Counts of look-up for matches of n tokens are smoothed towards the counts for n - 1 tokens,
@@ -148,7 +148,7 @@ class Hybrid(CompositeProposer):
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
-        """A copy with copies of the parts, so that the two share no state."""
+        """Return a copy with copies of the parts, so that the two share no state."""
         return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
@@ -162,7 +162,7 @@ class Hybrid(CompositeProposer):
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
-        """A hybrid of `model` and of the look-up with the settings `lookup` of a config."""
+        """Return a hybrid of `model` and of the look-up with the settings `lookup` of a config."""
         gate = lookup.get("gate")
         return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
@@ -204,7 +204,7 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Ids drawn from `probs`, but for rows that use look-up the draft of look-up."""
+        """Return the ids drawn from `probs`, but for rows that use look-up the draft of look-up."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
@@ -216,7 +216,7 @@ class PartialRound(RoundView):
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
-    """One proposal with the drafts of look-up and of the model; the drafts of a row come from only one of them.
+    """Return one proposal with the drafts of look-up and of the model; the drafts of a row come from only one of them.
 
     Raises ValueError for a tree: all rows of a round have one shape of drafts.
     """

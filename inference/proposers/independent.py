@@ -53,8 +53,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """A proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for a
-        target of another shape."""
+        """Return a proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for
+        a target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -69,7 +69,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """The dtype of the weights, or int8."""
+        """Return the dtype of the weights, or int8."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -127,8 +127,8 @@ class Independent(Proposer):
         return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the padding are
-        not used."""
+        """Return the logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the
+        padding are not used."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
@@ -144,12 +144,12 @@ class Independent(Proposer):
         return {"lacking": padded(tails), "only": only, "stored": self.stored, "follows": follows}
 
     def _on_device(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors on the draft's own device."""
+        """Return the tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
-        """Drafts of trees, with one pass per level. If passes are CUDA graphs, all levels are always drafted, since
-        each tree needs its own graph."""
+        """Return the drafts of trees, with one pass per level. If passes are CUDA graphs, all levels are always
+        drafted, since each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
@@ -166,8 +166,8 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """All drafts by one call of a compiled model. None if the model has no such call, if texts are near the end of
-        its context, or if distributions need more than a temperature and passes are no CUDA graphs."""
+        """Return all drafts by one call of a compiled model. None if the model has no such call, if texts are near the
+        end of its context, or if distributions need more than a temperature and passes are no CUDA graphs."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -216,5 +216,5 @@ class Independent(Proposer):
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A local folder is loaded as a draft folder; anything else is a hub id."""
+    """Return a local folder is loaded as a draft folder; anything else is a hub id."""
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)

@@ -23,7 +23,7 @@ KINDS = {  # name -> module:class
 
 
 def kind_of(name: str) -> Any:
-    """The class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown one."""
+    """Return the class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown one."""
     if name not in KINDS:
         raise ValueError(f"kind: there is no {name!r} proposer; there are {', '.join(KINDS)}")
     module, _, name = KINDS[name].partition(":")

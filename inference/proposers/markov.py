@@ -29,6 +29,6 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Tokens (...) -> (..., Vd), to be added to the logits of the tokens after them."""
+        """Return the tokens (...) -> (..., Vd), to be added to the logits of the tokens after them."""
         logits: Tensor = self.markov_w2(self.markov_w1(ids))
         return logits

@@ -66,16 +66,16 @@ class OtherTokenizer(Proposer):
         greedy: bool = False,
         compile: bool | None = None,
     ) -> "OtherTokenizer":
-        """A proposer from a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no
-        byte strings, or that share no token."""
+        """Return a proposer from a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens
+        are no byte strings, or that share no token."""
         shared = SharedTokens.of(target_tokenizer, tokenizer)
         return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
-        """A proposer from a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a
-        kind that holds no causal LM, for weights that cannot be read, and if the folder or the target has no
-        tokenizer."""
+        """Return a proposer from a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft
+        folder of a kind that holds no causal LM, for weights that cannot be read, and if the folder or the target has
+        no tokenizer."""
         require_class(read(folder), cls.network_class)
         model, problems, _ = load_weights(folder, network=cls.network_class)
         tokenizer = load_tokenizer(folder)
@@ -162,7 +162,7 @@ class DraftVocabularyRound(RoundView):
         return DraftVocabularyRound(self.round.on(given), self.converted, self.k, self.to_target, self.to_draft)
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, Vd) -> distribution (A, V): tokens that the draft lacks have no mass."""
+        """Return the logits (A, Vd) -> distribution (A, V): tokens that the draft lacks have no mass."""
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
         return self.round.probs(padded[:, self.to_draft], [self.to_target[x] for x in drafted])
 
@@ -180,7 +180,7 @@ class SharedTokens:
 
     @classmethod
     def of(cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> "SharedTokens":
-        """Raises ValueError when no token is shared."""
+        """Raise ValueError when no token is shared."""
         theirs, ours = _by_bytes(target), _by_bytes(draft)
         pairs = {theirs[name]: ours[name] for name in theirs.keys() & ours.keys()}
         if not pairs:
@@ -190,8 +190,8 @@ class SharedTokens:
         return cls(tuple(sorted(pairs.items())))
 
     def tables(self, vocabulary: int, own: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target id
-        (vocabulary,), `own` if it has none."""
+        """Return two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target
+        id (vocabulary,), `own` if it has none."""
         to_target = torch.zeros(own, dtype=torch.int64)
         to_draft = torch.full((vocabulary,), own, dtype=torch.int64)
         pairs = torch.tensor([pair for pair in self.pairs if pair[0] < vocabulary and pair[1] < own]).view(-1, 2)
@@ -200,7 +200,7 @@ class SharedTokens:
 
 
 def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """The id of each byte string. If several ids have it, prefer one that is not a single-byte token, then the
+    """Return the id of each byte string. If several ids have it, prefer one that is not a single-byte token, then the
     smallest."""
     strings, names = byte_strings(tokenizer), {number: name for name, number in tokenizer.get_vocab().items()}
     order = sorted(strings, key=lambda number: (_BYTE.fullmatch(names[number]) is not None, number), reverse=True)
@@ -208,8 +208,8 @@ def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
 
 
 def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes of each id except special ones, for byte-level BPE and SentencePiece. Raises ValueError for other
-    tokenizers, whose tokens are not parts of the text."""
+    """Return the bytes of each id except special ones, for byte-level BPE and SentencePiece. Raises ValueError for
+    other tokenizers, whose tokens are not parts of the text."""
     decoders = _decoders(tokenizer)
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
         raise ValueError(
@@ -228,7 +228,7 @@ def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Types of the decoding steps, from tokens to text."""
+    """Return the types of the decoding steps, from tokens to text."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(core.to_str())["decoder"] if core is not None else None
     steps = (decoder or {}).get("decoders", [decoder] if decoder else [])
@@ -243,7 +243,7 @@ def _bytes(name: str, table: Mapping[str, int] | None) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The printable characters that stand for bytes in byte-level BPE (Radford et al. 2019)."""
+    """Return the printable characters that stand for bytes in byte-level BPE (Radford et al. 2019)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -281,14 +281,14 @@ class TextConverter:
         return ids + self._encode(self._text(text[count:]))
 
     def whole(self, text: Sequence[int]) -> bool:
-        """Whether a text ends with a whole character."""
+        """Return whether a text ends with a whole character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(self._joined(text[-4:]))
         return not decoder.getstate()[0]
 
     def _cut(self, text: list[int], low: int) -> int:
-        """The last position at which a word begins, from `low` on and before the last `WINDOW` tokens; `low` if there
-        is none, or if fewer than two windows of tokens follow it."""
+        """Return the last position at which a word begins, from `low` on and before the last `WINDOW` tokens; `low` if
+        there is none, or if fewer than two windows of tokens follow it."""
         if not self.local or len(text) - low < 2 * WINDOW:
             return low
         positions = range(len(text) - WINDOW, low, -1)

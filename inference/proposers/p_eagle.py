@@ -47,7 +47,7 @@ class PEagleNetwork(EagleNetwork):
 
     @property
     def mask(self) -> int:
-        """The id of a mask. Raises ValueError if the config has none."""
+        """Return the id of a mask. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
             raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
         return int(self.config.pard_token)
@@ -82,7 +82,7 @@ class PEagle(Eagle):
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
-        """Logits (A, K, V) at the text's last pair and the K - 1 masks after it; given: see `_given`."""
+        """Return the logits (A, K, V) at the text's last pair and the K - 1 masks after it; given: see `_given`."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
         text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text

@@ -41,7 +41,7 @@ class Parallel(Independent):
         return None  # the distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
-        """A row longer than the draft's own context gets no drafts."""
+        """Return a row longer than the draft's own context gets no drafts."""
         most = [min(self.most, self.lm.context - len(text)) for text in round.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
@@ -65,7 +65,8 @@ class Parallel(Independent):
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
     def _trees(self, round: Round, logits: Tensor, shape: StaticTrees | DynamicTrees) -> tuple[Tensor, Tensor]:
-        """Nodes and distributions of trees, as `StaticTrees.grown` returns them, from logits (A, k, V) by depth."""
+        """Return the nodes and distributions of trees, as `StaticTrees.grown` returns them, from logits (A, k, V) by
+        depth."""
         return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
@@ -85,7 +86,7 @@ class Parallel(Independent):
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """The id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
+    """Return the id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
     them."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:

@@ -75,12 +75,12 @@ class Quantised(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
-        """The folder holds no weights; its config.json names the bits."""
+        """Return the folder holds no weights; its config.json names the bits."""
         return cls.of_settings(arguments, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """A draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
+        """Return a draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -88,7 +88,7 @@ class Quantised(Independent):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raises for a target that is quantised itself."""
+        """Raise for a target that is quantised itself."""
         if quantised(target.config):
             raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
 
@@ -101,9 +101,9 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedMod
 
 
 def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
-    """A copy of the target whose projections are rounded to `bits`, in the target's dtype; the embeddings are not
-    rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The copy is
-    cached, and made again when the target has changed."""
+    """Return a copy of the target whose projections are rounded to `bits`, in the target's dtype; the embeddings are
+    not rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The
+    copy is cached, and made again when the target has changed."""
     copies = _COPIES.setdefault(target, {})
     if bits not in copies or not copies[bits][0].holds(target):
         copies[bits] = Stamp(target, addresses=False, values=True), _quantised_copy(target, bits)

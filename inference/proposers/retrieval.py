@@ -15,7 +15,7 @@ from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Ro
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """A proposal of deterministic drafts, each row padded with the last id of its text."""
+    """Return a proposal of deterministic drafts, each row padded with the last id of its text."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -37,7 +37,7 @@ class NGram(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "NGram":
-        """The folder holds no settings."""
+        """Return the folder holds no settings."""
         return cls()
 
     def open(self, host: Host) -> None:
@@ -116,7 +116,7 @@ class Retrieval(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
-        """A proposer from a draft folder, with the settings `lookup` of its config.json."""
+        """Return a proposer from a draft folder, with the settings `lookup` of its config.json."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
@@ -127,11 +127,11 @@ class Retrieval(Proposer):
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """A proposer with the look-up settings of a config."""
+        """Return a proposer with the look-up settings of a config."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
-        """Raises ValueError for a datastore with ids that the target lacks."""
+        """Raise ValueError for a datastore with ids that the target lacks."""
         self.check_vocabulary(host.vocabulary, "Retrieval")
         self.rows, self.staged = [], {}
 
@@ -159,11 +159,11 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """The match of each row's text, with at most k_b drafts."""
+        """Return the match of each row's text, with at most k_b drafts."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """The match of a text; row: the automaton of the text, or of an earlier part of it."""
+        """Return the match of a text; row: the automaton of the text, or of an earlier part of it."""
         row.follow(text)
         own = row.look_up(k, self.shortest)
         if not self.datastore or own.length >= self.datastore.about.depth:
@@ -172,7 +172,7 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """The matches before each token of a text that followed a prompt."""
+        """Return the matches before each token of a text that followed a prompt."""
         row, whole, matches = SuffixAutomaton(), list(prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

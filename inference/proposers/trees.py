@@ -33,7 +33,7 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Values (A, m, ...) of the nodes of the pass before -> (A, n, ...) of these nodes' parents."""
+        """Return the values (A, m, ...) of the nodes of the pass before -> (A, n, ...) of these nodes' parents."""
         if self.above is None:
             return values
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
@@ -44,8 +44,8 @@ Follow = Callable[[Tensor, Nodes], Tensor]
 
 
 def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
-    """A chain: K drafts (A, K) in turn and the distributions (A, K, V) they were drawn from; logits (A, V) after the
-    texts."""
+    """Return a chain: K drafts (A, K) in turn and the distributions (A, K, V) they were drawn from; logits (A, V) after
+    the texts."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth in range(K):
@@ -61,7 +61,8 @@ Term = Callable[[Tensor], Tensor]
 
 
 def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
-    """A `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node."""
+    """Return a `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node.
+    """
 
     def follow(ids: Tensor, nodes: Nodes) -> Tensor:
         of_depth = logits[:, nodes.depth : nodes.depth + 1]
@@ -71,8 +72,8 @@ def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """The logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass. anchor
-    (A,): the tokens before the first drafts."""
+    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass.
+    anchor (A,): the tokens before the first drafts."""
     first = logits[:, 0]
     return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
 
@@ -81,8 +82,9 @@ def from_one_pass(
     round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a shape, or
-    chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
+    """Return the drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a
+    shape, or chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its
+    logits."""
     K, (first, follow) = logits.shape[1], after_anchor(logits, anchor, term)
     if shape:
         return shape.grown(round, K, first, follow, greedy)
@@ -115,7 +117,7 @@ TreeShape = Sequence[int] | Dynamic | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | DynamicTrees | None":
-    """The drafter of trees of a shape; None for chains. Raises the errors of `StaticTrees`."""
+    """Return the drafter of trees of a shape; None for chains. Raises the errors of `StaticTrees`."""
     if isinstance(shape, Dynamic):
         return DynamicTrees(shape)
     return StaticTrees(shape) if shape else None
@@ -150,19 +152,19 @@ class StaticTrees:
             raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """The number of nodes of each row, if it drafts k levels: all nodes of these levels."""
+        """Return the number of nodes of each row, if it drafts k levels: all nodes of these levels."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device, in addition to the number of nodes of each row: none."""
+        """Return the numbers that `grown` needs on the device, in addition to the number of nodes of each row: none."""
         return {}
 
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) they were drawn from; a
-        function of tensors. logits (A, V) after each text. likeliest: children are the likeliest tokens, else drawn
-        without replacement (see `Round.children`)."""
+        """Return the nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) they were
+        drawn from; a function of tensors. logits (A, V) after each text. likeliest: children are the likeliest tokens,
+        else drawn without replacement (see `Round.children`)."""
         x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         steps = _steps(self.parents, logits.device)
         for level, step in enumerate(steps[:depth]):
@@ -176,11 +178,12 @@ class StaticTrees:
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """The accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read."""
+        """Return the accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read.
+        """
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
-        """The proposal of rows that draft k levels, from the results of `grown`."""
+        """Return the proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
 
 
@@ -199,12 +202,12 @@ class LevelStep(NamedTuple):
     above: Tensor
 
     def of_parents(self, logits: Tensor) -> Tensor:
-        """Logits of a level -> logits of the nodes of that level that have children."""
+        """Return the logits of a level -> logits of the nodes of that level that have children."""
         return logits if self.inner is None else logits.index_select(1, self.inner)
 
 
 def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its nodes numbered level by level, siblings in their order."""
+    """Return the shape with its nodes numbered level by level, siblings in their order."""
     depths = depths_of(parents)
     order = sorted(range(len(parents)), key=depths.__getitem__)
     number = {node: index for index, node in enumerate(order)}
@@ -265,18 +268,19 @@ class DynamicTrees:
             raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """Nodes of each row that drafts k levels."""
+        """Return the nodes of each row that drafts k levels."""
         return [min(self.counts[min(levels, self.depth)], self.shape.nodes) for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device: the levels of each row."""
+        """Return the numbers that `grown` needs on the device: the levels of each row."""
         return {"levels": list(k)}
 
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each text. No node
-        of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the likeliest."""
+        """Return the ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each
+        text. No node of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the
+        likeliest."""
         levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         above, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):
@@ -288,11 +292,12 @@ class DynamicTrees:
         return x, parents
 
     def proposal(self, k: Sequence[int], x: Tensor, parents: Tensor) -> Proposal:
-        """The proposal of rows that draft k levels, from the results of `grown`."""
+        """Return the proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, None, self.nodes(k), Tree(parents))
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """The accepted nodes path (A, D), by their numbers among the nodes that were read; -1: not read, or no node."""
+        """Return the accepted nodes path (A, D), by their numbers among the nodes that were read; -1: not read, or no
+        node."""
         return torch.where(path < 0, -1, self.passes.gather(1, path.clamp(min=0)))
 
 
@@ -318,7 +323,7 @@ class Candidates:
         self.parents = torch.cat((self.parents, self.above.repeat_interleave(C, 1)), 1)
 
     def expand(self, width: int, C: int) -> tuple[Tensor, Nodes]:
-        """The candidates (A, width) of the newest level that the next pass reads."""
+        """Return the candidates (A, width) of the newest level that the next pass reads."""
         self.round.left_out(self.score[:, self.level :], width, self.depth)
         chosen = best(self.score[:, self.level :], width)
         above, before = chosen // C, self.within.shape[1] - self.above.shape[1]  # read before the last pass
@@ -329,7 +334,7 @@ class Candidates:
         return self.x.gather(1, self.above), Nodes(self.depth, above, Tree(self.within))
 
     def select(self, N: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The N likeliest, (A, N) each: ids, parents, and their numbers among the nodes that were read or -1."""
+        """Return the N likeliest, (A, N) each: ids, parents, and their numbers among the nodes that were read or -1."""
         self.round.left_out(self.score, N, self.depth)
         nodes, parents = pruned(self.parents, self.score, N)
         order = torch.arange(self.read.shape[1], device=nodes.device).expand_as(self.read)

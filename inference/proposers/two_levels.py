@@ -54,7 +54,7 @@ class TwoLevels(CompositeProposer):
         self.greedy, self.parts = model.greedy, (model, small)
 
     def __copy__(self) -> "TwoLevels":
-        """A copy with copies of the parts, since rounds change the parts' counts of stored tokens."""
+        """Return a copy with copies of the parts, since rounds change the parts' counts of stored tokens."""
         return TwoLevels(copy(self.model), copy(self.small), self.guesses, self.rule.name)
 
     @classmethod
@@ -73,7 +73,7 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """The rounded target: every draft has its distribution, whatever was guessed."""
+        """Return the rounded target: every draft has its distribution, whatever was guessed."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
@@ -99,8 +99,8 @@ class TwoLevels(CompositeProposer):
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
-        """Logits (A, n+1, V) of the rounded target after each text and after each guess; the same pass reads the ids
-        that the slots lack."""
+        """Return the logits (A, n+1, V) of the rounded target after each text and after each guess; the same pass reads
+        the ids that the slots lack."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -131,8 +131,8 @@ class OuterDrafts:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the last of
-        them."""
+        """Return the uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the
+        last of them."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -142,7 +142,7 @@ class OuterDrafts:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """The next inner round. stored: tokens of each text that the model's slots hold."""
+        """Return the next inner round. stored: tokens of each text that the model's slots hold."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
         wanted = [0 if reads or not left else min(guesses, left - 1)
@@ -153,8 +153,8 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the text have no
-        guesses, so each of them gets one token per inner round."""
+        """Return the logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the
+        text have no guesses, so each of them gets one token per inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -203,7 +203,7 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """The rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
+    """Return the rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
     uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
@@ -244,12 +244,12 @@ class InnerRound(RoundView):
 
     @property
     def done(self) -> Tensor:
-        """Tokens drafted so far (A,)."""
+        """Return the tokens drafted so far (A,)."""
         return self.send()["done"]
 
     @cached_property
     def streams(self) -> Tensor:
-        """Uniforms (3, A, width) of this inner round."""
+        """Return the uniforms (3, A, width) of this inner round."""
         columns = self.done.unsqueeze(1) * self.width + torch.arange(self.width, device=self.done.device)
         return self.uniforms().gather(2, columns.expand(3, -1, -1))
 
@@ -257,8 +257,8 @@ class InnerRound(RoundView):
         return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Distributions without the settings that read the text: the small draft guesses nothing for rows that have
-        such settings."""
+        """Return distributions without the settings that read the text: the small draft guesses nothing for rows that
+        have such settings."""
         return self.round.plain(logits)
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
@@ -273,7 +273,7 @@ class InnerRound(RoundView):
         """None: a CUDA graph cannot read the progress of each row."""
 
     def length(self, k: list[int]) -> Tensor:
-        """Guesses of each row (A,) on the device."""
+        """Return the guesses of each row (A,) on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
@@ -288,7 +288,7 @@ class InnerRound(RoundView):
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that the rounded target draws with the shared noise, see `chain.coupled`."""
+        """Return the tokens that the rounded target draws with the shared noise, see `chain.coupled`."""
         y = torch.stack([self._shared(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
         accepted = same.to(torch.int64).cumprod(1).sum(1)

@@ -165,7 +165,7 @@ def build(
     verdict: Verdict | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
+    """Return the report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
     target, draft: names to print. Raises ValueError for names of arms that were not timed.
     """

@@ -63,7 +63,7 @@ class Recorder:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
 
     def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
-        """The record in the format `SCHEMA`; without a tokenizer, texts are the ids."""
+        """Return the record in the format `SCHEMA`; without a tokenizer, texts are the ids."""
         texts = [list(prompt) for prompt in self.prompts]
         rounds = []
         for traced in self.rounds:
@@ -76,7 +76,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """One row of a round; anchor: the last token of the row's text before the round."""
+    """Return one row of a round; anchor: the last token of the row's text before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []
@@ -97,21 +97,21 @@ def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase |
 
 
 def _rejected(row: TracedRow) -> set[int]:
-    """Nodes that were tested and rejected: children of the last accepted node, and siblings that come before an
-    accepted node."""
+    """Return the nodes that were tested and rejected: children of the last accepted node, and siblings that come before
+    an accepted node."""
     above = [-1, *row.path]
     accepted_child = dict(zip(above, [*row.path, row.drafted], strict=True))
     return {i for i in range(row.drafted) if row.parents[i] in accepted_child and i < accepted_child[row.parents[i]]}
 
 
 def _number(bits: int) -> float | None:
-    """The float64 of these bits; None for NaN, which marks a missing number."""
+    """Return the float64 of these bits; None for NaN, which marks a missing number."""
     value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value if value == value else None
 
 
 def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", before: int | None = None) -> str:
-    """The text of ids after the token `before`: some tokenizers drop a space at the beginning of a text."""
+    """Return the text of ids after the token `before`: some tokenizers drop a space at the beginning of a text."""
     if tokenizer is None:
         return " ".join(map(str, ids))
     if before is None:

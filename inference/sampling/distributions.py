@@ -92,7 +92,7 @@ def by_row(values: Tensor, like: Tensor) -> Tensor:
 
 
 def certain(logits: Tensor) -> Tensor:
-    """One-hot distributions (..., V) of the first maximum; NaN throughout if that is not finite."""
+    """Return the one-hot distributions (..., V) of the first maximum; NaN throughout if that is not finite."""
     ids = logits.argmax(-1, keepdim=True)
     top = logits.gather(-1, ids)
     none = top - top  # 0, or NaN
@@ -126,7 +126,7 @@ def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
+    """Return the inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
 
     probs (..., V), u (...) in [0, 1) -> ids (...) int64. The sum is in float64 and u is multiplied by the total, so
     mass lost to rounding is not added to one token. If nothing exceeds u, the last token with mass is returned. A token
@@ -142,7 +142,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
-    """The first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
+    """Return the first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
     mass = probs > 0
     hit = mass & (cdf > bound)
     last = probs.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
@@ -191,15 +191,15 @@ class Regimes:
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that distributions are computed from, by name."""
+        """Return the tensors that distributions are computed from, by name."""
         return {
             "temperature": self.temperature, "min_p": self.min_p, "greedy": self.greedy, "top_k": self.top_k,
             "divisor": self.divisor, "nucleus": self.nucleus, "tail": self.tail,
         }  # fmt: skip
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
-        """The same computation on other tensors with the names and shapes of `tensors()`: the settings of any rows with
-        this `key`."""
+        """Return the same computation on other tensors with the names and shapes of `tensors()`: the settings of any
+        rows with this `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
         other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
@@ -209,12 +209,12 @@ class Regimes:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether all rows have the same settings and temperature 0."""
+        """Return whether all rows have the same settings and temperature 0."""
         return self.alike is not None and self.alike.temperature == 0
 
     @property
     def _rounded(self) -> int:
-        """The largest top-k, up to a power of two."""
+        """Return the largest top-k, up to a power of two."""
         return self.max_top_k and 1 << (self.max_top_k - 1).bit_length()
 
     def _cut(self, logits: Tensor) -> Tensor:

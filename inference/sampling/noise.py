@@ -22,7 +22,7 @@ INNER = (7, 8, 9)  # draft, acceptance and last-token streams of rounds that a p
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of word modulo 2^64."""
+    """Return the int64 with the bits of word modulo 2^64."""
     return (word + 2**63) % 2**64 - 2**63
 
 
@@ -49,17 +49,17 @@ def _absorb(state: Tensor, word: Tensor) -> Tensor:
 
 
 def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
-    """States (S, B) after seed, stream and row."""
+    """Return the states (S, B) after seed, stream and row."""
     state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
     stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
     return _absorb(_absorb(state, stream), row)
 
 
 def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
-    """Uniforms in [0, 1) with 53 bits, a function of (seed, row, start, depth, stream) and of nothing else.
+    """Return the uniforms in [0, 1) with 53 bits, a function of (seed, row, start, depth, stream) and of nothing else.
 
-    row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64;
-    stream one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
+    row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64; stream one
+    of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
     """
     return uniforms(seed, row, start, depth, (stream,))[0]
 
@@ -90,7 +90,8 @@ class Uniforms:
         self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
-        """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
+        """Return the streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A,
+        D)."""
         offsets, fresh = self.offsets(rows, starts, depths)
         if fresh:
             row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
@@ -98,7 +99,7 @@ class Uniforms:
         return self.at(torch.tensor(offsets, device=self.device), depths)
 
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
-        """The offset of each row's numbers in the table, and whether `fill` must be called first."""
+        """Return the offset of each row's numbers in the table, and whether `fill` must be called first."""
         covered = rows == self.rows and depths <= self.table.shape[-1]
         since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
         fresh = min(since) < 0 or max(since) >= self.span
@@ -115,12 +116,12 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Numbers (S, A, depths) at `offsets` (A,)."""
+        """Return the numbers (S, A, depths) at `offsets` (A,)."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
-    """Standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
+    """Return the standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
 
     row (B,), position (B, n) in the generated text, int64; V the vocabulary. Returns (B, n, V) float64 on row's device.
     """
@@ -128,7 +129,7 @@ def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def gumbel_states(seed: int, row: Tensor) -> Tensor:
-    """The part (B,) of the hash of `gumbel` that depends on seed and row (B,) alone."""
+    """Return the part (B,) of the hash of `gumbel` that depends on seed and row (B,) alone."""
     return _start(seed, (NOISE,), row)[0]
 
 
@@ -141,13 +142,14 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
-    """States (B,) of the noise that draws children of a tree's nodes, for rows (B,) that had emitted start (B,) tokens
-    when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the anchor."""
+    """Return the states (B,) of the noise that draws children of a tree's nodes, for rows (B,) that had emitted start
+    (B,) tokens when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the
+    anchor."""
     return states_at(branch_states(seed, row), start)
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """The part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
+    """Return the part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
@@ -157,7 +159,7 @@ def states_at(states: Tensor, start: Tensor) -> Tensor:
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A stable id in [0, 2^63) for each prompt: blake2b of its token ids and its number among equal prompts."""
+    """Return a stable id in [0, 2^63) for each prompt: blake2b of its token ids and its number among equal prompts."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in map(tuple, prompts):

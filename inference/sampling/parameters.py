@@ -90,8 +90,8 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
-        """The settings of a transformers generation config. (An engine does not call this: of the config it reads only
-        the end tokens.)
+        """Return the settings of a transformers generation config. (An engine does not call this: of the config it
+        reads only the end tokens.)
 
         Without do_sample the temperature is 0; an unset top_k is 50, as in transformers. Raises ValueError naming a
         setting that has no counterpart here.
@@ -125,7 +125,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Whether a value is a whole number, True and False not counted, of at least `least` and less than `below`."""
+    """Return whether a value is a whole number, True and False not counted, of at least `least` and less than `below`.
+    """
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

@@ -27,7 +27,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tok
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether any setting reads the text, so that the distribution depends on more than the model's logits."""
+    """Return whether any setting reads the text, so that the distribution depends on more than the model's logits."""
     return bool(
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0
@@ -46,7 +46,7 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """The logits after each row's history-dependent settings, before `sampling.probs`. Reference of `Penalties`.
+    """Return the logits after each row's history-dependent settings, before `sampling.probs`. Reference of `Penalties`.
 
     logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included; new: how many of
     each were generated, drafts included; sampling: one or n; eos_ids: end tokens, which have no mass before
@@ -81,17 +81,17 @@ def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
 
 
 def _counts(ids: Tensor, logits: Tensor) -> Tensor:
-    """Occurrences (V,) in the dtype of the logits."""
+    """Return the occurrences (V,) in the dtype of the logits."""
     return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
 
 
 def _generated(ids: Tensor, new: int) -> Tensor:
-    """The last `new` ids of (1, T), as (new,)."""
+    """Return the last `new` ids of (1, T), as (new,)."""
     return ids[0, ids.shape[1] - new :]
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """The steps that these settings need, in order."""
+    """Return the steps that these settings need, in order."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -182,7 +182,7 @@ class Penalties:
             self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
-        """Ids of each text that are not counted yet, padded with -1 to one width."""
+        """Return the ids of each text that are not counted yet, padded with -1 to one width."""
         if not self.penalised:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
@@ -190,7 +190,7 @@ class Penalties:
         return _padded(ids, -1)
 
     def tails(self) -> list[list[int]]:
-        """The last ids of each text that bans read, padded with -1 on the left."""
+        """Return the last ids of each text that bans read, padded with -1 on the left."""
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
@@ -220,7 +220,7 @@ class Penalties:
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `apply` reads, by name."""
+        """Return the tensors that `apply` reads, by name."""
         tensors = {
             "bias": self.bias, "ends": self.ends, "repetition": self.repetition, "presence": self.presence,
             "frequency": self.frequency, "least": self.least, "words": self.words, "prompt": self.prompt,
@@ -229,7 +229,7 @@ class Penalties:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
-        """The same settings, read from other tensors of the names and shapes of `tensors()`."""
+        """Return the same settings, read from other tensors of the names and shapes of `tensors()`."""
         other = copy(self)
         other.bias, other.ends, other.words = tensors.get("bias"), tensors.get("ends"), tensors.get("words")
         other.repetition, other.presence = tensors["repetition"], tensors["presence"]
@@ -248,7 +248,7 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Occurrences of each id among the drafts before each position: (A, n, V)."""
+        """Return the occurrences of each id among the drafts before each position: (A, n, V)."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
@@ -270,7 +270,8 @@ class Penalties:
         return logits.flatten().scatter_add(0, flat.flatten(), ban.flatten()).view_as(logits)
 
     def _words(self) -> Tensor | None:
-        """All banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the left."""
+        """Return all banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the
+        left."""
         words = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
         if not words:
             return None
@@ -280,12 +281,12 @@ class Penalties:
         return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
     def _ends(self, ends: list[frozenset[int]]) -> Tensor | None:
-        """The ids (A, V) that end a row with a minimum length; None if no row has one."""
+        """Return the ids (A, V) that end a row with a minimum length; None if no row has one."""
         table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ends])
         return None if table is None else table > 0
 
     def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:
-        """Numbers by id of each row as a float32 table (A, V); None if no row has any."""
+        """Return the numbers by id of each row as a float32 table (A, V); None if no row has any."""
         numbers = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
         if not numbers:
             return None
@@ -306,7 +307,7 @@ def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
 
 
 def _last(ids: list[int], width: int) -> list[int]:
-    """The last `width` ids, padded with -1 on the left."""
+    """Return the last `width` ids, padded with -1 on the left."""
     tail = ids[len(ids) - width :] if width < len(ids) else ids
     return [-1] * (width - len(tail)) + tail
 
@@ -320,8 +321,8 @@ def apply_processors(
     first: int,
     messages: dict[int, str],
 ) -> Tensor:
-    """Logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K), after the processors
-    of the rows `own`; a new tensor.
+    """Return the logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K), after the
+    processors of the rows `own`; a new tensor.
 
     A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
     mass. If a processor raises, the error is stored in `messages` by row, and every token at that position gets -inf.

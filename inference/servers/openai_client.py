@@ -48,7 +48,7 @@ class Served:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, over calls that verified drafts; nan before any."""
+        """Return the tokens per target call, over calls that verified drafts; nan before any."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
@@ -95,7 +95,7 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def counted(self) -> Served | None:
-        """The drafting counters since the server started, from its Prometheus page; None if it shows none."""
+        """Return the drafting counters since the server started, from its Prometheus page; None if it shows none."""
         counts: dict[str, int] = {}
         depths: dict[int, int] = {}
         for name, labels, value in COUNTER.findall(self._read("/metrics")):
@@ -125,7 +125,7 @@ class Client:
 
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
-    """The counters once they stop changing: a server updates its page some time after it answers."""
+    """Return the counters once they stop changing: a server updates its page some time after it answers."""
     counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
     while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)
@@ -136,7 +136,8 @@ def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> 
 
 
 def _request(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request; fields that OpenAI's API lacks are sent only if their values are not the defaults."""
+    """Return the fields of a request; fields that OpenAI's API lacks are sent only if their values are not the
+    defaults."""
     default = Sampling()
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):

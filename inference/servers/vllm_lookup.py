@@ -45,8 +45,8 @@ class Lookup:
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts of each row, none for rows without new ids. sampled: the new ids of each row; token_ids (rows, n): the
-        first lengths[b] are row b's text, new ids included."""
+        """Return the drafts of each row, none for rows without new ids. sampled: the new ids of each row; token_ids
+        (rows, n): the first lengths[b] are row b's text, new ids included."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 

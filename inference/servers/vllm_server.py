@@ -90,7 +90,7 @@ def custom_class(k: int) -> dict[str, Any]:
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """A server as an arm; seconds are measured inside vLLM, without the transfer. Raises ValueError for sampling
+    """Return a server as an arm; seconds are measured inside vLLM, without the transfer. Raises ValueError for sampling
     settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 

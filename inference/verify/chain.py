@@ -67,9 +67,9 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
-    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i. The distribution is the one-hot of the next
-    y. So the text is that of plain decoding with this noise, whatever the drafts; drafts x_i = argmax(log q_i + g_i)
-    are accepted most often.
+    """Return the Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i. The distribution is the one-hot
+    of the next y. So the text is that of plain decoding with this noise, whatever the drafts; drafts x_i = argmax(log
+    q_i + g_i) are accepted most often.
 
     p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
     """
@@ -87,7 +87,7 @@ def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Number of drafts that passed before the first that failed: (B, K) -> (B,)."""
+    """Return the number of drafts that passed before the first that failed: (B, K) -> (B,)."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 

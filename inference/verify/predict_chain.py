@@ -77,7 +77,7 @@ def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
 
 
 def starts(reach: Tensor) -> Tensor:
-    """Probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
+    """Return the probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
     """
@@ -91,22 +91,23 @@ def starts(reach: Tensor) -> Tensor:
 
 
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1)."""
+    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1).
+    """
     return _count(starts(reach), lengths)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
+    """Return the variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
     return _moments(reach, lengths)[1]
 
 
 def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
+    """Return the tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
     return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
 
 
 def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
+    """Return the expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
 
     lengths (B,) tokens of each text, default T. k = 0 gives lengths. Differentiable in r.
     """
@@ -119,7 +120,7 @@ def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = No
 
 
 def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Variance of the number of target calls for each text, token rule -> (B,), calls squared.
+    """Return the variance of the number of target calls for each text, token rule -> (B,), calls squared.
 
     Only acceptance is random. Rows are independent: the variance of a sum is the sum of the variances.
     """
@@ -132,7 +133,7 @@ def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = No
 
 
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
+    """Return the tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
     return tau_from(reach(r, k, lengths), lengths)
 
 
@@ -167,7 +168,7 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance (B,) of the rounds that remain at t = 0, backwards from the end of the text.
+    """Return the mean and variance (B,) of the rounds that remain at t = 0, backwards from the end of the text.
 
     E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2): total variance, never
     negative; E[C^2] - E[C]^2 would cancel.

@@ -32,7 +32,8 @@ SAMPLES = 8  # how often the rejected children are drawn
 
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
-    """Number of tokens likelier than x: probs (..., V), or logits, and x (...) -> (...) int64, 0 for the likeliest.
+    """Return the number of tokens likelier than x: probs (..., V), or logits, and x (...) -> (...) int64, 0 for the
+    likeliest.
 
     Of equal ones the lower id comes first, as in `tree.likeliest`.
     """
@@ -106,26 +107,28 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
 def expected_calls_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Expected target calls of each text -> (B,), from its start to its end; lengths (B,) of the texts, default T."""
+    """Return the expected target calls of each text -> (B,), from its start to its end; lengths (B,) of the texts,
+    default T."""
     return calls_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def calls_variance_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Variance of the target calls of each text -> (B,), calls squared; given the text, only acceptance is random."""
+    """Return the variance of the target calls of each text -> (B,), calls squared; given the text, only acceptance is
+    random."""
     return variance_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def tau_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
+    """Return the tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
     return tau_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
-    """Probabilities (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
+    """Return the probabilities (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
         inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
@@ -135,7 +138,7 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
 
 
 def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
-    """Whether each round has this node: (), (B, 1) or (B, T)."""
+    """Return whether each round has this node: (), (B, 1) or (B, T)."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
@@ -179,7 +182,7 @@ def normed(rest: Tensor) -> Tensor:
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Uniforms (n, S, draws); the S numbers of one position and one draw are stratified over [0, 1)."""
+    """Return the uniforms (n, S, draws); the S numbers of one position and one draw are stratified over [0, 1)."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)

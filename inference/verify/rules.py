@@ -102,12 +102,13 @@ def _typical(
 
 
 def _parents(tree: Tree, x: Tensor) -> Parents:
-    """The argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a tensor."""
+    """Return the argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a
+    tensor."""
     return tree.on(x.device).parents if tree.shape is None else tree.shape
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Uniforms (A, N); 1 for nodes that have none because no row drafts them."""
+    """Return the uniforms (A, N); 1 for nodes that have none because no row drafts them."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
@@ -125,7 +126,7 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """A draft is accepted if it is the target's own draw x, with probability q(x)."""
+    """Return a draft is accepted if it is the target's own draw x, with probability q(x)."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
@@ -153,7 +154,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(verify: str | Rule) -> Rule:
-    """The rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
+    """Return the rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
     if isinstance(verify, Rule):
         return verify
     if verify not in RULES:

@@ -51,7 +51,7 @@ class Tree:
         self._elsewhere: dict[torch.device, Tree] = {}
 
     def on(self, device: torch.device) -> "Tree":
-        """The tree on a device, copied there once."""
+        """Return the tree on a device, copied there once."""
         if self.parents.device == device:
             return self
         if device not in self._elsewhere:
@@ -97,7 +97,8 @@ def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent."""
+    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent.
+    """
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -138,8 +139,8 @@ def full(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,), (1,), (0,
-    0).
+    """Return the tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,),
+    (1,), (0, 0).
 
     Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
     """
@@ -151,7 +152,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Child numbers from the anchor down to each node: the argument of `from_paths`."""
+    """Return the child numbers from the anchor down to each node: the argument of `from_paths`."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -159,7 +160,7 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Nodes by depth, each level one pass of a draft."""
+    """Return the nodes by depth, each level one pass of a draft."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
@@ -181,8 +182,8 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
 
 
 def likeliest(probs: Tensor, m: int) -> Tensor:
-    """The m likeliest tokens of each distribution, or of logits, in falling order; equal ones by rising id: (..., V) ->
-    (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
+    """Return the m likeliest tokens of each distribution, or of logits, in falling order; equal ones by rising id:
+    (..., V) -> (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
     left, ids = wide(probs).clone(), []
     for _ in range(m):
         ids.append(left.argmax(-1, keepdim=True))
@@ -191,9 +192,9 @@ def likeliest(probs: Tensor, m: int) -> Tensor:
 
 
 def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
-    """Log path probability of each node's first C children, by the draft's own distribution (EAGLE-2, Li et al. 2024,
-    2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n, V)
-    -> (A, n, C).
+    """Return the log path probability of each node's first C children, by the draft's own distribution (EAGLE-2, Li et
+    al. 2024, 2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs
+    (A, n, V) -> (A, n, C).
 
     For the likeliest children this is their exact probability. For sampled children it is an estimate from the
     distribution alone, because the token that was drawn must not decide whether a node becomes a child.
@@ -202,15 +203,15 @@ def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
 
 
 def best(score: Tensor, width: int) -> Tensor:
-    """Indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They choose the
-    nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen without its
-    earlier siblings."""
+    """Return the indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They
+    choose the nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen
+    without its earlier siblings."""
     return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
 
 
 def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """The N nodes of highest score of a tree of likeliest children (EAGLE-2's second step): their numbers in rising
-    order, and their parents renumbered accordingly, (A, N) each.
+    """Return the N nodes of highest score of a tree of likeliest children (EAGLE-2's second step): their numbers in
+    rising order, and their parents renumbered accordingly, (A, N) each.
 
     parents, score (A, M); a score is never above its parent's, so parents are chosen too. Do not use it for sampled
     children: dropping a child because of the token that was drawn changes the text's distribution.
@@ -279,9 +280,9 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Gumbel coupling on a tree: a child is accepted if its token is y = argmax(log p + g) at its parent. The
-    distribution is the one-hot of the first y that is the token of no child. On a chain this is `chain.coupled`: the
-    text is that of plain decoding with this noise.
+    """Return the Gumbel coupling on a tree: a child is accepted if its token is y = argmax(log p + g) at its parent.
+    The distribution is the one-hot of the first y that is the token of no child. On a chain this is `chain.coupled`:
+    the text is that of plain decoding with this noise.
 
     g (B, N+1, V) Gumbel noise of the position after each column, the same for all nodes of one depth.
     """
@@ -293,8 +294,8 @@ def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None 
 def _thresholds(
     p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, replacement: bool, carry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Threshold of each node (B, N), and p (B, N+1, V) of each after its children were rejected. carry: weights w go
-    down the tree, and change with rejections; else w is 1 at every node."""
+    """Return the threshold of each node (B, N), and p (B, N+1, V) of each after its children were rejected. carry:
+    weights w go down the tree, and change with rejections; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -330,7 +331,8 @@ def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tenso
 
 
 def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
-    """Distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V)."""
+    """Return distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n,
+    V)."""
     if q is None:
         return None
     probs = wide(q[:, nodes])
@@ -370,7 +372,7 @@ def used(x: Tensor, k: Tensor | None) -> Tensor:
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Whether node j is node i or a descendant of it: (R, N, N) at i, j."""
+    """Return whether node j is node i or a descendant of it: (R, N, N) at i, j."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
     above = number.expand_as(steps.parents)  # (R, N)
@@ -382,8 +384,8 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """The steps of a shape, or of one shape for each row. For one shape a step has all siblings of one number, with
-    `by_level` only those of one level. If rows differ, a step is one node."""
+    """Return the steps of a shape, or of one shape for each row. For one shape a step has all siblings of one number,
+    with `by_level` only those of one level. If rows differ, a step is one node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
         each = parents if parents.ndim == 2 else parents.unsqueeze(0)
