@@ -27,8 +27,7 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Return the tokens per target call, counting the token emitted after the accepted drafts; nan before any call.
-        """
+        """Return the tokens per target call, counting the token emitted after the accepted drafts; nan before any call."""
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
     @property

@@ -183,8 +183,7 @@ class PromptReader:
         return _ids(who, prompt)
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
-        """Return the messages rendered by the chat template; if the last one is the assistant's, its text is continued.
-        """
+        """Return the messages rendered by the chat template; if the last one is the assistant's, its text is continued."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
@@ -312,8 +311,7 @@ def _ids(who: str, prompt: Any) -> list[int]:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """Return a list with one value for each prompt. Raises ValueError naming the argument if a list has another length.
-    """
+    """Return a list with one value for each prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:

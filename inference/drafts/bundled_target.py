@@ -1,5 +1,6 @@
-"""Resolves the path of a model: the bundled target (in a checkout or in an installed `cotrain`), a folder, or a hub
-id."""
+"""Paths of models. A path may be "bundled" for the bundled target (in a checkout or in an installed `cotrain`), a
+folder, or a hub id.
+"""
 
 import os
 import re
@@ -13,8 +14,8 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str) -> str:
-    """Return the folder of the bundled target for "bundled", else `path`. Raises FileNotFoundError if there is no
-    bundled target."""
+    """Return the folder of the bundled target if `path` is "bundled", else `path` itself. Raises FileNotFoundError if
+    there is no bundled target."""
     if path != NAME:
         return path
     root = Path(__file__).resolve().parents[2]
@@ -26,9 +27,9 @@ def resolve(path: str) -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError, without a request to the hub, if `path` does not exist and cannot be a repository.
+    """Raise ValueError if `path` does not exist and cannot be a repository of the hub. No request is sent to the hub.
 
-    It cannot be one if it is no valid name on the hub, if it lies inside an existing folder, or if a similar path
+    A path cannot be a repository if it is no valid hub name, if it lies inside an existing folder, or if a similar path
     exists. The message names the key and the working directory.
     """
     if path == NAME or os.path.lexists(path):
@@ -47,8 +48,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """Return the existing path most similar to `path`, compared part by part; None if no entry is similar to some part.
-    """
+    """Return the existing path most similar to `path`, compared part by part. Return None if no entry resembles one of
+    the parts."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

@@ -62,8 +62,7 @@ def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """Return the quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names.
-    """
+    """Return the quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names."""
     settings = quantised(config)
     if not settings:
         return "none"
@@ -160,8 +159,7 @@ def length_of(config: PreTrainedConfig) -> int:
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return the states (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says.
-    """
+    """Return the states (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)

@@ -182,8 +182,7 @@ class FeatureNetwork(PreTrainedModel):
         return spread(logits, self.known, size)[..., :vocabulary]
 
     def term(self, vocabulary: int) -> "Term | None":
-        """Return the function that gives the Markov head's term for the logits after a token; None without such a head.
-        """
+        """Return the function that gives the Markov head's term for the logits after a token; None without such a head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 

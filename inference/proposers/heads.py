@@ -183,8 +183,7 @@ class DraftHeads(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Raise ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot draft.
-        """
+        """Raise ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot draft."""
         target = host.target
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)

@@ -61,8 +61,7 @@ Term = Callable[[Tensor], Tensor]
 
 
 def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
-    """Return a `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node.
-    """
+    """Return a `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node."""
 
     def follow(ids: Tensor, nodes: Nodes) -> Tensor:
         of_depth = logits[:, nodes.depth : nodes.depth + 1]
@@ -178,8 +177,7 @@ class StaticTrees:
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """Return the accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read.
-        """
+        """Return the accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read."""
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:

@@ -125,8 +125,7 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Return whether a value is a whole number, True and False not counted, of at least `least` and less than `below`.
-    """
+    """Return whether a value is a whole number, True and False not counted, of at least `least` and less than `below`."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

@@ -91,8 +91,7 @@ def starts(reach: Tensor) -> Tensor:
 
 
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1).
-    """
+    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1)."""
     return _count(starts(reach), lengths)
 
 

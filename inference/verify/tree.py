@@ -97,8 +97,7 @@ def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent.
-    """
+    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
