@@ -1,4 +1,4 @@
-"""An independent draft: a small causal LM that drafts with one pass per token, or all drafts in one call."""
+"""An independent draft. A small causal LM drafts with one pass per token, or makes all drafts in one call."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -20,13 +20,13 @@ from inference.sampling import certain
 
 
 class Independent(Proposer):
-    """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
+    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
-    model: a transformers model, used without a change, or a path / hub id. greedy: draft argmax q with a one-hot
+    model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
     distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
-    `compiled`) or CUDA graphs (see `graphs`); None: only on a GPU. int8: whether the weights are rounded to 8 bits, see
-    `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
-    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled; None: chains.
+    `compiled`) or CUDA graphs (see `graphs`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
+    see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
+    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled. None for chains.
     """
 
     network_class: Any = CausalLM
@@ -53,8 +53,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Return a proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for
-        a target of another shape."""
+        """Return a proposer for a draft folder. Raises the errors of `load_draft`. Warns if the draft was trained for a
+        target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -96,8 +96,8 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft: all at once if
-        the model is compiled, else step by step.
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft. If the model is
+        compiled, all drafts are made at once, else step by step.
 
         A row longer than the draft's context gets no drafts.
         """
@@ -134,9 +134,9 @@ class Independent(Proposer):
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """For each row: the ids that its slot lacks, the index of the last of them, their first slot, and the slot of
-        the first draft. For a row without drafts that last slot is the end of its stored tokens, since there may be no
-        room after the text."""
+        """Return four numbers per row: the ids that its slot lacks, the index of the last of them, their first slot,
+        and the slot of the first draft. For a row without drafts, the slot of the first draft is the end of its stored
+        tokens, since there may be no room after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
@@ -148,7 +148,7 @@ class Independent(Proposer):
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
-        """Return the drafts of trees, with one pass per level. If passes are CUDA graphs, all levels are always
+        """Return the drafts of trees, made with one pass per level. If passes are CUDA graphs, all levels are always
         drafted, since each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
@@ -166,8 +166,9 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts by one call of a compiled model. None if the model has no such call, if texts are near the
-        end of its context, or if distributions need more than a temperature and passes are no CUDA graphs."""
+        """Return all drafts from one call of a compiled model. Return None if the model has no such call, or if texts
+        are near the end of its context. Return None too if distributions need more than a temperature and passes are no
+        CUDA graphs."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -216,5 +217,5 @@ class Independent(Proposer):
 
 
 def _load(path: str) -> PreTrainedModel:
-    """Return a local folder is loaded as a draft folder; anything else is a hub id."""
+    """Return the model at a path. A local folder is loaded as a draft folder; any other path is a hub id."""
     return widened(load_draft(path)[0]) if Path(path).is_dir() else load_model(path)

@@ -1,4 +1,4 @@
-"""A Markov head: what the token drafted before adds to the logits of a draft that was computed without it.
+"""A Markov head. It adds a term for the previously drafted token to the logits of a draft that was computed without it.
 
 Drafts of one pass are independent of each other. A low-rank table of token pairs, added to the logits while tokens are
 drawn in order, repairs part of that (DSpark, 2607.05147). Each draft is then drawn from a distribution that depends on
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class FromZero(nn.Linear):
-    """A linear layer whose weights, and bias if it has one, begin at zero."""
+    """A linear layer whose weights and bias start at zero."""
 
     def reset_parameters(self) -> None:
         for weight in self.parameters():
@@ -19,8 +19,8 @@ class FromZero(nn.Linear):
 
 
 class MarkovHead(nn.Module):
-    """markov_w1 (V, r): a row for the token before. markov_w2 (Vd, r): its product with that row is added to the
-    logits, and is zero before training. Names are those that engines load."""
+    """A low-rank table of token pairs. markov_w1 (V, r): a row for the token before. markov_w2 (Vd, r): its product
+    with that row is added to the logits; it is zero before training. Names are those that engines load."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()
@@ -29,6 +29,6 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the tokens (...) -> (..., Vd), to be added to the logits of the tokens after them."""
+        """Return (..., Vd) for tokens (...), to be added to the logits of the tokens after them."""
         logits: Tensor = self.markov_w2(self.markov_w1(ids))
         return logits

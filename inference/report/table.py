@@ -1,4 +1,4 @@
-"""A report as aligned plain text."""
+"""A report as aligned plain text. `table` writes the whole report, `comparison` one line per report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Reports of one target, by name, one line each: draft length or tree, tokens per target call, speed-up over plain
-    decoding in the same run with its 95 % interval, and whether decoding is exact."""
+    """Return the reports of one target as a table with one line per report. A line has draft length or tree, tokens per
+    target call, speed-up over plain decoding in the same run with its 95 % interval, and whether decoding is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
@@ -39,7 +39,7 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return the result in a line: the speed-up, its regime, the drafting, and whether the engine is exact."""
+    """Return the result in one line: the speed-up, its regime, the drafting, and whether the engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
@@ -137,7 +137,7 @@ def _phases(report: Mapping[str, Any]) -> str:
     if not counted:
         return ""
     names = [phase for phase in next(iter(counted.values()))["phases"] if phase != "prefill"]
-    rows = [["milliseconds a round", *names, "rounds", "prefill in all"]]
+    rows = [["milliseconds per round", *names, "rounds", "total prefill"]]
     for name, arm in counted.items():
         spent = [f"{1000 * arm['phases'][phase] / arm['rounds']:.3f}" for phase in names]
         rows.append([name, *spent, str(arm["rounds"]), f"{1000 * arm['phases']['prefill']:.1f}"])
@@ -154,7 +154,8 @@ def _number(value: float | None) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return the columns two spaces apart, the first `left` ones flush left, the others flush right."""
+    """Return the rows with columns two spaces apart. The first `left` columns are flush left, the others flush
+    right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     lines = ("  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)) for row in rows)
