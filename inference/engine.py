@@ -92,7 +92,7 @@ class Engine:
                 move(target, device)
         elif dtype is not None or device is not None and torch.device(device).type != target.device.type:
             raise ValueError(
-                f"{'dtype' if dtype is not None else 'device'}: a model is used as it is ({target.dtype} on "
+                f"{'dtype' if dtype is not None else 'device'}: a model is used unchanged ({target.dtype} on "
                 f"{target.device}); cast or move it first, or give its path"
             )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
@@ -316,7 +316,7 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
                          "inference.proposers.Independent(model) for a draft model")  # fmt: skip
     if not hasattr(policy, "lengths"):
         raise ValueError(
-            f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens a round"
+            f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens per round"
         )
     if isinstance(tokenizer, str | PathLike):
         raise ValueError(f"tokenizer is a path; give AutoTokenizer.from_pretrained({fspath(tokenizer)!r})")

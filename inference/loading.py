@@ -32,7 +32,7 @@ def load(
     for a folder that names no target or a target with an adapter; and the errors of the kind's `load`.
     """
     if not isinstance(folder, str | PathLike):
-        raise ValueError(f"folder: the path of a draft folder, not {folder!r}")
+        raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
     draft = read(folder)
     metadata = draft.metadata
     tokenizer = settings.pop("tokenizer", None)

@@ -170,9 +170,7 @@ class PromptReader:
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
-                raise ValueError(
-                    f"{who}: {len(rows)} rows in one prompt; hand the tokenizer's output in as the prompts"
-                )
+                raise ValueError(f"{who}: {len(rows)} rows in one prompt; give the tokenizer's output as the prompts")
             return rows[0]
         if isinstance(prompt, str):
             tokenizer = self._tokenizer(who, "text")
@@ -238,7 +236,7 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
     without its padding.
 
     pads: ids that pad. Raises ValueError, saying what to type instead, for rows of a tensor that begin or end with a
-    pad id, for one prompt in place of a list, and for any other type.
+    pad id. Raises it too for one prompt in place of a list, and for any other type.
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)

@@ -77,10 +77,10 @@ class Slots:
     def require(self, call: Call) -> None:
         """Raise RuntimeError if a later call uses the slots or the proposer."""
         if self.current is not call:
-            raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
+            raise RuntimeError("Engine: a later call took the slots of this stream, which cannot continue")
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
             raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
-                               "ended; give each engine a proposer of its own")  # fmt: skip
+                               "ended; give each engine its own proposer")  # fmt: skip
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:

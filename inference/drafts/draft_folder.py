@@ -354,7 +354,7 @@ def _same_tokenizer(
 def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
-            f"{file}: the draft was made for a target of another shape, {trained_for['name']}: text stays "
+            f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
             "exact, acceptance may be low",
             stacklevel=3,
         )

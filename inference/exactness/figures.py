@@ -220,7 +220,7 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     """
     if figures.reach is not None:
         if most is not None:
-            raise ValueError("most: trees have figures of the shape that ran; for others see measure.tree_shapes")
+            raise ValueError("most: not for trees, whose figures are for the shape that ran; see measure.tree_shapes")
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)

@@ -171,8 +171,8 @@ def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
     """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
-    does if one of the two tokens is so near an edge of top-k, top-p or min-p that changing its logit by `noise` gives
-    the other choice."""
+    does if a change of one of the two tokens' logits by `noise` gives the other choice, because the token is near an
+    edge of top-k, top-p or min-p."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))

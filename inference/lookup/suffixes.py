@@ -36,7 +36,7 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
     suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
     """
     if depth < 1:
-        raise ValueError(f"depth: at least 1, not {depth}")
+        raise ValueError(f"depth must be at least 1, not {depth}")
     rank = ids.astype(np.int64) + 1
     order, width = np.argsort(rank, kind="stable"), 1
     while width < depth:

@@ -120,5 +120,9 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     runs = f"{reached.runs} runs of {reached.batches} batches, {reached.seconds:.0f} s"
     if reached.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    why = "time was over (bench.minutes=)" if reached.batches >= LEAST else "there are too few prompts for an interval"
-    return f"interval {near}, {why} before {100 * wanted:.0f} % was reached for sure: {runs}"
+    why = (
+        "the time limit (bench.minutes=) was reached"
+        if reached.batches >= LEAST
+        else "too few batches of prompts were timed"
+    )
+    return f"interval {near}: {why}, so {100 * wanted:.0f} % is not certain: {runs}"

@@ -1,8 +1,8 @@
 """CPU use by other processes during a timing, and the wait policy of threads. Both affect measured speeds.
 
-The use by others is the busy time of the CPUs that this process may use, from /proc/stat, minus the time of this
-process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This module
-does not import torch, because torch reads the wait policy of threads when it is first imported.
+The use by others is the busy time of the CPUs that this process may use, from /proc/stat. The time of this process and
+its ended children is subtracted. It is None (unknown) on systems without /proc/stat (macOS, some containers). This
+module does not import torch, because torch reads the wait policy of threads when it is first imported.
 """
 
 import os
@@ -71,7 +71,7 @@ def line(used: float | None, of: int) -> str:
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
-        return (f"measured beside other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
+        return (f"measured during other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
                 "lower and noisier than on a quiet machine")  # fmt: skip
     return f"no other work meanwhile: other processes used {used:.2f} of {of} cores"
 

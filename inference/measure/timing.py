@@ -79,7 +79,7 @@ class Timing:
     def results(self, arm: str) -> list[ArmResult]:
         """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
-            raise ValueError(f"no arm {arm!r}; there are {', '.join(self.arms)}")
+            raise ValueError(f"there is no arm {arm!r}; there are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
@@ -108,7 +108,8 @@ class Timing:
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
-        """Prompts, noise keys, emitted ids and row counts of all runs of an arm; the arm must have counts."""
+        """Return the prompts, noise keys, emitted ids and row counts of all runs of an arm. The arm must have
+        counts."""
         texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
@@ -141,9 +142,9 @@ def interleave(
     """Time all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats` times, with seeds
     seed, seed + 1, ...
 
-    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat, if there is
-    nothing to time, or if arms emit different numbers of tokens for a prompt, since their speeds are then not
-    comparable.
+    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat or if there is
+    nothing to time. Raises it too if arms emit different numbers of tokens for a prompt, since their speeds are then
+    not comparable.
     """
     batches = batched(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)

@@ -134,9 +134,7 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
     with fewer drafts: zero, and the last rank."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
-        raise ValueError(
-            "distributions by depth are those of chains that a model drafts: give a proposer without a shape"
-        )
+        raise ValueError("distributions by depth need chains that a model drafts: give a proposer without a shape")
     drafts = torch.tensor([k > j for k in proposal.k])
     q, rank = round.drawn[j].float().cpu(), rank_of(round.scored[j], round.follows[:, j]).cpu()
     return torch.where(drafts.unsqueeze(1), q, 0.0), torch.where(drafts, rank, V)

@@ -200,10 +200,10 @@ class GraphForward(Lean):
     distributions are views that the next call overwrites. If recording fails, this model's passes run without graphs,
     with one warning.
 
-    There is one graph for each bucket of shapes (rows, ids per row and slots read, each rounded up) and each kind of
-    result (logits of one id of each row, states of layers, nodes of a tree). Graphs read keys and values of the cache,
-    and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the old memory
-    can be freed. All graphs of a model share one memory pool.
+    There is one graph per bucket and kind of result. A bucket is rows, ids per row and slots read, each rounded up. The
+    kinds are logits of one id of each row, states of layers, and nodes of a tree. Graphs read keys and values of the
+    cache, and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the old
+    memory can be freed. All graphs of a model share one memory pool.
     """
 
     failed = False

@@ -108,8 +108,8 @@ class LM:
     def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
-                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU, "
-                f"widths multiples of 16"
+                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU "
+                f"and widths that are multiples of 16"
             )
         on_gpu = self.model.device.type == "cuda"
         compile = on_gpu if compile is None else compile
@@ -230,7 +230,9 @@ class LM:
         whole pass writes them.
         """
         if not 0 < layers <= self.depth:
-            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
+            raise ValueError(
+                f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers: give 1 or more"
+            )
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 

@@ -55,7 +55,7 @@ def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrain
     """Add a scale to the LM, with value 1 at every temperature before training, and return the LM. Raises ValueError
     unless the temperatures are at least one, different and in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
-        raise ValueError(f"temperatures {list(temperatures)}: at least one, each once, in rising order")
+        raise ValueError(f"temperatures {list(temperatures)}: give at least one, each once, in rising order")
     network.config.update({KNOTS: list(temperatures)})
     put_scale(network)
     return network

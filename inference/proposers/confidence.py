@@ -1,9 +1,9 @@
 """A confidence head. It predicts whether the next draft is accepted if all drafts before it were (DSpark, 2607.05147).
 
-It reads what the draft's head reads at that depth, the row of the token drafted before if the draft has a Markov head,
-and four numbers of the draft's distribution q, see `measures`. It reads nothing of the token that it decides about. A
-policy that uses it to end a round therefore changes no distribution that a draft is drawn from, and verification stays
-exact.
+It reads what the draft's head reads at that depth, and four numbers of the draft's distribution q, see `measures`. If
+the draft has a Markov head, it also reads the row of the token drafted before. It reads nothing of the token that it
+decides about. A policy that uses it to end a round therefore changes no distribution that a draft is drawn from, and
+verification stays exact.
 """
 
 from collections.abc import Callable

@@ -133,7 +133,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
     states there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
-        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: give 1 .. {len(blocks)}")
+        raise ValueError(f"an exit after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}")
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
@@ -260,7 +260,9 @@ class EarlyExit(Independent):
 
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
-            raise ValueError("EarlyExit drafts with the layers of its own target: make it with the engine's model")
+            raise ValueError(
+                "EarlyExit: its target is not the engine's model: give EarlyExit(network, target) that model"
+            )
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:

@@ -39,7 +39,7 @@ class Independent(Proposer):
         int8: bool = False, shape: TreeShape = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
-            raise ValueError(f"model: a draft model or its path, not {model!r}")
+            raise ValueError(f"model must be a draft model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.branching = trees_of(shape)

@@ -250,8 +250,9 @@ def _alphabet() -> dict[str, int]:
 
 class TextConverter:
     """A converter of texts from target ids to draft ids. The part before the last `WINDOW` tokens is converted once and
-    cached, up to a position at which a word begins, so the time of a round does not grow with the text. If the draft's
-    tokenizer gives other ids for the parts of a text than for the whole, the whole text is converted each time."""
+    cached, up to a position at which a word begins. The time of a round therefore does not grow with the text. If the
+    draft's tokenizer gives other ids for the parts of a text than for the whole, the whole text is converted each time.
+    """
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.draft, self.bytes = draft, byte_strings(target)

@@ -111,7 +111,7 @@ class Dynamic:
                 raise ValueError(f"shape: {name}={value} must be at least 1")
         for name, value in {"nodes": self.nodes, "(depth - 1) * width": (self.depth - 1) * self.width}.items():
             if value > MOST_NODES:
-                raise ValueError(f"shape: {name} is {value}; at most {MOST_NODES} nodes are read at once")
+                raise ValueError(f"shape: {name} is {value}; a pass reads at most {MOST_NODES} nodes")
 
 
 TreeShape = Sequence[int] | Dynamic | None
@@ -150,10 +150,12 @@ class StaticTrees:
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
             raise ValueError(
-                f"shape: a node has {most} children, the vocabulary only {vocabulary} tokens; remove children from shape="
+                f"shape: a node has {most} children, but there are only {vocabulary} tokens: give it fewer"
             )
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
+            raise ValueError(
+                f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer levels"
+            )
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Return the number of nodes of each row that drafts k levels: all nodes of these levels."""
@@ -269,9 +271,13 @@ class DynamicTrees:
         """Raise ValueError if a node has more children than there are tokens, or if there are more levels than
         `depths`."""
         if self.shape.children > vocabulary:
-            raise ValueError(f"shape: a node has {self.shape.children} children, the vocabulary {vocabulary} tokens")
+            raise ValueError(
+                f"shape: children={self.shape.children}, but there are only {vocabulary} tokens: give fewer"
+            )
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
+            raise ValueError(
+                f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer levels"
+            )
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Return the number of nodes of each row that drafts k levels."""

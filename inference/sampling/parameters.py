@@ -90,8 +90,8 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
-        """Return the settings of a transformers generation config. An engine does not call this: of the config it reads
-        only the end tokens.
+        """Return the settings of a transformers generation config. An engine does not call this, because it reads only
+        the end tokens of the config.
 
         Without do_sample the temperature is 0. An unset top_k is 50, as in transformers. Raises ValueError naming a
         setting that has no counterpart here.

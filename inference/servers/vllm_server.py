@@ -59,7 +59,7 @@ class Server:
         if not line:
             self.process.wait()
             tail = self.log.read_text(errors="replace").splitlines()[-8:]
-            raise RuntimeError("vllm ended: " + "\n".join(tail))
+            raise RuntimeError("vLLM has ended; the last lines of its log: " + "\n".join(tail))
         answer: dict[str, Any] = json.loads(line)
         return answer
 

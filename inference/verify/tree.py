@@ -45,7 +45,7 @@ class Tree:
         self.parents = torch.as_tensor(parents, dtype=torch.int64)
         self.nodes = self.parents.shape[-1]
         if not 1 <= self.nodes <= MOST_NODES:
-            raise ValueError(f"parents: a tree of {self.nodes} nodes; 1 .. {MOST_NODES} can be verified")
+            raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES}")
         self.shape = None if isinstance(parents, Tensor) else tuple(parents)
         if self.shape is not None:
             depths_of(self.shape)  # raises ValueError for wrong parents
@@ -269,9 +269,9 @@ def traversal(
 ) -> TreeVerification:  # fmt: skip
     """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
 
-    In expectation it emits at least as many tokens as `tree` if the subtree of each sibling contains the shapes of its
-    later siblings' subtrees (as in grown shapes). If a later sibling is deeper, it may emit fewer, since earlier
-    siblings reduce the acceptance of later ones.
+    In expectation it emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its later
+    siblings' subtrees, as in grown shapes. If a later sibling is deeper, it may emit fewer, since earlier siblings
+    reduce the acceptance of later ones.
 
     visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
     R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
