@@ -260,9 +260,7 @@ class EarlyExit(Independent):
 
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
-            raise ValueError(
-                "EarlyExit: its target is not the engine's model: give EarlyExit(network, target) that model"
-            )
+            raise ValueError("EarlyExit: its target is not the engine's model: make it with that model")
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:

@@ -149,13 +149,9 @@ class StaticTrees:
         `depths`."""
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
-            raise ValueError(
-                f"shape: a node has {most} children, but there are only {vocabulary} tokens: give it fewer"
-            )
+            raise ValueError(f"shape: a node has {most} children, but there are {vocabulary} tokens: give it fewer")
         if depths is not None and self.depth > depths:
-            raise ValueError(
-                f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer levels"
-            )
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Return the number of nodes of each row that drafts k levels: all nodes of these levels."""
@@ -271,13 +267,9 @@ class DynamicTrees:
         """Raise ValueError if a node has more children than there are tokens, or if there are more levels than
         `depths`."""
         if self.shape.children > vocabulary:
-            raise ValueError(
-                f"shape: children={self.shape.children}, but there are only {vocabulary} tokens: give fewer"
-            )
+            raise ValueError(f"shape: children={self.shape.children}, but there are {vocabulary} tokens: give fewer")
         if depths is not None and self.depth > depths:
-            raise ValueError(
-                f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer levels"
-            )
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
         """Return the number of nodes of each row that drafts k levels."""

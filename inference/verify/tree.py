@@ -45,7 +45,7 @@ class Tree:
         self.parents = torch.as_tensor(parents, dtype=torch.int64)
         self.nodes = self.parents.shape[-1]
         if not 1 <= self.nodes <= MOST_NODES:
-            raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES}")
+            raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES} nodes")
         self.shape = None if isinstance(parents, Tensor) else tuple(parents)
         if self.shape is not None:
             depths_of(self.shape)  # raises ValueError for wrong parents
