@@ -120,9 +120,5 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     runs = f"{reached.runs} runs of {reached.batches} batches, {reached.seconds:.0f} s"
     if reached.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    why = (
-        "the time limit (bench.minutes=) was reached"
-        if reached.batches >= LEAST
-        else "too few batches of prompts were timed"
-    )
+    why = "the time limit (bench.minutes=) was reached" if reached.batches >= LEAST else "too few batches were timed"
     return f"interval {near}: {why}, so {100 * wanted:.0f} % is not certain: {runs}"

@@ -231,7 +231,7 @@ class LM:
         """
         if not 0 < layers <= self.depth:
             raise ValueError(
-                f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers: give 1 or more"
+                f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers: give at least 1"
             )
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
