@@ -160,11 +160,12 @@ class ExportConfig:
 
     draft: Model
     target: Model
-    engine: str  # vllm, sglang, tensorrt_llm or transformers
-    layout: str  # the folder's file format
+    engine: str  # vllm, sglang, tensorrt_llm, transformers or llamacpp
+    layout: str  # the file format; auto: the one in which the engine loads plain drafts
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
     temperature: float | None  # for a conditioned draft: the temperature that it is exported for
+    dtype: str  # of the weights in layout hf or gguf; auto: the draft's
     check: str | None  # an exported folder: check it, write nothing
     push_to_hub: str | None  # user/name of a model repository to push the folder to
     output: str
@@ -208,6 +209,9 @@ SCHEMAS = {
 }
 
 
+SAMPLING_COMMANDS = ("train", "rollout")  # they can use data=self
+
+
 @cache
 def register() -> None:
     """Register each schema with Hydra as `NAME_schema`, the name that `conf/NAME.yaml` refers to."""
@@ -238,6 +242,18 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
         raise UserError(f"give a value to {', '.join(f'{key}=' for key in missing)}")
     refuse(name, typed)
     return typed
+
+
+def refuse_from_target(name: str, cfg: "DictConfig") -> None:
+    """Raise UserError for data=self with a command that samples no prompts."""
+    if "data" in cfg and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
+        raise UserError(f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
+                        "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl")  # fmt: skip
+
+
+def from_target(data: Data) -> bool:
+    """Whether the target samples the prompts itself; a given path goes first."""
+    return data.from_target and data.path is None
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":

@@ -1,5 +1,5 @@
 """Weights of a folder. They are read from safetensors only, and must be undamaged, complete, finite, and of the shapes
-that config.json states.
+that config.json states. The ids of a pruned head must be ids of the target.
 """
 
 import json
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inference.models.small_heads import require_known
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -31,8 +33,8 @@ def load_weights(
     """Return the model in a folder, the problems of its weights, and the names of surplus tensors, which its config has
     no place for.
 
-    network: the class of the model. Problems are missing tensors, wrong shapes and numbers that are not finite. Raises
-    FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
+    network: the class of the model. Problems are tensors that are missing or not finite, and wrong shapes or ids.
+    Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
     """
     files = weight_files(path)
     try:
@@ -56,6 +58,7 @@ def load_weights(
     if not problems:
         try:
             require_finite(model, str(where))
+            require_known(model, str(where))
         except ValueError as error:
             problems.append(str(error))
     return model.eval(), problems, sorted(info["unexpected_keys"])

@@ -17,6 +17,7 @@ from inference.models.compiled import CompiledForward
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.graphs import GraphForward
 from inference.models.llama import applies, can_round
+from inference.models.markov import Term
 from inference.models.passes import ALONE, Layers, Pass, States
 from inference.models.pretrained import positions_of, quantisation_of, refuse_unsupported
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
@@ -230,9 +231,7 @@ class LM:
         whole pass writes them.
         """
         if not 0 < layers <= self.depth:
-            raise ValueError(
-                f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers: give at least 1"
-            )
+            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} layers; give at least 1")
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
@@ -301,18 +300,20 @@ class LM:
                 layer.values[slot].zero_()
 
 
-def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
+def at_once(
+    lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool, term: Term | None = None
+) -> Drafts | None:
     """Return the drafts of a round from one pass over masks, in one call. The round's `send` must have been called.
-    begins: `masked.begins` on the host.
+    begins: `masked.begins` on the host. term: as in `in_order`, a function of the LM's own modules.
 
     Return None if passes are neither compiled nor CUDA graphs, or if rows are too long for these. Return None too if
     passes are compiled and distributions depend on more than a temperature.
     """
     if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
         window = lm._aimed(masked.ids, begins, 0, masked.begins)
-        return lm.run.draft_masked(draws, masked, k, greedy, window, lm._fitted)
+        return lm.run.draft_masked(draws, masked, k, greedy, window, term, lm._fitted)
     if isinstance(lm.run, CompiledForward) and lm.vocabulary == lm.size:
-        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins))
+        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins), term)
     return None
 
 
