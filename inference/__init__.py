@@ -1,4 +1,4 @@
-"""Exact batched speculative decoding of Hugging Face causal LMs; needs torch, transformers, safetensors and numpy.
+"""Exact batched speculative decoding of Hugging Face causal LMs. It needs torch, transformers, safetensors and numpy.
 
 Imports are lazy: `measure.contention` must set how threads wait before torch is imported.
 """

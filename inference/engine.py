@@ -1,17 +1,17 @@
-"""Speculative decoding of many rows at once, round by round: propose, target pass, verify, commit.
+"""Speculative decoding of many rows at once. Each round has four steps: propose, target pass, verify, commit.
 
 row           a prompt and the tokens that follow it so far
-slot          the storage of a row's keys and values; active rows have slots 0, 1, ... without holes (see `scheduler`)
+slot          the storage of a row's keys and values; active rows use slots 0, 1, ... without a gap (see `scheduler`)
 anchor        a row's last token: part of its text, not yet read by the target
 distribution  the probability of each next token under a row's sampling settings: p is the target's, q the draft's
 draft         a token x that the proposer drew from q
-proposal      the drafts of a round with their distributions, a chain or a tree; k: how many a row has
+proposal      the drafts of a round with their distributions; they form a chain or a tree, with k drafts per row
 target pass   one forward of the target over the anchors and all drafts; it gives p after each of them
-verification  how many drafts of a row are accepted, and the distribution of the one token that follows them
-correction    the token that follows after a rejection; if no draft was rejected, it is called the bonus
+verification  the number of accepted drafts per row, and the distribution of the one token that follows them
+correction    the token that follows the accepted drafts if a draft was rejected; otherwise it is called the bonus
 commit        the accepted drafts and the token after them are appended to the text
-rollback      keys and values of rejected drafts lie past the row's length: they are masked, and overwritten later;
-              the accepted path of a tree is moved next to the anchor (`Engine.rollback`)
+rollback      the keys and values of rejected drafts lie past the row's length, so they are masked and later
+              overwritten; the accepted path of a tree is moved next to the anchor (`Engine.rollback`)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,23 +44,26 @@ from inference.verify.rules import Rule, rule_of
 
 
 class Engine:
-    """Speculative decoding of many rows at once; the distribution of the text is exactly the target's.
+    """An engine for speculative decoding of many rows at once. The distribution of its text is exactly the target's.
 
-    target: a transformers causal LM or a PEFT model of one, used without a change; or a path / hub id, loaded in
-    `dtype` (None: the checkpoint's dtype, or float32 on a CPU that would emulate it) on `device` (None: the CPU). Only
-    the end tokens of its generation_config are read, see `Sampling.of`. proposer: makes the drafts; None: plain
-    decoding, by the same code. verify: a name of `verify.rules.RULES`, or a custom rule. rows: how many prompts are
-    decoded together; the others wait (see `scheduler`). context: most tokens of a row. compile: compile the target's
-    short passes (see `compiled`), or on a GPU record them as CUDA graphs (see `graphs`); the first passes then take
-    seconds; None: only on a GPU.
-    record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`).
+    target: a transformers causal LM or a PEFT model of one, used without a change; or a path or hub id to load. dtype:
+    dtype of a loaded target; None for the checkpoint's dtype, or float32 on a CPU that would emulate it. device: device
+    of a loaded target; None for the CPU. Only the end tokens of the target's generation_config are read, see
+    `Sampling.of`. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
+    `verify.rules.RULES`, or a custom rule. rows: number of prompts that are decoded together; the others wait (see
+    `scheduler`). context: the largest number of tokens per row. compile: whether to compile the target's short passes
+    (see `compiled`), or on a GPU to record them as CUDA graphs (see `graphs`); None for only on a GPU. The first
+    compiled passes take seconds. record: receives the rounds of each call, with p, q and u of each draft (see
+    `report.replay`).
 
-    A row ends with finish "error" if its next token has no distribution: its settings allow no token, one of its
-    processors raises, or the target's logits are NaN or infinite. Other rows go on. Several engines may share one
-    proposer, in calls one after the other. Threads: calls of all engines of a process run one at a time. Other calls
-    may run between the rounds of a stream; if one of them uses its slots or its proposer, the stream raises
-    RuntimeError. Every call checks whether the models were changed (weights, adapters, hooks, modules); if they were,
-    it decodes as a new engine would. Raises ValueError for an unknown rule or an unsupported model.
+    A row ends with finish "error" if its next token has no distribution. This happens if its settings allow no token,
+    if one of its processors raises, or if the target's logits are NaN or infinite. Other rows continue.
+
+    Several engines may share one proposer if their calls run one after the other. Threads: calls of all engines of a
+    process run one at a time. Other calls may run between the rounds of a stream. If one of them uses the stream's
+    slots or proposer, the stream raises RuntimeError. Every call checks whether the models were changed (weights,
+    adapters, hooks, modules); if they were, it decodes as a new engine would. Raises ValueError for an unknown rule or
+    an unsupported model.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Engine:
                 move(target, device)
         elif dtype is not None or device is not None and torch.device(device).type != target.device.type:
             raise ValueError(
-                f"{'dtype' if dtype is not None else 'device'}: a model is used as it is ({target.dtype} on "
+                f"{'dtype' if dtype is not None else 'device'}: a model is used unchanged ({target.dtype} on "
                 f"{target.device}); cast or move it first, or give its path"
             )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
@@ -116,20 +119,21 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Output:
-        """Continue every prompt.
+        """Continue every prompt, and return the new tokens and texts.
 
-        prompts: a list of texts, token ids (a list, tensor or array) or chat messages (dicts of role and content, which
-        the tokenizer's template renders), or the tokenizer's output for several texts; ids that its attention mask
-        excludes are dropped. Text is encoded by the tokenizer, with one start token at most. `Output.tokens` contains
-        the end token of a row, `Output.text` does not. max_new_tokens and sampling: one value, or one for each prompt.
-        seed, ids: the key of the random numbers. ids default to a hash of each prompt, so a prompt gives the same
-        tokens alone or in a batch: exactly in float64, and in float32 up to rare rounding. In bfloat16 the text may
-        differ, but has the same probabilities.
-        ignore_eos: the target's end tokens do not end a row; stop strings, stop_ids and lengths still do.
+        prompts: a list of texts, of token ids (a list, tensor or array each) or of chat messages (dicts of role and
+        content, which the tokenizer's template renders). It may also be the tokenizer's output for several texts; then
+        ids that the attention mask excludes are dropped. Text is encoded by the tokenizer, with at most one start
+        token.
 
-        Raises ValueError before anything runs: for a prompt of another type, an empty prompt, one that fills the
-        context, ids outside the vocabulary in a prompt or in settings, and lists that do not have one entry for each
-        prompt.
+        max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers. By
+        default `ids` are hashes of the prompts, so a prompt gives the same tokens alone or in a batch. This holds
+        exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may differ, but has the same
+        probabilities. ignore_eos: the target's end tokens do not end a row; stop strings, stop_ids and lengths still
+        do. `Output.tokens` contains a row's end token, `Output.text` does not.
+
+        Raises ValueError before decoding starts: if a prompt has another type, is empty or fills the context; if ids in
+        a prompt or in the settings lie outside the vocabulary; or if a list does not have one entry per prompt.
         """
         with ALONE:
             call = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
@@ -149,8 +153,8 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of one prompt as its rounds end; settings as in generate. Raises RuntimeError if a later
-        call began, and RequestError, after the events so far, if the row ends in an error."""
+        """Yield the events of one prompt as its rounds end. The settings are those of `generate`. Raises RuntimeError
+        if a later call began. Raises RequestError, after the events so far, if the row ends with an error."""
         call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(call):
             yield from events
@@ -162,7 +166,8 @@ class Engine:
         sampling: Sampling | Sequence[Sampling],
         seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
     ) -> Call:  # fmt: skip
-        """Start a call, with arguments as in `generate`. It takes over the slots: the call before it cannot go on."""
+        """Start a call with the arguments of `generate`. The call takes over the slots, so the previous call cannot
+        continue."""
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
         with ALONE:
@@ -176,7 +181,7 @@ class Engine:
             return self.slots.begin(rows, self.proposer, seed)
 
     def rounds(self, call: Call) -> Iterator[list[Event]]:
-        """Decode round by round until every row has ended; rows that end make room for rows that wait."""
+        """Decode round by round until every row has ended. Rows that end free their slots for rows that wait."""
         while call.waiting or call.staged or call.active:
             with ALONE:  # not while the caller has the events
                 self.slots.require(call)
@@ -186,7 +191,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, call: Call) -> list[Event]:
-        """One round of the active rows: propose, target pass, verify, commit."""
+        """Run one round of the active rows (propose, target pass, verify, commit), and return its events."""
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)
@@ -212,7 +217,7 @@ class Engine:
             return events
 
     def propose(self, round: DecodingRound) -> Proposal:
-        """The proposer's drafts, on the target's device."""
+        """Return the proposer's drafts, on the target's device."""
         if not self.proposer or not max(round.k):
             round.send([0] * len(round.k))
             nothing = torch.empty(len(round.k), 0, dtype=torch.int64, device=self.target.device)
@@ -228,8 +233,8 @@ class Engine:
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
-        """One forward of the target: logits (A, N+1, V) after each row's anchor and after each draft, and the states
-        that the proposer reads."""
+        """Run one forward of the target. Returns logits (A, N+1, V) after each row's anchor and after each draft, and
+        the states that the proposer reads."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
@@ -241,8 +246,8 @@ class Engine:
     def rollback(self, round: DecodingRound, states: States, path: Tensor | None) -> States:
         """Roll back the rejected drafts, and return the states of the anchor and the accepted drafts.
 
-        For a chain nothing is moved: keys and values past a row's length are masked, and overwritten later. For a tree,
-        keys and values of the accepted `path` (A, D) are moved to the positions after the anchor.
+        For a chain nothing moves, since keys and values past a row's length are masked and later overwritten. For a
+        tree, keys and values of the accepted `path` (A, D) are moved to the positions after the anchor.
         """
         if path is None:
             return states
@@ -256,8 +261,8 @@ class Engine:
         self, call: Call, round: DecodingRound, proposal: Proposal, logits: Tensor, result: RoundResult,
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:  # fmt: skip
-        """Append each row's tokens to its text. Returns events, and for each row how many tokens of its text its slot
-        stores. table: that of `result`, on the host."""
+        """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
+        keys and values the slot stores. table: `result.table` on the host."""
         events, valid = [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
@@ -276,7 +281,7 @@ class Engine:
         return events, valid
 
     def __copy__(self) -> "Engine":
-        """Another engine on the same target, proposer and slots."""
+        """Return another engine that shares this one's target, proposer and slots."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
@@ -285,19 +290,19 @@ class Engine:
         return self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse `copy.deepcopy` and pickle: raises TypeError."""
+        """Raise TypeError, so that `copy.deepcopy` and pickle fail with a clear message."""
         raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
                         "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
 
 
 def _require_whole(name: str, value: Any) -> None:
-    """Raise ValueError for an argument that is no whole number of at least 1."""
+    """Raise ValueError unless an argument is a whole number of at least 1."""
     if not is_whole(value, 1):
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> None:
-    """Raise ValueError for an argument of `Engine` that has a wrong type; the message says what to give instead."""
+    """Raise ValueError if an argument of `Engine` has a wrong type. The message says what to give instead."""
     if isinstance(target, str | PathLike):
         place = Path(target)
         if (place.is_absolute() or fspath(target).startswith(".")) and not place.exists():
@@ -313,7 +318,7 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
                          "inference.proposers.Independent(model) for a draft model")  # fmt: skip
     if not hasattr(policy, "lengths"):
         raise ValueError(
-            f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens a round"
+            f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens per round"
         )
     if isinstance(tokenizer, str | PathLike):
         raise ValueError(f"tokenizer is a path; give AutoTokenizer.from_pretrained({fspath(tokenizer)!r})")

@@ -1,4 +1,4 @@
-"""Makes an engine from a draft folder."""
+"""Loading of engines. `load` makes an engine from a draft folder."""
 
 from dataclasses import replace
 from os import PathLike
@@ -21,18 +21,18 @@ from inference.verify.rules import rule_of
 def load(
     folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
-    """An engine from a draft folder, whose metadata names its target and its kind; `settings` as for Engine.
+    """Return an engine for a draft folder, whose metadata names its target and its kind.
 
-    A folder that was planned with a tree is served with that tree and its rule. If `settings` give a `policy`, or a
-    rule that does not verify trees, it drafts chains.
+    A folder that was planned with a tree is served with that tree and its rule. If `settings` contain a `policy`, or a
+    rule that does not verify trees, the draft makes chains instead.
 
-    target: a model or a path; None: the target that the folder names. If it is a model, give `tokenizer=` too, or
-    prompts as ids. kind: the kind of a folder without metadata, such as "other_tokenizer" for any causal LM; None: the
-    kind that the folder names. Raises ValueError for an unknown kind, and for a folder that names no target or a target
-    with an adapter; and the errors of the kind's `load`.
+    target: a model or a path; None for the target that the folder names. If it is a model, give `tokenizer=` too, or
+    prompts as ids. kind: the kind of a folder without metadata, such as "other_tokenizer" for any causal LM; None for
+    the kind that the folder names. settings: further arguments of `Engine`. Raises ValueError for an unknown kind, and
+    for a folder that names no target or a target with an adapter; and the errors of the kind's `load`.
     """
     if not isinstance(folder, str | PathLike):
-        raise ValueError(f"folder: the path of a draft folder, not {folder!r}")
+        raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
     draft = read(folder)
     metadata = draft.metadata
     tokenizer = settings.pop("tokenizer", None)
@@ -59,7 +59,7 @@ def load(
 
 
 def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
-    """The target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
+    """Return the target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
     if metadata is None:
         raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
     name = str(metadata.target["name"])
@@ -70,8 +70,8 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
 
 
 def _with_defaults(metadata: Metadata | None, settings: dict[str, Any]) -> Metadata | None:
-    """Fill in the policy and rule of the folder. Returns its metadata, without the tree if the settings ask for
-    chains."""
+    """Add the folder's policy and rule to the settings. Returns the folder's metadata, without the tree if the settings
+    ask for chains."""
     tree = metadata.tree if metadata else None
     if metadata is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:
         settings.setdefault("policy", Fixed(metadata.k if metadata else 4))

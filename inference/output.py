@@ -1,4 +1,4 @@
-"""What an engine returns: whole texts with counts and clocks, or events as rounds end."""
+"""The results of an engine: whole texts with counts and clocks, or events as rounds end."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,11 +11,11 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 
 @dataclass
 class Counts:
-    """Counts of one row or several. tokens: number emitted; target_calls: one a round.
+    """Counts of one row or several. tokens: number emitted. target_calls: one per round.
 
     By depth d (0-based): `drafted`, rounds that drafted it; `accepted`, rounds that accepted it and all drafts before
-    it; `tried`, rounds that drafted it and accepted all drafts before it. starts: for each round, the tokens that the
-    row had emitted before it; only in counts of single rows.
+    it; `tried`, rounds that drafted it and accepted all drafts before it. starts: for each round, the number of tokens
+    that the row had emitted before it; only in counts of single rows.
     """
 
     tokens: int = 0
@@ -27,17 +27,19 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, counting the token emitted after the accepted drafts; nan before any call."""
+        """Return tokens per target call, counting the token emitted after the accepted drafts; nan before the first
+        call."""
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
     @property
     def prefix(self) -> list[float]:
-        """P(accept drafts 1..i), measured: accepted / drafted at each depth."""
+        """Return the measured P(accept drafts 1..i): accepted / drafted at each depth."""
         return [n / total for n, total in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def conditional(self) -> list[float]:
-        """P(accept draft i given all before), measured: accepted / tried at each depth; nan if no draft was tried."""
+        """Return the measured P(accept draft i given all before): accepted / tried at each depth, nan if no draft was
+        tried."""
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
@@ -51,7 +53,7 @@ class Counts:
             self.tried[depth] += depth <= accepted
 
     def merge(self, other: "Counts") -> None:
-        """Add the counts of another; `starts` are not added."""
+        """Add other counts, except `starts`."""
         self.tokens += other.tokens
         self.target_calls += other.target_calls
         self._deepen(len(other.drafted))
@@ -69,8 +71,9 @@ class Counts:
 
 @dataclass
 class Stats(Counts):
-    """Sums over rows. rows: the counts of each prompt, in order. seconds, times: for each phase its wall seconds and
-    how often it ran; `times["target"]` is the number of rounds, whatever the number of rows in each."""
+    """Counts added over all rows, and clocks. rows: the counts of each prompt, in order. seconds: wall seconds per
+    phase. times: how often each phase ran; `times["target"]` is the number of rounds, whatever the number of rows in
+    each."""
 
     rows: list[Counts] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -92,7 +95,8 @@ class Stats(Counts):
 
 
 def pooled(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls as those of one: counts, seconds and times are added, rows are concatenated."""
+    """Return the statistics of several calls as those of one. Counts, seconds and times are added, rows are
+    concatenated."""
     whole = Stats()
     for part in parts:
         whole.merge(part)
@@ -104,13 +108,14 @@ def pooled(parts: Sequence[Stats]) -> Stats:
 
 
 class RequestError(RuntimeError, ValueError):
-    """A prompt ended in an error, but the caller needs all texts complete."""
+    """The error of a prompt that ended in an error, raised if the caller needs all texts complete."""
 
 
 @dataclass
 class Output:
-    """tokens: B lists of new ids, prompt excluded, stop token included; text: B strings, None without a tokenizer;
-    finish: for each "stop", "length" or "error"; errors: B messages, None for rows without an error."""
+    """The result of `generate` for B prompts. tokens: B lists of new ids, with the stop token but without the prompt.
+    text: B strings, None without a tokenizer. finish: "stop", "length" or "error" per prompt. stats: counts and clocks.
+    errors: B messages, None for rows without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -119,7 +124,7 @@ class Output:
     errors: list[str | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
-        """Return self; raises RequestError naming the first prompt that ended in an error."""
+        """Return self. Raises RequestError naming the first prompt that ended in an error."""
         for index, message in enumerate(self.errors):
             if message is not None:
                 raise RequestError(f"prompt {index}: {message}")
@@ -128,8 +133,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens that one row emitted in one round, and the kind of each: "drafted" (an accepted draft), "corrected" (after
-    a rejected draft) or "bonus" (all drafts were accepted, or there were none)."""
+    """The tokens that one row emitted in one round, and the kind of each. The kind is "drafted" (an accepted draft),
+    "corrected" (after a rejected draft) or "bonus" (all drafts were accepted, or there were none)."""
 
     row: int
     ids: list[int]
@@ -137,8 +142,8 @@ class Event:
 
 
 class Emitted(NamedTuple):
-    """Texts of several calls, one entry per prompt and repeat: the prompt, its noise key, the new ids, the row's
-    counts."""
+    """Texts of several calls, with one entry per prompt and repeat. prompts: the prompts. ids: their noise keys.
+    tokens: the new ids. counts: the rows' counts."""
 
     prompts: list[list[int]]
     ids: list[int]

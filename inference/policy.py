@@ -1,4 +1,4 @@
-"""Draft lengths of a round."""
+"""Policies of draft lengths. A policy chooses how many tokens each row drafts in a round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from inference.sampling.parameters import is_whole
 
 
 class Policy(Protocol):
-    """Chooses draft lengths before a round. The choice may not depend on the tokens that the round drafts."""
+    """A choice of draft lengths before each round. It may not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """The draft length of each active row, given its text so far."""
+        """Return the draft length of each active row, given its text so far."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same draft length in every round. Raises ValueError if k is no whole number of at least 0."""
+    """A policy with the same draft length in every round. Raises ValueError unless k is a whole number of at least
+    0."""
 
     k: int
 

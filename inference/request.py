@@ -1,4 +1,6 @@
-"""One request while it is decoded: its text, its limits and its end; and the requests of a call's prompts."""
+"""Requests. A request is one prompt while it is decoded, with its text, its limits and its end; `PromptReader` makes
+the requests of a call.
+"""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -22,11 +24,11 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 @dataclass
 class Request:
-    """Prompt and emitted tokens in one list, with the conditions that end the row.
+    """One row while it is decoded. Prompt and emitted tokens are one list; the other fields say when the row ends.
 
-    index: of the prompt in the call; id: key of the row's random numbers; limit: most new tokens; ends: token ids that
-    end the row; finish: "stop", "length" or "error" once the row has ended; error: the message. alone: the row is
-    decoded without drafts from now on; stained: the row's slot may contain NaN.
+    index: of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new tokens.
+    ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the message.
+    alone: whether the row is decoded without drafts from now on. stained: whether the row's slot may contain NaN.
     """
 
     index: int
@@ -51,7 +53,7 @@ class Request:
 
     @property
     def shown(self) -> list[int]:
-        """New tokens without the end token, for `Output.text`."""
+        """Return the new tokens without the end token, for `Output.text`."""
         return self.new[:-1] if self.finish == "stop" and self.text[-1] in self.ends else self.new
 
     @property
@@ -59,7 +61,7 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the one that ends the row; returns the tokens appended."""
+        """Append tokens up to the one that ends the row, and return the tokens appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():
@@ -75,12 +77,12 @@ class Request:
         self.finish, self.error = "error", message
 
     def _stopped(self) -> bool:
-        """Whether the new text has a stop string. Only the newest tokens can complete one, so only the end of the text
-        is decoded: 4 tokens for each character of the string (a character has at most 4 bytes), and 32 tokens before
-        them.
+        """Return whether the new text has a stop string. Only the newest tokens can complete one, so only the end of
+        the text is decoded. It has 4 tokens per character of the string (a character has at most 4 bytes), and 32
+        tokens before them.
 
-        The first characters of a decoded part may differ from those of the whole text. So a stop string that occurs in
-        the part is then looked up in the whole text.
+        The first characters of a decoded part may differ from those of the whole text. A stop string that occurs in the
+        part is therefore searched in the whole text too.
         """
         if not self.sampling.stop or self.tokenizer is None:
             return False
@@ -100,7 +102,8 @@ class Request:
 
 
 class TextLimits(Protocol):
-    """Texts that a target can read: ids in [0, vocabulary), at most `context` of them."""
+    """The limits of texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest number
+    of ids."""
 
     vocabulary: int
     context: int
@@ -108,8 +111,8 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a text.
-    tokenizer: None to reject strings. pads: ids that pad rows of a tensor."""
+    """A maker of requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a
+    text. tokenizer: None to reject strings. pads: ids that pad rows of a tensor."""
 
     target: TextLimits
     ends: frozenset[int]
@@ -124,7 +127,7 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """One request for each prompt; arguments and errors as in `Engine.generate`."""
+        """Return one request per prompt. Arguments and errors as in `Engine.generate`."""
         texts = [self._encode(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -162,14 +165,12 @@ class PromptReader:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
-        """Token ids of one prompt. Text is encoded by the tokenizer; if it begins with the start token, as a rendered
-        chat template does, no second one is added. Messages are rendered by the tokenizer's chat template."""
+        """Return the token ids of one prompt. Text is encoded by the tokenizer; if it begins with the start token, as a
+        rendered chat template does, no second one is added. Messages are rendered by the tokenizer's chat template."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
-                raise ValueError(
-                    f"{who}: {len(rows)} rows in one prompt; hand the tokenizer's output in as the prompts"
-                )
+                raise ValueError(f"{who}: {len(rows)} rows in one prompt; give the tokenizer's output as the prompts")
             return rows[0]
         if isinstance(prompt, str):
             tokenizer = self._tokenizer(who, "text")
@@ -183,7 +184,8 @@ class PromptReader:
         return _ids(who, prompt)
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
-        """Messages rendered by the chat template; if the last one is the assistant's, its text is continued."""
+        """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, its text
+        is continued."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
@@ -206,7 +208,7 @@ class PromptReader:
 
 
 def _require_text(who: str, text: str) -> None:
-    """Raise ValueError for text that is no Unicode, such as a half of a surrogate pair."""
+    """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -214,8 +216,8 @@ def _require_text(who: str, text: str) -> None:
 
 
 def content_of(who: str, message: Message) -> str | None:
-    """The text of a message: a string, or the texts of its parts joined; None if it calls tools instead. Raises
-    ValueError for anything else, which many templates would print as Python does."""
+    """Return the text of a message: a string, or the texts of its parts joined. Return None if the message calls tools
+    instead. Raises ValueError for other content, which many templates would print as a Python object."""
     content = message.get("content")
     if content is None and message.get("tool_calls") and message.get("role") == "assistant":
         return None
@@ -230,10 +232,11 @@ def content_of(who: str, message: Message) -> str | None:
 
 
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
-    """The prompts of a call as a list, from a list or from a tokenizer's output for several texts without its padding.
+    """Return the prompts of a call as a list. They come from a list, or from a tokenizer's output for several texts,
+    without its padding.
 
     pads: ids that pad. Raises ValueError, saying what to type instead, for rows of a tensor that begin or end with a
-    pad id, for one prompt in place of a list, and for any other type.
+    pad id. Raises it too for one prompt in place of a list, and for any other type.
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
@@ -261,7 +264,7 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
 
 
 def single(prompt: Any) -> list[Any]:
-    """A list of the one prompt of `Engine.stream`. Raises ValueError for a list of prompts."""
+    """Return a list of the one prompt of `Engine.stream`. Raises ValueError for a list of prompts."""
     many = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], Integral | Mapping)
     if many:
         raise ValueError(f"prompt must be one prompt, not a list of {len(prompt)}; remove the [ ] around it")
@@ -269,7 +272,7 @@ def single(prompt: Any) -> list[Any]:
 
 
 def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
-    """Rows of ids of a tokenizer's output, without the ids that its attention_mask excludes."""
+    """Return the rows of ids of a tokenizer's output, without the ids that its attention_mask excludes."""
     if "input_ids" not in encoding:
         raise ValueError(f"{who}: a dict needs input_ids, as a tokenizer returns; this one has {sorted(encoding)}")
     rows = _rows(encoding["input_ids"])
@@ -286,13 +289,13 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _rows(values: Any) -> list[list[Any]]:
-    """Rows of a tensor, an array or lists; one without a second dimension is one row."""
+    """Return the rows of a tensor, an array or lists. Values without a second dimension are one row."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
     return [list(row) for row in values] if values and isinstance(values[0], Sequence) else [values]
 
 
 def _ids(who: str, prompt: Any) -> list[int]:
-    """Token ids of a list, a tensor or an array of one dimension. Raises ValueError for anything else."""
+    """Return the token ids of a list, a tensor or an array of one dimension. Raises ValueError for other values."""
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
     whole = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and all(
@@ -310,7 +313,7 @@ def _ids(who: str, prompt: Any) -> list[int]:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """A list with one value for each prompt. Raises ValueError naming the argument if a list has another length."""
+    """Return a list with one value per prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
@@ -319,19 +322,19 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Number of ids that can be emitted: ids of padded rows of the embedding get no mass."""
+    """Return the number of ids that can be emitted. Ids of padded rows of the embedding get no mass."""
     size = int(model.config.get_text_config().vocab_size)
     return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a text, from the generation config, or from the model's config if that has none."""
+    """Return the ids that end a text, from the generation config, or from the model's config if that has none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = model.config.eos_token_id if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Ids that pad rows of a tensor, from the tokenizer and from the model's config."""
+    """Return the ids that pad rows of a tensor, from the tokenizer and from the model's config."""
     ids = (model.config.get_text_config().pad_token_id, tokenizer.pad_token_id if tokenizer else None)
     return frozenset(id for id in ids if id is not None)

@@ -1,9 +1,9 @@
-"""One decoding round of the active rows: their distributions and their random numbers.
+"""One decoding round of the active rows. It gives their distributions and their random numbers.
 
-A rows, K drafted at most (N nodes of a tree), V vocabulary. Every random number of a row is a function of (seed, row
-id, tokens the row had emitted when the round began, depth, stream), see `sampling.noise`; only the noise of the coupled
-rule is keyed by position. Each round has one copy from the host to the device (`DecodingRound.send`) and one read back
-(the table of `verification.RoundResult`).
+A rows, K the largest number of drafts (N nodes of a tree), V vocabulary. Every random number of a row is a function of
+(seed, row id, tokens the row had emitted when the round began, depth, stream), see `sampling.noise`. Only the noise of
+the coupled rule is keyed by position. Each round has one copy from the host to the device (`DecodingRound.send`) and
+one read back (the table of `verification.RoundResult`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -35,7 +35,7 @@ from inference.verify.tree import Tree, likeliest, sampled
 
 
 class Batch:
-    """Settings of the active rows as tensors on the device; a new object is made when rows come or go."""
+    """The settings of the active rows as tensors on the device. A new object is made when rows come or go."""
 
     def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
@@ -48,32 +48,33 @@ class Batch:
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def gumbel_states(self, seed: int) -> Tensor:
-        """`noise.gumbel_states` of the rows, computed once."""
+        """Return `noise.gumbel_states` of the rows, computed once."""
         if seed not in self.gumbel:
             self.gumbel = {seed: gumbel_states(seed, self.ids)}
         return self.gumbel[seed]
 
     def branch_states(self, seed: int) -> Tensor:
-        """`noise.branch_states` of the rows, computed once."""
+        """Return `noise.branch_states` of the rows, computed once."""
         if seed not in self.branches:
             self.branches = {seed: branch_states(seed, self.ids)}
         return self.branches[seed]
 
     @property
     def key(self) -> Hashable:
-        """Everything that distributions depend on except logits, ids and tensors."""
+        """Return everything that distributions depend on except logits, ids and tensors."""
         return self.regimes.key, self.penalties.key if self.penalties else None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Settings on the device, by name."""
+        """Return the settings on the device, by name."""
         tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
         if self.penalties:
             tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
         return tensors
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Batch":
-        """These settings, read from other tensors of the names and shapes of `tensors`."""
+        """Return the same settings, but reading `tensors`: other tensors with the names and shapes of the property
+        `tensors`."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
@@ -85,9 +86,9 @@ class Batch:
 
 
 class DecodingRound:
-    """What the engine and a proposer share during one round; implements `proposers.base.Round`.
+    """The data that the engine and a proposer share during one round. It implements `proposers.base.Round`.
 
-    batch: that of an earlier round, used again if the rows are the same.
+    batch: the batch of an earlier round, used again if the rows are the same.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class DecodingRound:
     # What the host copies to the device
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy what this round needs to the device, once; later calls copy `numbers` alone. Returns all by name.
+        """Copy what this round needs to the device, once; later calls copy only `numbers`. Returns all tensors by name.
 
-        k: drafts of each row, if that differs from the round's k.
+        k: drafts per row, if that differs from the round's k.
         """
         if self.sent:
             self.sent |= send(self.device, **numbers) if numbers else {}
@@ -136,18 +137,18 @@ class DecodingRound:
         return self.sent
 
     def length(self, k: list[int]) -> Tensor:
-        """Draft lengths (A,) on the device."""
+        """Return the draft lengths (A,), on the device."""
         sent = self.send(k)
         return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
     # Distributions
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after the texts and `drafted` ids (A,) -> distribution (A, V)."""
+        """Return the distributions (A, V) for logits (A, V) after the texts and `drafted`, ids (A,) per draft."""
         return self.batch.regimes.probs(self.scores(logits, drafted))
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """The logits after the settings that read the text."""
+        """Return the logits after the settings that read the text."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -158,7 +159,7 @@ class DecodingRound:
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Target logits (A, K+1, V) of the texts and drafts x (A, K) -> p (A, K+1, V); columns past k_b have no
+        """Return p (A, K+1, V) for target logits (A, K+1, V) of the texts and drafts x (A, K). Columns past k_b have no
         meaning."""
         if self.batch.penalties and tree is not None:
             logits = self._penalised_tree(logits, x, k, tree)
@@ -167,7 +168,7 @@ class DecodingRound:
         return self.batch.regimes.probs(logits)
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Logits (A, n, V) after nodes of a tree, after the settings that read the text."""
+        """Return the logits (A, n, V) after nodes of a tree, after the settings that read the text."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -178,12 +179,12 @@ class DecodingRound:
         return torch.cat(columns, 1)
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> distributions of rows whose settings do not read the text."""
+        """Return the distributions for logits (A, ..., V), for rows whose settings do not read the text."""
         return self.batch.regimes.probs(logits.to(self.device))
 
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Logits (A, n, V) at the positions after first, first + 1, ... of the drafts x (A, K), after the settings that
-        read the text."""
+        """Return the logits (A, n, V) after the settings that read the text. They are at the positions after first,
+        first + 1, ... of the drafts x (A, K)."""
         penalties, sent = self.batch.penalties, self.send()
         assert penalties is not None
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
@@ -192,8 +193,8 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """As `_penalised`, for logits (A, N+1, V) of a tree: column by column, the drafts before a node being the path
-        to it."""
+        """Return what `_penalised` returns, for logits (A, N+1, V) of a tree. It works column by column; the drafts
+        before a node are those on the path to it."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         if tree.shape is None:  # rows whose settings read the text have drafted nothing
             return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
@@ -204,46 +205,47 @@ class DecodingRound:
 
     @property
     def reads_history(self) -> list[bool]:
-        """For each row, whether its settings read the text."""
+        """Return whether the settings of each row read the text."""
         return [needs_history(row.sampling) for row in self.rows]
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row; None if distributions or draws depend on other settings too."""
+        """Return the temperature of each row, or None if distributions or draws depend on other settings too."""
         if self.rule.shared or self.batch.penalties or self.batch.regimes.cut:
             return None
         return self.batch.regimes.temperatures
 
     @property
     def temperature(self) -> Tensor:
-        """The temperature of each row (A,); a new tensor when rows come or go."""
+        """Return the temperature of each row (A,). The tensor is a new one when rows come or go."""
         return self.batch.regimes.temperature
 
     # Draws
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Draft ids (A,) from distribution (A, V), with the noise of the draft stream, or the noise shared with the
-        target."""
+        """Return draft ids (A,) drawn from distributions (A, V). The noise is that of the draft stream, or the noise
+        shared with the target."""
         if self.rule.shared:
             return (probs.log() + self._gumbel[:, depth]).argmax(-1)
         return draw(probs, self._numbers[DRAFT - 1, :, depth])
 
     def last(self, probs: Tensor) -> Tensor:
-        """The token (A,) emitted after the accepted ones, drawn from the distribution (A, V) of the verification."""
+        """Return the token (A,) emitted after the accepted ones, drawn from the distributions (A, V) of the
+        verification."""
         return draw(probs, self._numbers[RESIDUAL - 1, :, 0])
 
     @property
     def test_noise(self) -> Tensor:
-        """The noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1 or
-        more, V)."""
+        """Return the noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1
+        or more, V)."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
-        """Children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn from,
-        NaN if there is none; x (A, M) drafted so far. See `base.Round.children`.
+        """Return children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn
+        from; NaN if there is none. x (A, M): drafted so far. See `base.Round.children`.
 
-        They are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
-        tokens with one-hot distributions.
+        The children are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the
+        likeliest tokens with one-hot distributions.
         """
         scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
         m, regimes = siblings.most, self.batch.regimes
@@ -259,36 +261,36 @@ class DecodingRound:
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
 
     def left_out(self, scores: Tensor, count: int, levels: int) -> None:
-        """See `base.Round.left_out`; serving does not use it."""
+        """Do nothing, since serving does not use this report. See `base.Round.left_out`."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) of the drafts and temperatures (A,)."""
+        """Return the uniforms (A, depths) of the drafts and the temperatures (A,)."""
         return self._streams(depths)[0], self.temperature
 
     @property
     def shared(self) -> bool:
-        """Whether drafts are drawn with the noise of the target's own tokens."""
+        """Return whether drafts are drawn with the noise of the target's own tokens."""
         return self.rule.shared
 
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) from distribution (A, V) with the shared noise, at a depth (A,) of each row."""
+        """Return ids (A,) drawn from distributions (A, V) with the shared noise. depth (A,): the depth of each row."""
         return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself, keyed by the start of this round (block
-        verification needs that, see `sampling.noise`)."""
+        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself. They are keyed by the start of
+        this round, which block verification needs (see `sampling.noise`)."""
         depth = torch.arange(depths, device=self.device)
         return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so that one graph
-        serves rounds of any K."""
+        """Return uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so that
+        one graph serves rounds with every K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
     def _streams(self, depths: int) -> Tensor:
-        """Uniforms (S, A, depths)."""
+        """Return uniforms (S, A, depths)."""
         sent = self.send()
         if depths > self.noise.table.shape[-1]:  # deeper than any round so far
             offsets, _ = self.noise.offsets(self.ids, self.starts, depths)
@@ -298,7 +300,7 @@ class DecodingRound:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        """Noise (A, K+1, V) shared with the target, by position."""
+        """Return the noise (A, K+1, V) shared with the target, by position."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -307,8 +309,8 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Noise (A, n or 1, V) that draws the children of the nodes keys (n,), all of one depth: separate noise for
-        each node, or one for the position, which the target shares."""
+        """Return the noise (A, n or 1, V) that draws the children of the nodes keys (n,), which all have one depth.
+        Each node has separate noise. Noise shared with the target is the same for all nodes of a position."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -326,17 +328,17 @@ class DecodingRound:
 
     @property
     def key(self) -> Hashable:
-        """Everything that distributions, draws and verification depend on except tensors."""
+        """Return everything that distributions, draws and verification depend on except tensors."""
         return type(self), self.rule, self.batch.key
 
     @property
     def steady(self) -> frozenset[str]:
-        """The `inputs` that change only when rows come or go."""
+        """Return the names of the `inputs` that change only when rows come or go."""
         return frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """By name, the tensors that distributions, draws and verification read in this round; with `trees` also the
-        tensors that draw children. None if a row has processors, which read more than tensors."""
+        """Return, by name, the tensors that distributions, draws and verification read in this round. Return None if a
+        row has processors, which read more than tensors. trees: also return the tensors that draw children."""
         if self.batch.own:
             return None
         sent = self.send()
@@ -346,7 +348,7 @@ class DecodingRound:
         return tensors | ({"states": self._states} if self.rule.shared else {})
 
     def on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
-        """This round, read from other tensors of the names and shapes of `inputs`."""
+        """Return the same round, but reading `tensors`: other tensors with the names and shapes of `inputs`."""
         batch = self.batch.on(tensors)
         round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths
@@ -360,14 +362,14 @@ class DecodingRound:
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
+    """Return the m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
     ids = likeliest(scores, m)
     none = (probs[..., :1] - probs[..., :1]).unsqueeze(2)  # 0, or NaN
     return ids, one_hot(ids, probs.unsqueeze(2).expand(*ids.shape, -1)) + none
 
 
 def _node_paths(tree: Tree) -> list[list[int]]:
-    """The nodes from the anchor down to each node, of a tree that all rows share."""
+    """Return the nodes from the anchor down to each node, for a tree that all rows share."""
     assert tree.shape is not None
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):

@@ -1,7 +1,7 @@
-"""Slots and admission: the queue of a call, rows that enter and leave, and moves that close the holes.
+"""Slots and admission: the queue of a call, rows that enter and leave, and moves that fill freed slots.
 
-Slots [0, rows) of the target and of the proposer hold the active rows, without holes. The spare slots after them hold
-prompts that wait: several are stored in one pass, in half the time of one pass each.
+Slots [0, rows) of the target and of the proposer hold the active rows, without a gap. The spare slots after them hold
+prompts that wait. Several of these are stored in one pass, which takes half the time of one pass each.
 """
 
 from collections import deque
@@ -23,8 +23,9 @@ from inference.sampling.noise import Uniforms
 
 @dataclass
 class Call:
-    """State of one call of `generate` or `stream`. rows: all requests; waiting: requests whose prompts are not stored
-    yet; staged: requests whose prompts are in a spare slot, with that slot; active: requests being decoded, by slot."""
+    """The state of one call of `generate` or `stream`. rows: all requests. waiting: requests whose prompts are not
+    stored yet. staged: requests whose prompts are in a spare slot, with that slot. active: requests being decoded, by
+    slot."""
 
     rows: list[Request]
     proposer: Proposer | None
@@ -39,8 +40,8 @@ class Call:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Draft length of each active row: that of the policy, cut so that no draft is past the row's limit. Raises
-        ValueError unless the policy gives one whole number >= 0 for each row."""
+        """Return the draft length of each active row: the policy's, limited so that no draft is past the row's limit.
+        Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
         lengths = list(policy.lengths([row.text for row in self.active]))
@@ -65,7 +66,7 @@ class Slots:
         self.current: Call | None = None  # whose rows are in the slots
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
-        """A new call, which uses the slots from now on."""
+        """Return a new call, which uses the slots from now on."""
         target = self.target
         self.current = Call(rows, proposer, Uniforms(seed, target.device))
         if proposer:
@@ -76,14 +77,14 @@ class Slots:
     def require(self, call: Call) -> None:
         """Raise RuntimeError if a later call uses the slots or the proposer."""
         if self.current is not call:
-            raise RuntimeError("Engine: a later call took the slots of this stream before it ended")
+            raise RuntimeError("Engine: a later call took the slots of this stream, which cannot continue")
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
             raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
-                               "ended; give each engine a proposer of its own")  # fmt: skip
+                               "ended; give each engine its own proposer")  # fmt: skip
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:
-        """Fill the free slots: with prompts from spare slots, else with as many waiting prompts as there are free
+        """Fill the free slots with prompts from spare slots. If there are none, waiting prompts are stored in the free
         slots. If there are more spare slots than free ones, prompts are first stored in the spare slots."""
         rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
         while len(call.active) < rows and (call.staged or call.waiting):
@@ -113,8 +114,8 @@ class Slots:
                 self.target.wait()
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
-        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), the cause may be keys
-        and values of a draft in the slot: then the prompt is stored again, and the row goes on without drafts."""
+        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), keys and values of a
+        draft in the slot may be the cause. Then the prompt is stored again, and the row continues without drafts."""
         if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)
@@ -123,7 +124,7 @@ class Slots:
             row.fail(reason())
 
     def leave(self, call: Call) -> None:
-        """Free the slots of ended rows; the last active row moves to each freed slot."""
+        """Free the slots of ended rows. The last active row moves to each freed slot."""
         ended = deque(slot for slot, row in enumerate(call.active) if row.finish)
         for slot in ended:
             if call.active[slot].stained:

@@ -1,4 +1,4 @@
-"""Data of a round for a recorder: the drafts with p, q and u, in the round's one copy to the host.
+"""The data of a round for a recorder. It has the drafts with p, q and u, in the round's one copy to the host.
 
 `trace` packs them on the device, `traced_rows` unpacks them on the host.
 """
@@ -22,21 +22,20 @@ class RoundRecorder(Protocol):
     """Hooks that an engine calls while it decodes, see `Engine(record=)`. They must not change their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """A call begins; rule: the name of its verification rule."""
+        """Begin a call. rule: the name of its verification rule."""
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:  # fmt: skip
-        """A round ended and its tokens were appended to the texts. starts: tokens that each row had emitted before the
-        round;
-        table: of `verification.RoundResult`, with the `trace` as its last columns."""
+        """Record a round that ended; its tokens are already appended to the texts. starts: tokens that each row had
+        emitted before the round. table: that of `verification.RoundResult`, with the `trace` as its last columns."""
 
 
 class TracedRow(NamedTuple):
-    """One row of a round. prompt: its index in the call; start: tokens that the row had emitted before; emitted: tokens
-    that the round added; drafted: how many of the drafts belong to the row; path: the accepted nodes in order; last:
-    the token after them; drafts: ids; floats: bits of p, q and u of the drafts; parents: of the nodes, -1 for the
-    text."""
+    """One row of a round. prompt: its index in the call. start: tokens that the row had emitted before. emitted: tokens
+    that the round added. drafted: how many of the drafts belong to the row. path: the accepted nodes in order. last:
+    the token after them. drafts: ids. floats: bits of p, q and u of the drafts. parents: of the nodes, -1 for the text.
+    """
 
     prompt: int
     start: int
@@ -50,11 +49,11 @@ class TracedRow(NamedTuple):
 
 
 def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
-    """Whole numbers (A, ...) of a round, in this order: length, the number of drafts that had distributions; the ids of
-    the drafts (N); p, q and u of each (3N) as the bits of float64; for a tree also the parents of its nodes (N) and the
-    accepted nodes (D), padded with -1.
+    """Return whole numbers (A, ...) of a round. Their order is: length, the number of drafts that had distributions;
+    the ids of the drafts (N); p, q and u of each draft (3N), as the bits of float64. For a tree, the parents of its
+    nodes (N) and the accepted nodes (D), padded with -1, follow.
 
-    p (A, N+1, V); u (A, N or fewer), None if the rule tests no uniforms; length (A,); path (A, D), None for a chain.
+    p (A, N+1, V). u (A, N or fewer): None if the rule tests no uniforms. length (A,). path (A, D): None for a chain.
     Entries past a row's drafts have no meaning.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
@@ -72,14 +71,14 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """The rows of a round, from the arguments of `RoundRecorder.note`."""
+    """Return the rows of a round, from the arguments of `RoundRecorder.note`."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """A row from its line of the table, whose first columns are the number of accepted drafts and the token after
+    """Return a row from its line of the table. The first columns are the number of accepted drafts and the token after
     them."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path

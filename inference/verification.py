@@ -1,4 +1,5 @@
-"""Verification of a round's drafts, chains and trees: the rule, the next token, and the table that the host reads.
+"""Verification of a round's drafts, chains and trees. It applies the rule, draws the next token, and fills the table
+that the host reads.
 
 A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
 """
@@ -19,11 +20,17 @@ from inference.verify.tree import Tree, usable_lengths
 
 
 class RoundResult(NamedTuple):
-    """table (A, COLUMNS + D), whose columns are: drafts accepted; the token after them; depth of the drafts that have
-    distributions; 1 if the token after the drafts has no distribution (then the second column is no token); 1 if any
-    position of the target's pass has no distribution; 1 if a draft was rejected after the accepted ones; the drafts,
-    for a tree the drafts of the accepted path.
-    path (A, D): its nodes, -1 past the last; None for a chain."""
+    """The result of a round. path (A, D): the accepted nodes, -1 past the last; None for a chain. table (A, COLUMNS +
+    D): one line per row, with the columns
+
+    - number of drafts accepted
+    - the token after them
+    - depth of the drafts that have distributions
+    - 1 if the token after the drafts has no distribution (then the second column is no token)
+    - 1 if a position of the target's pass has no distribution
+    - 1 if a draft was rejected after the accepted ones
+    - D drafts: all of a chain, or those of a tree's accepted path
+    """
 
     table: Tensor
     path: Tensor | None = None
@@ -32,8 +39,8 @@ class RoundResult(NamedTuple):
 def verify(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Target logits (A, N+1, V) and the drafts of a round -> its result. asked (A,): drafts of each row. traced: the
-    columns of `trace.trace` are appended to the table."""
+    """Verify the drafts of a round, given target logits (A, N+1, V). asked (A,): drafts per row. traced: append the
+    columns of `trace.trace` to the table."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -50,8 +57,9 @@ def verify(
 def round_result(
     p: Tensor, proposal: Proposal, verification: Any, last: Tensor, length: Tensor, asked: Tensor
 ) -> RoundResult:
-    """p (A, N+1, V); verification: the rule's result, with a `path` if the proposal is a tree; last (A,): the token
-    after the accepted drafts; asked (A,): drafts of each row; length (A,): how many of them have distributions."""
+    """Fill the table of a round. p (A, N+1, V). verification: the rule's result, with a `path` if the proposal is a
+    tree. last (A,): the token after the accepted drafts. asked (A,): drafts per row. length (A,): how many of them have
+    distributions."""
     missing, accepted = is_missing(p), verification.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
     if proposal.tree is None:
@@ -68,8 +76,8 @@ def round_result(
 
 
 def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
-    """Why a row has no distribution after its n accepted drafts, given the logits (A, N+1, V) of the target's pass
-    and the `path` of the result; reads from the device."""
+    """Return why a row has no distribution after its n accepted drafts. logits (A, N+1, V): of the target's pass. path:
+    of the result. This reads from the device."""
     if row in round.messages:
         return round.messages[row]
     position = f"after {len(round.texts[row])} tokens"
@@ -80,16 +88,16 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """The column of the target pass at the last of the n accepted drafts of row `slot`; reads from the device if there
-    is a path."""
+    """Return the column of the target pass at the last of the n accepted drafts of row `slot`. This reads from the
+    device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1
 
 
 def verify_by_graph(
     graphs: Graphs, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool
 ) -> RoundResult | None:
-    """`verify` as one CUDA graph; None if a row has processors, if trees differ between rows, and once recording has
-    failed."""
+    """Run `verify` as one CUDA graph. Returns None if a row has processors, if trees differ between rows, or once
+    recording has failed."""
     tree, inputs = proposal.tree, round.inputs()
     if inputs is None or tree is not None and tree.shape is None:
         return None

@@ -1,1 +1,1 @@
-"""Draft folders: reading, writing and compatibility; atomic writes of files."""
+"""Draft folders. This package reads and writes them, checks that draft and target fit, and writes files atomically."""

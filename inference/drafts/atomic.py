@@ -1,7 +1,8 @@
-"""Atomic writes of files and folders: each is written under a temporary name in the same folder, then renamed.
+"""Atomic writes of files and folders. Each is written under a temporary name in the same parent folder, then renamed.
 
-The name is `.<name>.<host>-<pid>-<random>.new`, or `.old` for the folder that is being replaced. It shows which files a
-dead process left. The next write to the same path removes these, and restores a folder that was not replaced after all.
+The temporary name is `.<name>.<host>-<pid>-<random>.new`, or `.old` for a folder that is being replaced. It shows which
+process left a file. The next write to the same path removes the temporaries of dead processes. If a replacement was
+interrupted, that write also restores the old folder.
 """
 
 import errno
@@ -21,9 +22,10 @@ _FULL_TEXT = re.compile(r"\(os error (28|122|27)\)|PytorchStreamWriter failed|un
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` (text as UTF-8) to `path` atomically; a symbolic link is followed.
+    """Write `data` to `path` atomically. Text is encoded as UTF-8, a symbolic link is followed, and missing parent
+    folders are created.
 
-    Makes the parent folders. Raises OSError, with the old file untouched; a full disk names `path`.
+    Raises OSError and leaves the old file untouched if the write fails. If the disk is full, the error names `path`.
     """
     with new_file(path) as new:
         new.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -49,9 +51,9 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an exception.
 
-    `final` may be absent or empty; with `replace` it may have files in it, and it stays untouched until the new folder
-    is complete and on disk. Raises FileExistsError when `final` has files, NotADirectoryError when it is a file,
-    OSError that names `final` when the disk is full, and the exceptions of the block, leaving `final` as it was.
+    `final` may be absent or empty. With `replace` it may contain files, and these stay untouched until the new folder
+    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files,
+    NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception of the block.
     """
     real = _real_path(final)
     _refuse(real, replace)
@@ -69,13 +71,14 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether `error`, from the system, torch or safetensors, means that disk, quota or file size ran out."""
+    """Return whether `error` means that the disk, the quota or the file size limit is exhausted. It may come from the
+    system, torch or safetensors."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn an error inside the block that means a full disk into an OSError that names `path`."""
+    """Turn an error that means a full disk, raised inside the block, into an OSError that names `path`."""
     try:
         yield
     except BaseException as error:
@@ -92,8 +95,8 @@ def _refuse(real: Path, replace: bool) -> None:
 
 
 def _flush(new: Path) -> None:
-    """Give the new files the mode of their folder, which follows the umask (safetensors saves files with 0600), and
-    flush everything to disk."""
+    """Flush the new files to disk, and give them the mode of their folder. The folder's mode follows the umask, whereas
+    safetensors saves files with mode 0600."""
     mode = new.stat().st_mode & 0o666
     for folder, _, names in os.walk(new):
         for name in names:
@@ -120,7 +123,7 @@ def _swap(new: Path, real: Path) -> None:
 
 
 def _real_path(path: Path) -> Path:
-    """The real path, with its parents created and the leftovers of dead writers removed."""
+    """Return the real path, after creating its parents and removing what dead writers left."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
     _recover(real)

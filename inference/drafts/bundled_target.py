@@ -1,5 +1,6 @@
-"""Resolves the path of a model: the bundled target (in a checkout or in an installed `cotrain`), a GGUF file, a folder,
-or a hub id."""
+"""Paths of models. A path may be "bundled" for the bundled target (in a checkout or in an installed `cotrain`), a GGUF
+file, a folder, or a hub id.
+"""
 
 import os
 import re
@@ -15,9 +16,11 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str, key: str = "target.path") -> str:
-    """The folder of a model: of the bundled target for "bundled", and the dequantised one of a GGUF file, which is
-    written if it is not in the cache; else `path`. Raises FileNotFoundError if there is no bundled target, and as
-    `gguf_file` and `dequantised`."""
+    """Return the folder of a model. For "bundled" it is the bundled target. For a GGUF file it is the dequantised
+    model, which is written if it is not in the cache. Any other path is returned unchanged.
+
+    Raises FileNotFoundError if there is no bundled target, and the errors of `gguf_file` and `dequantised`.
+    """
     if path != NAME:
         file = gguf_file(path, key)
         return path if file is None else str(dequantised(file, key))
@@ -30,9 +33,9 @@ def resolve(path: str, key: str = "target.path") -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError, without a request to the hub, if `path` does not exist and cannot be a repository.
+    """Raise ValueError if `path` does not exist and cannot be a repository of the hub. No request is sent to the hub.
 
-    It cannot be one if it is no valid name on the hub, if it lies inside an existing folder, or if a similar path
+    A path cannot be a repository if it is no valid hub name, if it lies inside an existing folder, or if a similar path
     exists. The message names the key and the working directory.
     """
     if path == NAME or path in PACKAGED or os.path.lexists(path):
@@ -51,7 +54,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """The existing path most similar to `path`, compared part by part; None if no entry is similar to some part."""
+    """Return the existing path most similar to `path`, compared part by part. Return None if no entry resembles one of
+    the parts."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

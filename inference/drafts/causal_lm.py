@@ -1,9 +1,9 @@
-"""Causal LMs of draft folders, with modules of our own if config.json names them.
+"""Causal LMs of draft folders, some of which have modules of our own. Their config.json names these modules.
 
-transformers alone loads a plain Hugging Face folder. A `Part` is one module that we add to a causal LM of any family: a
-small head, a Markov head, or the scale of a draft conditioned on the temperature. All other weights keep their names,
-so a draft can start from the weights of a folder without the part. A kind of draft with another module defines a
-subclass of `CausalLM` that lists its part.
+A plain Hugging Face folder is loaded by transformers alone. A `Part` is one module that we add to a causal LM of any
+family: a small head, a Markov head, or the scale of a draft conditioned on the temperature. All other weights keep
+their names, so a draft can start from the weights of a folder without the part. A kind of draft with another module
+defines a subclass of `CausalLM` that lists its part.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ GENERATION = "generation_config.json"
 class Part(NamedTuple):
     """A module of our own that is added to a causal LM.
 
-    keys: keys of config.json; a network has the part if any of them is set. put: a function that adds the untrained
-    module that the config describes to the network, and returns it; it raises ValueError if the config describes none.
+    keys: keys of config.json; a network has the part if one of them is set. put: the function that adds the untrained
+    module to the network and returns the module; it raises ValueError if the config does not describe the module.
     required: whether every network of the class has the part.
     """
 
@@ -41,26 +41,26 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders that hold a causal LM (see `Proposer.network_class`). Its networks are of
-    transformers' own classes."""
+    """The network class of draft folders that hold a causal LM (see `Proposer.network_class`). The networks it makes
+    belong to transformers' own classes."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
 
     def __new__(cls, config: PretrainedConfig) -> Any:
-        """An untrained network of this config."""
+        """Return an untrained network with this config."""
         network = AutoModelForCausalLM.from_config(config)
         cls.put(network)
         return network
 
     @classmethod
     def has_parts(cls, config: PretrainedConfig) -> bool:
-        """Whether a network of this config has modules of our own."""
+        """Return whether a network with this config has modules of our own."""
         return bool(cls._present(config))
 
     @classmethod
     def put(cls, network: PreTrainedModel) -> list[str]:
-        """Add the modules that the config names to the network; returns their names."""
+        """Add the modules that the config names to the network, and return their names."""
         modules = [part.put(network) for part in cls._present(network.config)]
         return [name for name, module in network.named_modules() if any(module is one for one in modules)]
 
@@ -72,10 +72,10 @@ class CausalLM:
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """The network in a folder or on the hub, loaded by transformers from safetensors, with our modules.
+        """Return the network in a folder or on the hub, with our modules. transformers loads it from safetensors.
 
         output_loading_info: also return transformers' loading report, which then covers our tensors. Raises ValueError
-        for a config that a part rejects.
+        if a part rejects the config.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code)
@@ -101,22 +101,22 @@ class CausalLM:
 
 
 def folder_of(path: str | Path) -> Path:
-    """A local folder as it is; of a hub id the snapshot in the hub's cache, with the files that it lacks fetched first:
-    JSON files and weights in safetensors."""
+    """Return the local folder of a path. A local folder is returned unchanged. For a hub id it is the snapshot in the
+    hub's cache; missing files are fetched first (JSON files, and weights in safetensors)."""
     if Path(path).is_dir():
         return Path(path)
     return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors"]))
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a folder or hub id, by name."""
+    """Return all tensors of a folder or hub id, by name."""
     return {name: value for file in weight_files(folder_of(path)) for name, value in load_file(file).items()}
 
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
-    """Load the tensors `ours` into our modules, whose names begin with `own`. Missing, mismatched and unexpected
-    tensors are added to `info`, transformers' loading report."""
+    """Load the tensors `ours` into our modules, whose names begin with `own`. Add missing, mismatched and unexpected
+    tensors to `info`, which is transformers' loading report."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

@@ -1,4 +1,6 @@
-"""Whether a draft and a target belong together: fingerprints of a target, problems of a pair."""
+"""Checks whether a draft and a target fit together. This module hashes what a draft depends on, and lists the problems
+of a pair.
+"""
 
 import hashlib
 import json
@@ -17,10 +19,11 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """Two SHA-256 hashes of what a draft depends on: "config" of the shape, "tokenizer" of vocabulary and special ids.
+    """Return two SHA-256 hashes of what a draft depends on: "config" for the shape, "tokenizer" for vocabulary and
+    special ids.
 
-    Both are hexadecimal, and equal on every machine and for a config with or without a loaded model. "tokenizer" is
-    None without a tokenizer. Weights are not hashed: two fine-tunes of one model have the same hashes.
+    Both are hexadecimal. They are equal on every machine, and for a config with or without a loaded model. "tokenizer"
+    is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one model have the same hashes.
     """
     text = config.get_text_config(decoder=True)
     # a family has only some of these keys, a few under another name (attribute_map)
@@ -32,12 +35,13 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of vocabulary and special ids."""
+    """Return the SHA-256 hash of the vocabulary and the special ids."""
     return _sha256([tokenizer.get_vocab(), special_ids(tokenizer)])
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Ids of the special tokens that occur in texts: not of the pad token, which users often set to the end token."""
+    """Return the ids of the special tokens that occur in texts. The pad token is omitted, because users often set it to
+    the end token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -51,10 +55,11 @@ def check_pair(
     draft_config: PretrainedConfig,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Reasons why target and draft cannot serve together, one sentence each.
+    """Return the reasons why target and draft cannot serve together, one sentence per reason.
 
-    Compares vocabularies token by token, special ids, padded vocabulary sizes and maximum positions. A reason that
-    begins with "warning:" only costs speed or length. Engines reject a pair for any other reason.
+    The vocabularies are compared token by token, then the special ids, the padded vocabulary sizes and the maximum
+    positions. A reason that begins with "warning:" only costs speed or length. Engines reject a pair for every other
+    reason.
     """
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
@@ -72,8 +77,8 @@ def check_pair(
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless the target has the width and the vocabulary in `config`, the
-    config of a network that reads the target's states. The target may be on the meta device."""
+    """Raise ValueError, beginning with `where`, unless the target has the width and the vocabulary that `config`
+    states. `config` belongs to a network that reads the target's states. The target may be on the meta device."""
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
@@ -83,7 +88,7 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """Differences between two tokenizers that must give the same ids, one sentence each."""
+    """Return the differences between two tokenizers that must give the same ids, one sentence per difference."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))

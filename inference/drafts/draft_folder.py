@@ -1,7 +1,8 @@
 """Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`).
 
-`save` (the main job) and `write` (exports) write a folder atomically. Reading runs no code of the folder, accepts
-weights in safetensors only, and rejects tensors that transformers would fill with random numbers.
+`save` (the main job) and `write` (exports) write a folder atomically. Reading a folder runs no code from it and accepts
+weights in safetensors only. It also rejects weights that lack tensors, which transformers would fill with random
+numbers.
 """
 
 import copy
@@ -44,9 +45,9 @@ LATER = {"tree"}  # keys that older folders of this format lack
 class PlannedTree:
     """The tree that every round drafts, instead of a chain.
 
-    parents: node i has parent parents[i] < i, or -1 for the text, as in `shape=` of a proposer. rule: verification
-    rule, "tree" or "traversal". likeliest: whether children are the likeliest tokens; else they are sampled. Raises
-    ValueError naming a wrong key.
+    parents: node i has parent parents[i] < i, or -1 for the text, as in a proposer's `shape=`. rule: verification rule,
+    "tree" or "traversal". likeliest: whether the children are the likeliest tokens; otherwise they are sampled. Raises
+    ValueError naming the key that is wrong.
     """
 
     parents: Sequence[int]
@@ -70,7 +71,8 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """The planned tree that JSON `values` describe; None for null. Raises ValueError naming the key."""
+        """Return the planned tree that the JSON `values` describe, or None for null. Raises ValueError naming the
+        key."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
@@ -79,12 +81,12 @@ class PlannedTree:
 
     @property
     def depth(self) -> int:
-        """Number of levels: the most drafts that a round can accept."""
+        """Return the number of levels, which is the largest number of drafts that a round can accept."""
         return max(depths_of(tuple(self.parents)))
 
     @property
     def most_children(self) -> int:
-        """The largest number of children of any node, or of the text."""
+        """Return the largest number of children that a node, or the text, has."""
         return max(map(self.parents.count, self.parents))
 
 
@@ -92,12 +94,12 @@ class PlannedTree:
 class Metadata:
     """The contents of `cotrain.json`.
 
-    target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`.
-    k: planned draft length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q),
-    "greedy" if trained for p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date,
-    loss. kind: kind of proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured
-    with weights rounded to 8 bits; if so, `inference.load` also rounds them on a CPU. tree: the tree to draft instead
-    of a chain, None if chains were faster.
+    target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`. k: planned draft
+    length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q), "greedy" if trained for
+    p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date, loss. kind: kind of
+    proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured with weights rounded
+    to 8 bits; if so, `inference.load` also rounds them on a CPU. tree: the tree to draft instead of a chain, None if
+    chains were faster.
 
     Raises ValueError naming the key and its value.
     """
@@ -127,10 +129,10 @@ class Metadata:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """A copy in which the given values replace the present ones.
+        """Return a copy in which the given values replace the present ones.
 
-        The weights of a given target include the adapter, if there was one, so the adapter is removed. A given length k
-        means chains, so the tree is removed.
+        If a target is given, its weights include the adapter, if there was one, so the adapter is removed. If a length
+        k is given, the draft makes chains, so the tree is removed.
         """
         origin = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
         return changed(
@@ -145,7 +147,8 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Folder:
-    """A draft folder: kind of proposer, metadata (None for a folder from elsewhere), path."""
+    """A draft folder. kind: kind of proposer. metadata: None if the folder was not written by this project. path: where
+    the folder is."""
 
     kind: str
     metadata: Metadata | None
@@ -160,9 +163,9 @@ def save(
     report: Mapping[str, Any] | None,
     replace: bool = False,
 ) -> Path:
-    """Write a draft folder atomically; a crash at any moment leaves the old folder.
+    """Write a draft folder atomically. If the process crashes at any moment, the old folder remains.
 
-    Raises FileExistsError when the folder has files and `replace` is off, and the errors of `write`.
+    Raises FileExistsError if the folder contains files and `replace` is off, and the errors of `write`.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -176,9 +179,9 @@ def write(
     metadata: Metadata,
     report: Mapping[str, Any] | None,
 ) -> None:
-    """Fill an existing empty folder with the files of a draft, weights in the model's dtype.
+    """Write the files of a draft into an existing empty folder, with weights in the model's dtype.
 
-    Raises ValueError for weights that are not finite and for a tokenizer that is not the target's.
+    Raises ValueError if weights are not finite, or if the tokenizer is not the target's.
     """
     require_finite(model, "the draft to save")
     _same_tokenizer("the draft to save", tokenizer, metadata.target)
@@ -195,16 +198,16 @@ def write(
 
 
 def describe(folder: Path, metadata: Metadata) -> None:
-    """Write the metadata of a folder of weights."""
+    """Write the metadata file into a folder that already contains the weights."""
     values = {"made" if key == "origin" else key: value for key, value in asdict(metadata).items()}
     (folder / METADATA).write_text(_json(values), encoding="utf-8")
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's config, in which tie_word_embeddings says whether the tensors are tied.
+    """Return the model's config, with tie_word_embeddings set to whether head and embedding are one tensor.
 
     safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
-    random numbers; if it said "tied" for two different tensors, some engines would drop one.
+    random numbers. If it said "tied" for two different tensors, some engines would drop one.
     """
     config = copy.deepcopy(model.config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -213,7 +216,7 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """The generation config for transformers' assisted generation with exactly k drafts a round."""
+    """Return the generation config for transformers' assisted generation with exactly k drafts per round."""
     return GenerationConfig(
         bos_token_id=model.generation_config.bos_token_id,
         eos_token_id=model.generation_config.eos_token_id,
@@ -229,15 +232,16 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 hash of a file, in hexadecimal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read(folder: str | Path) -> Folder:
-    """The kind and metadata of a folder, without its weights. A plain Hugging Face causal LM is an independent draft.
+    """Return the kind and the metadata of a folder, without loading its weights. A plain Hugging Face causal LM is an
+    independent draft.
 
-    Raises FileNotFoundError when there is no such folder or no config.json in it, ValueError for broken JSON, another
-    format version, or a key that is missing, unknown or wrong; the message names file and key.
+    Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError for broken JSON, another
+    format version, or a key that is missing, unknown or wrong. The message names file and key.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -274,15 +278,16 @@ def load_draft(
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
-    """The network of a draft in eval mode on the CPU, with its tokenizer and metadata if it has them.
+    """Return the network of a draft in eval mode on the CPU, with its tokenizer and its metadata (None for each that
+    the folder lacks).
 
-    dtype: by default the folder's. network: the network class, `Proposer.network_class` of the folder's kind. target:
-    `hash_target` of the target to serve. If its tokenizer differs, that is an error; if its shape differs, a warning.
-    Code in the folder runs only with `trust_remote_code`.
+    dtype: None for the folder's dtype. network: the network class, which is `Proposer.network_class` of the folder's
+    kind. target: `hash_target` of the target to serve. A different tokenizer is an error; a different shape is a
+    warning. Code in the folder runs only with `trust_remote_code`.
 
-    Raises the errors of `read`, and ValueError naming the file for a kind with another class, for weights that are
-    pickled, truncated, missing, of another shape than config.json says, or not finite, and for a tokenizer that is
-    broken or not the target's.
+    Raises the errors of `read`. Raises ValueError naming the file if the kind has another network class, or if the
+    tokenizer is broken or not the target's. Raises it too for weights that are pickled, truncated, missing or not
+    finite, or whose shapes differ from config.json.
     """
     draft = read(folder)
     require_class(draft, network)
@@ -315,7 +320,8 @@ def require_class(draft: Folder, network: Any) -> None:
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder, None if it has no tokenizer files. Raises ValueError for broken ones."""
+    """Return the tokenizer in a folder, or None if the folder has no tokenizer files. Raises ValueError if they are
+    broken."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:
@@ -348,7 +354,7 @@ def _same_tokenizer(
 def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
-            f"{file}: the draft was made for a target of another shape, {trained_for['name']}: text stays "
+            f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
             "exact, acceptance may be low",
             stacklevel=3,
         )

@@ -1,9 +1,9 @@
-"""Targets in GGUF files, which are dequantised once to a folder in the user's cache.
+"""Targets in GGUF files. They are dequantised once to a folder in the user's cache.
 
 transformers reads the file, with the library `gguf`. The folder holds the weights in bfloat16 and the tokenizer, so
-that every other part of both packages reads a GGUF target as any folder. Its name has the hash of the file, its own
-files are checked by hashes, and a damaged folder is written again. Some named targets are files of packages of the
-Python index.
+that every other part of both packages reads a GGUF target like any folder. The folder's name contains the hash of the
+GGUF file. Hashes of the folder's own files are checked, and a damaged folder is written again. Some named targets are
+files of packages of the Python index.
 """
 
 import fcntl
@@ -27,7 +27,8 @@ FORMAT = 2  # of a dequantised folder; another one is written again
 
 
 class Packaged(NamedTuple):
-    """A GGUF file in a package of the Python index. requirement: what pip installs; sha256: of the file."""
+    """A GGUF file in a package of the Python index. requirement: what pip installs. module, file: where the package has
+    the file. sha256: hash of the file."""
 
     requirement: str
     module: str
@@ -46,10 +47,10 @@ PACKAGED = {
 
 
 def gguf_file(path: str, key: str = "target.path") -> Path | None:
-    """The GGUF file that a path or a name of `PACKAGED` stands for; None for any other path.
+    """Return the GGUF file that a path or a name of `PACKAGED` means, or None for any other path.
 
-    Raises ValueError, naming the key, for a file that does not exist, and for a package that is not installed or whose
-    file is another one.
+    Raises ValueError, naming the key, if the file does not exist. Raises it too if the package is not installed, or if
+    its file has another hash.
     """
     if path in PACKAGED:
         return _of_package(path, key)
@@ -75,7 +76,7 @@ def _of_package(name: str, key: str) -> Path:
 
 
 def dequantised(file: Path, key: str = "target.path") -> Path:
-    """The folder of a GGUF file in the user's cache, which is written if it is missing or damaged.
+    """Return the folder of a GGUF file in the user's cache. It is written if it is missing or damaged.
 
     One process writes it; others wait. Raises ValueError, naming the key, if `gguf` is not installed, or if
     transformers cannot read the file.
@@ -97,8 +98,8 @@ def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Pa
 
 
 def about(path: str) -> dict[str, Any] | None:
-    """What the card of a draft says of a target that came from a GGUF file: file, name, quantisation and sha256. None
-    for any other target. Raises as `gguf_file` and `dequantised`."""
+    """Return what the card of a draft says about a target from a GGUF file: file, name, quantisation and sha256. Return
+    None for any other target. Raises the errors of `gguf_file` and `dequantised`."""
     file = gguf_file(path)
     if file is None:
         return None
@@ -107,7 +108,8 @@ def about(path: str) -> dict[str, Any] | None:
 
 
 def sha256(file: Path) -> str:
-    """SHA-256 of a file, hexadecimal. It is cached until the file's size or modification time changes."""
+    """Return the SHA-256 hash of a file, in hexadecimal. It is cached until the file's size or modification time
+    changes."""
     stat = file.stat()
     return _sha256(file, stat.st_size, stat.st_mtime_ns)
 
@@ -119,7 +121,8 @@ def _sha256(file: Path, size: int, changed: int) -> str:
 
 
 def _cache() -> Path:
-    """`$XDG_CACHE_HOME/cotrain/gguf`; a relative path there is ignored, as the XDG specification asks."""
+    """Return the folder `$XDG_CACHE_HOME/cotrain/gguf`. A relative path in the variable is ignored, as the XDG
+    specification requires."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cotrain" / "gguf"
 
@@ -137,7 +140,8 @@ WHOLE_WORDS = "llama-bpe"  # after these cuts a word that is a token is not merg
 
 
 def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
-    """Let a tokenizer cut texts as the file says. transformers does not read that name, and cuts as GPT-2 does."""
+    """Let a tokenizer cut texts as the file says. transformers does not read the name of the cuts, and cuts as GPT-2
+    does."""
     from tokenizers import Regex, pre_tokenizers
 
     steps = next((steps for steps, known in SPLITS.items() if known == name), None)
@@ -157,7 +161,7 @@ def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Inside the block, no other process checks or writes the folder."""
+    """Prevent other processes from checking or writing the folder inside the block."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -165,7 +169,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _intact(folder: Path, digest: str) -> bool:
-    """Whether a folder is of the file with that hash, in this format, with unchanged files."""
+    """Return whether a folder belongs to the file with that hash, has this format, and has unchanged files."""
     try:
         said = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         files: dict[str, str] = said["files"]
@@ -202,7 +206,8 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
 
 
 def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None]:
-    """The name and the quantisation that a file gives itself; the kind of its tokenizer, and how that cuts texts.
+    """Return the name and the quantisation that a file gives itself, the kind of its tokenizer, and how that cuts
+    texts.
 
     Raises ValueError if it is no GGUF file.
     """

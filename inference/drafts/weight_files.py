@@ -1,5 +1,6 @@
-"""Reads the weights of a folder: safetensors only, undamaged, complete, finite, with the shapes in config.json, and ids
-of a pruned head that the target has."""
+"""Weights of a folder. They are read from safetensors only, and must be undamaged, complete, finite, and of the shapes
+that config.json states. The ids of a pruned head must be ids of the target.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file for anything else."""
+    """Return the object in a JSON file. Raises ValueError naming the file if it contains anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -29,10 +30,11 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """Returns the model in a folder; problems (tensors that are missing or not finite, wrong shapes or ids); names of
-    tensors that are not in a model of this config. network: the class of the model.
+    """Return the model in a folder, the problems of its weights, and the names of surplus tensors, which its config has
+    no place for.
 
-    Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
+    network: the class of the model. Problems are tensors that are missing or not finite, and wrong shapes or ids.
+    Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
     """
     files = weight_files(path)
     try:
@@ -63,7 +65,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """The name of a network class for a message. network None: the folder holds no weights."""
+    """Return how a message names a network class. If `network` is None, the folder holds no weights."""
     if network is None:
         return "no weights"
     plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
@@ -71,9 +73,9 @@ def named(network: Any) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder, after a check that each file is as long as its header says.
+    """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
-    Raises FileNotFoundError when one is absent, ValueError when weights are pickled or a file is damaged.
+    Raises FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged.
     """
     index = path / f"{WEIGHTS}.index.json"
     if not (path / WEIGHTS).is_file() and index.is_file():
@@ -102,7 +104,7 @@ def _whole(file: Path) -> None:
 
 
 def require_finite(model: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, when a tensor of the model holds NaN or infinity."""
+    """Raise ValueError, beginning with `where`, if a tensor of the model contains NaN or infinity."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
             continue

@@ -1,1 +1,1 @@
-"""The checks of exactness, and the verdict from them."""
+"""The checks of exactness. This package runs five checks and combines them into the verdict."""

@@ -1,8 +1,8 @@
-"""Check (d) of the verdict: the logits of an engine's own passes agree with transformers' forward of whole texts.
+"""Check (d) of the verdict. The logits of an engine's own passes must agree with transformers' forward of whole texts.
 
-The tolerance for rounding is measured with transformers' forward alone, never with the passes under test: it is the
-change of logits when every embedding moves by one unit in the last place. So a model whose routing or deep layers
-amplify rounding has a larger tolerance. The dtype sets an upper bound.
+The tolerance for rounding is measured with transformers' forward alone, never with the passes under test. It is the
+change of logits when every embedding moves by one unit in the last place. A model whose routing or deep layers amplify
+rounding therefore has a larger tolerance. The dtype sets an upper bound.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ POSITIONS, LAST = 128, 32  # tokens compared per text, and how many of them are 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """Result of check (d) on `tokens` tokens at positions `first` to `last`, counting the prompt.
+    """The result of check (d). It covers `tokens` tokens at positions `first` to `last`, counting the prompt.
 
-    All distances are in units of the logits' root mean square. one, many: mean distance of passes of one id, and of
-    k + 1 ids, from transformers' own forward (root mean square over tokens). worst: largest distance at any token. own:
-    change of transformers' logits when embeddings move by one unit in the last place. limit, worst_limit: tolerances
-    for the means and for `worst`, from `own` and the dtype.
+    All distances are in units of the logits' root mean square. one: mean distance from transformers' own forward for
+    passes of one id (root mean square over tokens). many: the same for passes of k + 1 ids. worst: largest distance at
+    a single token. own: change of transformers' logits when embeddings move by one unit in the last place. limit:
+    tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype.
     """
 
     tokens: int
@@ -62,7 +62,8 @@ class LogitsCheck:
 def check_logits(
     lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
 ) -> LogitsCheck:
-    """Compare logits of passes of one id and of `width` ids (or over trees) with transformers' forward of whole texts.
+    """Compare the logits of the engine's passes with transformers' forward of whole texts. The passes read one id, then
+    `width` ids or a tree.
 
     lm: the LM of the engine under test; its slots are overwritten. The passes run over as many texts as `lm` has rows,
     but at least three. Up to four of these texts are compared, at the tokens that `spread` selects.
@@ -92,8 +93,9 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """Indices of the tokens to compare in a text of this length: all, or in a long text POSITIONS of them, namely the
-    last LAST ones and others evenly spread before these. Passes always run over all tokens."""
+    """Return the indices of the tokens to compare in a text of this length. A short text is compared at all tokens. A
+    long text is compared at POSITIONS tokens: the last LAST ones, and others evenly spaced before these. The passes
+    always run over all tokens."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -101,8 +103,8 @@ def spread(length: int) -> list[int]:
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
-    """Logits (n, V) of the tokens `at` of the text, by transformers' own forward of the whole text without a cache.
-    moved: change each number of the embeddings by one unit in its last place, up or down."""
+    """Return the logits (n, V) of the text's tokens `at`. They come from transformers' own forward of the whole text,
+    without a cache. moved: change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     if not moved:
         return own_logits(model, at=[len(prompt) - 1 + token for token in at], input_ids=ids)
@@ -116,7 +118,8 @@ def _passes(
     lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], right: dict[int, Tensor],
     block: int, width: int, tree: Parents | None = None,
 ) -> Tensor:  # fmt: skip
-    """Differences between the logits `right` at tokens `at` and those of passes of `width` ids, or over trees."""
+    """Return how far the logits of passes of `width` ids, or over trees, differ from the logits `right` at the tokens
+    `at`."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
@@ -129,28 +132,28 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """rms(d - mean(d)) / rms(b), d = a - b, over the vocabulary: (..., V) -> (...) float64."""
+    """Return rms(d - mean(d)) / rms(b) with d = a - b, over the vocabulary: (..., V) -> (...) float64."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 
 
 def most(model: PreTrainedModel) -> float:
-    """The largest change of logits that the model's dtype can explain."""
+    """Return the largest change of logits that the model's dtype can explain."""
     return MOST[_unit(model)]
 
 
 def step(model: PreTrainedModel) -> float:
-    """One unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's, since transformers
-    computes norms in float32."""
+    """Return one unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's unit, since
+    transformers computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which a model's products are rounded.
+    """Return the dtype to which a model's products are rounded.
 
     It differs from the weights' dtype in three cases. Products of float32 may use fewer bits (TF32). 8-bit weights
-    (bitsandbytes) are multiplied with 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU with bfloat16
+    (bitsandbytes) are multiplied by 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU with bfloat16
     instructions multiplies single rows in bfloat16.
     """
     lowered = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"

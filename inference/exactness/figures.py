@@ -1,7 +1,7 @@
-"""Checks (b) and (c) of the verdict: target calls, and acceptance at depth 1, are those that p and q predict.
+"""Checks (b) and (c) of the verdict. Target calls, and acceptance at depth 1, must be those that p and q predict.
 
 `Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `pair_figures` (`side_by_side`) computes
-them. B texts, T tokens of the longest, K drafts of a round.
+them. B texts, T tokens of the longest, K drafts per round.
 """
 
 import math
@@ -23,16 +23,20 @@ DRAWS = 16  # samples of the rounding that the distributions of a run may have h
 
 @dataclass(frozen=True)
 class Figures:
-    """Numbers at each token of given texts from which the texts' target calls follow.
+    """The numbers at each token of given texts that determine how many target calls the texts need. They are float64 on
+    the CPU, and zero past a text's end.
 
     logp (B, T): log p of each token. logq, alpha: log q of the token, and sum_v min(p, q). Both are (B, T), or (B, T,
     K) if they depend on the depth: entry j is for the token as draft j (0-based) of the round that starts at t - j. If
-    a deterministic draft is not the text's token, log q is -inf there and at all later depths, which no round reaches.
-    near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding could change its token.
-    k (B, T): drafts of the round that starts at token t; for trees, the levels. lengths (B,): tokens of each text.
+    a deterministic draft is not the text's token, log q is -inf there and at all later depths, because no round reaches
+    these.
+
+    near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding could change its token. k
+    (B, T): drafts of the round that starts at token t; for trees, its levels. lengths (B,): tokens of each text.
+    rounding: standard deviation, in nats, of log p - log q between the passes of the run and the passes here.
+
     reach (B, T, D+1): for trees only, P(the round that starts at token t accepts at least n nodes | the text). Then
-    logq is empty, alpha is P(at least one), and near_q is for the first level. rounding: standard deviation, in nats,
-    of log p - log q between the passes of the run and the passes here. float64 on the CPU, zero past a text's end.
+    logq is empty, alpha is P(at least one), and near_q is for the first level.
     """
 
     logp: Tensor
@@ -46,19 +50,20 @@ class Figures:
     rounding: float = 0.0
 
     def first(self, values: Tensor) -> Tensor:
-        """Values of a round's first draft: (B, T) or (B, T, K) -> (B, T)."""
+        """Return the values of each round's first draft: (B, T) or (B, T, K) -> (B, T)."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
 
     @property
     def near(self) -> int:
-        """Number of tokens at which rounding could change a deterministic draft, at any depth."""
+        """Return the number of tokens at which rounding could change a deterministic draft at some depth."""
         return int((self.near_q if self.near_q.ndim == 2 else self.near_q.any(-1)).sum())
 
 
 class Expected(NamedTuple):
-    """Target calls of all texts together, their variance, and acceptance by depth."""
+    """The expected target calls. calls: of all texts together. variance: of `calls`. prefix, conditional: acceptance by
+    depth. All of them follow from p and q on the texts."""
 
     calls: float
     variance: float
@@ -68,12 +73,12 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsCheck:
-    """Result of check (b): target calls of the same texts, measured and predicted.
+    """The result of check (b). It compares the measured target calls of the texts with the predicted ones.
 
     sigma: standard deviation from random acceptance, plus one call for each of the `near` deterministic drafts that
-    rounding could change. prefix, conditional: predicted acceptance by depth. rare, rare_expected: counted and expected
-    number of rounds that accepted a number of drafts with a probability below 1 % given the text. A wrong residual or a
-    wrong q changes `rare` first.
+    rounding could change. prefix, conditional: predicted acceptance by depth. rare: number of rounds that accepted a
+    number of drafts whose probability, given the text, is below 1 %. rare_expected: the expected number of such rounds.
+    A wrong residual or a wrong q changes `rare` first.
     """
 
     tokens: int
@@ -92,12 +97,12 @@ class CallsCheck:
 
     @property
     def relative(self) -> float:
-        """(measured - predicted) / predicted."""
+        """Return (measured - predicted) / predicted."""
         return self.measured / self.predicted - 1
 
     @property
     def tau(self) -> float:
-        """Predicted tokens per target call."""
+        """Return the predicted tokens per target call."""
         return self.tokens / self.predicted
 
     @property
@@ -106,8 +111,8 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """The excess of `rare` over `rare_expected` in standard deviations. The excess is reduced by one round, and by
-        one more for each near draft, because rounding may cause these."""
+        """Return how far `rare` exceeds `rare_expected`, in standard deviations. One round, and one more for each near
+        draft, is subtracted first, because rounding may cause these."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
@@ -118,8 +123,9 @@ class CallsCheck:
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """Result of check (c). rounds: number of rounds that drafted; accepted: how many of them accepted their first
-    draft; alpha: mean of sum_v min(p, q) at their starts; sigma: standard deviation of the acceptance rate."""
+    """The result of check (c). It compares the acceptance rate of first drafts with alpha. rounds: number of rounds
+    that drafted. accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at
+    the starts of the rounds. sigma: standard deviation of the acceptance rate."""
 
     rounds: int
     accepted: int
@@ -140,14 +146,15 @@ class DepthCheck:
 
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
-    """difference / sigma; 0 for a difference within the rounding of float32 distributions."""
+    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions."""
     if abs(difference) <= 1e-5 * scale:
         return 0.0
     return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
-    """Check (b) for a run under `rule`; None if target calls depend on the noise that generated the text."""
+    """Run check (b) for texts decoded under `rule`. Returns None if target calls depend on the noise that generated the
+    text."""
     forecast, reach = expected(figures, rule), rounded(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -167,11 +174,11 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """Check (c), from alpha = sum_v min(p, q) at the starts of rounds; None if no round drafted.
+    """Run check (c), from alpha = sum_v min(p, q) at the starts of rounds. Returns None if no round drafted.
 
     sigma^2 = (sum of alpha (1 - alpha) + number of starts at which rounding decides the draft) / rounds^2.
 
-    Raises ValueError when the counts are not those of the texts.
+    Raises ValueError if the counts do not belong to the texts.
     """
     at = started(figures, texts)
     rounds = int(at.sum())
@@ -186,7 +193,7 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Tokens at which a round of the run started and drafted -> (B, T) bool."""
+    """Return whether a round of the run started at each token and drafted -> (B, T) bool."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -194,8 +201,8 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
-    """Target calls of the texts under a rule, and acceptance by depth (see `inference.verify.predict_chain`). None if
-    acceptance depends on the noise that generated the text."""
+    """Return the expected target calls of the texts under a rule, and acceptance by depth (see
+    `inference.verify.predict_chain`). Return None if acceptance depends on the noise that generated the text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -205,22 +212,24 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
-    """P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1).
+    """Return P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1). Return None if
+    acceptance under the rule depends on the noise that generated the text.
 
-    most: the largest number of drafts of a round. None if acceptance under the rule depends on the noise that generated
-    the text. For trees, rule and shape are always those of the run; raises ValueError if `most` is given.
+    most: the largest number of drafts per round. For trees, rule and shape are always those of the run, and `most`
+    raises ValueError.
     """
     if figures.reach is not None:
         if most is not None:
-            raise ValueError("most: trees have figures of the shape that ran; for others see measure.tree_shapes")
+            raise ValueError("most: not for trees, whose figures are for the shape that ran; see measure.tree_shapes")
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """The mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run. If the
-    draft is nearly the target, rounding alone decides whether drafts can be rejected. Trees get `reach_of` itself."""
+    """Return the mean of `reach_of` over random changes of log q - log p as large as the rounding of the run. If the
+    draft is nearly the target, rounding alone decides whether drafts can be rejected. For trees, return `reach_of`
+    itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
@@ -231,10 +240,11 @@ def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
 
 
 def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
-    """The number of rounds whose number of accepted drafts has a probability, given the text, below RARE; and its
-    expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
+    """Count the rare rounds: those whose number of accepted drafts has a probability, given the text, below RARE.
+    Returns the count, and its expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
 
-    If q >= p the token rule never rejects the text's token: the residual has no mass there.
+    Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
+    residual has no mass there.
     """
     chances = reach - F.pad(reach[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
     seldom = chances < RARE

@@ -1,11 +1,11 @@
-"""Forced rounds: the distributions that any kind of proposer drafts from, at every token of given texts.
+"""Forced rounds. They show which distributions a proposer of any kind drafts from, at every token of given texts.
 
-A round starts at every token of a text. The proposer drafts as when it serves, but each draw returns the text's next
-token. The distributions are then those of a round that accepts every draft, and acceptance depends on nothing else. In
-a tree, every child of every node is the text's next token. So all nodes at one depth follow the same text, and the
-first of them has the distributions of a round that follows the text to this depth, whatever the shape.
+A round starts at every token of a text. The proposer drafts as it does while serving, but each draw returns the text's
+next token. The distributions are then those of a round that accepts every draft, and acceptance depends on nothing
+else. In a tree, every child of every node is the text's next token, so all nodes at one depth follow the same text. The
+first of them therefore has the distributions of a round that follows the text to this depth, whatever the shape.
 
-B texts, T tokens of the longest, A rows of a round, K drafts of a round, D levels, C children, N nodes, V vocabulary.
+B texts, T tokens of the longest, A rows per round, K drafts per round, D levels, C children, N nodes, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ from inference.verify.tree import depths_of, ranks_of
 
 @torch.inference_mode()
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
-    """The figures of `texts`, from forced rounds of the engine's own proposer at every token.
+    """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
 
-    Draft lengths are those that the engine's policy and the limit `max_new_tokens` give. Each token costs a target pass
-    over k + 1 ids. The engine's slots are overwritten, so a stream of the engine cannot go on. noise: largest change of
-    score gaps by rounding, see `ties.compare_passes`.
+    Draft lengths follow from the engine's policy and the limit `max_new_tokens`. Each token costs a target pass over k
+    + 1 ids. The engine's slots are overwritten, so a stream of the engine cannot continue. noise: the largest change of
+    a score gap that rounding causes, see `ties.compare_passes`.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -60,8 +60,8 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
 
 
 class Along(NamedTuple):
-    """A forced round of the texts numbered `rows` (A,); it accepts nothing. logits and p (A, N+1, V): from the target's
-    pass; left (A,): number of tokens that are left of each text."""
+    """A forced round of some texts. It accepts no draft. rows (A,): the texts' numbers. logits, p (A, N+1, V): from the
+    target's pass. left (A,): number of tokens that remain in each text."""
 
     rows: Tensor
     round: "ForcedRound"
@@ -74,8 +74,8 @@ class Along(NamedTuple):
 def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
-    """Forced rounds of as many texts as the engine has rows, from text number `low` on: one round for each token of the
-    longest text. noise: the `gap` of `ForcedRound.force`."""
+    """Yield forced rounds of as many texts as the engine has rows, from text number `low` on. There is one round for
+    each token of the longest text. noise: the `gap` of `ForcedRound.force`."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -90,7 +90,7 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """One round of the active rows, whose texts go on with `tokens`."""
+    """Run one forced round of the active rows, whose texts continue with `tokens`."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -107,12 +107,13 @@ def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float,
 
 
 class ForcedRound(DecodingRound):
-    """A round whose draws are the ids `follows` (A, K).
+    """A round in which every draw returns the text's next ids, `follows` (A, K).
 
-    Recorded by depth: drawn (A, V), the distributions of the draws; scored (A, V), the draft's scores after settings
-    that read the text; close (A,), whether the two best scores are less than `gap` apart. For trees also: offered (A,
-    m), the children that would have been drawn; `certain`, whether these are the likeliest tokens. For dynamic trees
-    also: edges (A,), whether rounding could change a choice of nodes, for each choice."""
+    It records, by depth: drawn (A, V), the distribution of the draw. scored (A, V), the draft's scores after settings
+    that read the text. close (A,), whether the two best scores are less than `gap` apart. For trees it also records
+    `offered` (A, m), the children that would have been drawn, and `certain`, whether these are the likeliest tokens.
+    For dynamic trees, `edges` has one entry (A,) per selection of nodes: whether rounding could change the selection.
+    """
 
     follows: Tensor
     gap: float
@@ -124,7 +125,7 @@ class ForcedRound(DecodingRound):
     edges: list[Tensor]
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
-        """Set the tokens to draw: the next tokens of each row's text, 0 past its end."""
+        """Set the tokens to draw: the next tokens of each row's text, and 0 past its end."""
         width = max(*self.k, 1)
         padded = [(text + [0] * width)[:width] for text in nexts]
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
@@ -161,8 +162,8 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """The figures of one round of the texts numbered `rows`: of its first token (A,), and of the drafts by depth (A,
-    K)."""
+    """The figures of one forced round of the texts numbered `rows`. The first token's figures are (A,); those of the
+    drafts, by depth, are (A, K)."""
 
     rows: Tensor
     logp: Tensor
@@ -175,7 +176,8 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """The reach of all rounds (B, T, D+1), with 1 at no draft; None if no round has any."""
+    """Collect the rounds' reach into one tensor (B, T, D+1): entry n is the probability that the round at position t
+    accepts at least n drafts. Entry 0 is 1. Return None if no round has a reach."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -189,7 +191,7 @@ def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor |
 
 
 def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
-    """The figures of a round, whether it drafts a chain or a tree."""
+    """Return the figures of a round that drafts a chain or a tree."""
     proposal = one.proposal
     if proposal.tree is None:
         return _of_chain(one, proposal, noise, sampling)
@@ -198,8 +200,8 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
-    """The figures of a chain's tokens. Column j of the target's p (A, K+1, V) holds only if the drafts before it were
-    the text's tokens."""
+    """Return the figures of a chain's tokens. Column j of the target's p (A, K+1, V) is valid only if the drafts before
+    it were the text's tokens."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
@@ -226,8 +228,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """The distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was drawn. A
-    proposer that reports wrong distributions therefore fails the check."""
+    """Return the distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was
+    drawn. A proposer that reports wrong distributions therefore fails the check."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -237,7 +239,7 @@ def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
-    """The figures of a round's tree, added to those of its first token."""
+    """Return the figures of a round's tree, together with those of its first token."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
@@ -260,7 +262,7 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
 
 
 def levels_of(proposal: Proposal) -> list[int]:
-    """The depth of each row's nodes."""
+    """Return the number of levels of each row's tree."""
     assert proposal.tree is not None
     if proposal.tree.shape is None:
         return [max(row[: nodes + 1]) for row, nodes in zip(proposal.tree.depths.tolist(), proposal.k, strict=True)]
@@ -269,10 +271,10 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """What `reach_along` returns, for dynamic trees (`proposers.trees.DynamicTrees`).
+    """Return the reach of dynamic trees (`proposers.trees.DynamicTrees`), as `reach_along` defines it.
 
-    Their nodes are the likeliest tokens, so a forced round drafts the same tree as a real round. It accepts the text's
-    next tokens for as long as they form a path of the tree.
+    Their nodes are the likeliest tokens, so a forced round drafts the same tree as a real round. A real round accepts
+    the text's next tokens for as long as they form a path of the tree.
     """
     assert proposal.tree is not None
     tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
@@ -289,11 +291,12 @@ def reach_along(
     p: Tensor, drawn: Mapping[int, Tensor], offered: Mapping[int, Tensor], x: Tensor, inside: Tensor,
     shape: tuple[int, ...], nodes: Tensor, rule: Rule, certain: bool, seed: int,
 ) -> Tensor | None:  # fmt: skip
-    """P(the round accepts at least n nodes | the text) -> (A, D+1) float64; None if acceptance depends on noise.
+    """Return P(the round accepts at least n nodes | the text) -> (A, D+1) float64, or None if acceptance depends on
+    noise.
 
-    p (A, N+1, V) of the target's pass. By depth: drawn (A, V), the distribution of the draft; offered (A, m), the
-    children that would have been drawn, which are the likeliest tokens if `certain`. x (A, D): the text's next tokens;
-    inside (A, D): whether they exist; nodes (A,): nodes in use.
+    p (A, N+1, V): of the target's pass. drawn (A, V), by depth: the distribution of the draft. offered (A, m), by
+    depth: the children that would have been drawn, which are the likeliest tokens if `certain`. x (A, D): the text's
+    next tokens. inside (A, D): whether they exist. nodes (A,): number of nodes in use.
     """
     if rule.branches is None:
         return None
@@ -312,7 +315,8 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Whether rounding could change the m likeliest tokens, or their order: scores (A, V) -> (A,) bool."""
+    """Return whether rounding could change which tokens are the m likeliest, or their order: scores (A, V) -> (A,)
+    bool."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values
@@ -320,7 +324,8 @@ def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
 
 
 def close_edge(scores: Tensor, count: int, gap: float) -> Tensor:
-    """Whether rounding could change which are the `count` largest, in any order: scores (..., M) -> (...) bool."""
+    """Return whether rounding could change which scores are the `count` largest, in any order: (..., M) -> (...)
+    bool."""
     if count >= scores.shape[-1]:
         return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
     top = scores.topk(count + 1, -1).values

@@ -1,14 +1,14 @@
-"""Check (e) of the verdict: the emitted tokens are as likely under the target as tokens drawn from it.
+"""Check (e) of the verdict. The emitted tokens must be as likely under the target as tokens drawn from it.
 
 Checks (b) and (c) are conditional on the text, whatever distribution it was drawn from. They miss a wrong draw of the
 last token of each round, and acceptance tests that reuse the random numbers of the drafts. Two statistics of a token x
 detect these faults:
 
     -log p(x) - H(p), of variance sum_v p log^2 p - H^2: is large if the distribution was sharper or flatter than p
-    sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12: is large if draws lean to low or to high ids
+    sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12: is large if draws favour low or high ids
 
-If x was drawn from p, both have mean 0 given the text before, and are uncorrelated between tokens. So their sums over a
-text, divided by their standard deviations, are about normal.
+If x was drawn from p, both have mean 0 given the text before it, and are uncorrelated between tokens. So each sum over
+a text, divided by its standard deviation, is about normal.
 """
 
 import math
@@ -27,12 +27,12 @@ SIGMAS, IMPOSSIBLE = 5, 0.02  # log probabilities have heavy tails, and rounding
 
 @dataclass(frozen=True)
 class LikelihoodCheck:
-    """Result of check (e) over `tokens` emitted tokens.
+    """The result of check (e) over `tokens` emitted tokens.
 
-    surprise, entropy: means of -log p(x) and of the entropy of p, in nats; they are equal in expectation if x was drawn
+    surprise, entropy: means of -log p(x) and of the entropy of p, in nats. They are equal in expectation if x was drawn
     from p. z: their difference in standard deviations. place_z: the same for the distribution function at the tokens.
-    impossible: number of tokens without mass under p, which the means leave out; rounding at the edge of top-k, top-p
-    or min-p, or at a tie, causes a few.
+    impossible: number of tokens whose probability under p is 0. The means omit these. Rounding causes a few of them, at
+    a tie or at the edge of top-k, top-p or min-p.
     """
 
     tokens: int
@@ -48,14 +48,14 @@ class LikelihoodCheck:
         return likely and self.impossible <= IMPOSSIBLE * self.tokens
 
     def line(self) -> str:
-        return (f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats a token, "
+        return (f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
                 f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
                 f"{self.impossible} of {self.tokens} impossible")  # fmt: skip
 
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
-    """Check (e) over all tokens of the texts. p comes from transformers' own forward of each whole text, so faults of
-    the engine's passes do not affect it."""
+    """Run check (e) over all tokens of the texts. p comes from transformers' own forward of each whole text, so faults
+    of the engine's passes do not affect it."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
     for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
@@ -70,13 +70,14 @@ def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> Like
 
 
 def _sigmas(difference: float, variance: float) -> float:
-    """difference / sqrt(variance); 0 if the variance is 0."""
+    """Return difference / sqrt(variance), or 0 if the variance is 0."""
     return difference / math.sqrt(variance) if variance > 0 else 0.0
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """Five numbers of each token -> (..., 5) float64, for distributions p (..., V) and tokens x (...): -log p(x); H(p);
-    the variance of -log p; the distribution function at the middle of x, less 1/2; the variance of this number."""
+    """Return five numbers per token -> (..., 5) float64, for distributions p (..., V) and tokens x (...). They are:
+    -log p(x); the entropy H(p); the variance of -log p; the distribution function at the middle of x, minus 1/2; and
+    the variance of this fourth number."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

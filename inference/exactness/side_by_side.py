@@ -1,6 +1,6 @@
-"""The figures of target and draft at every token of emitted texts.
+"""Figures of target and draft at every token of emitted texts. `pair_figures` computes them.
 
-B texts, T tokens of the longest, A texts of a batch, n tokens of a block, V vocabulary.
+B texts, T tokens of the longest, A texts per batch, n tokens per block, V vocabulary.
 """
 
 import copy
@@ -31,12 +31,13 @@ def pair_figures(
     noise: float,
     rows: int | None = None,
 ) -> Figures:
-    """The figures of target and draft at every token of the texts, from passes as wide as those of decoding.
+    """Return the figures of target and draft at every token of the texts. The passes are as wide as those of decoding.
 
-    For a proposer that is a language model, both run teacher-forced passes: the target over k + 1 ids, the draft over
-    one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the engine's target,
-    in the engine's slots. noise: of the target's score gaps, see `ties.compare_passes`. rows: texts per pass, None for
-    as many as the engine has rows; forced rounds always use that number.
+    If the proposer is a language model, both models run teacher-forced passes. The target reads k + 1 ids per pass; the
+    draft reads one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the
+    engine's target, in the engine's slots. noise: the largest change of the target's score gaps by rounding, see
+    `ties.compare_passes`. rows: texts per pass; None for as many as the engine has rows, which forced rounds always
+    use.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
@@ -68,13 +69,14 @@ def pair_figures(
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
-    """Standard deviation of log p - log q between passes, from `noise`, the largest change of a score gap."""
+    """Return the standard deviation of log p - log q between passes. It follows from `noise`, the largest change of a
+    score gap."""
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
-    """The draft length of a round that starts at token t of a text -> (B, T) int64: the policy's, cut to the limit and
-    the draft's context."""
+    """Return the draft length of a round that starts at token t of a text -> (B, T) int64. It is the policy's length,
+    limited by max_new_tokens and the draft's context."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -85,15 +87,15 @@ def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: 
 
 
 def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
-    """Noise of the draft's logit gaps between passes of one and of two ids, both of which occur while drafting. It is
-    measured on the first texts, as many as the LM has rows."""
+    """Return the noise of the draft's logit gaps between passes of one and of two ids, both of which occur while
+    drafting. It is measured on as many texts as the LM has rows."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(x), log q(x), alpha, each (A, n). If rounding at the edge of a cut gives p(x) = 0, p(x) is replaced by the
-    smallest positive number."""
+    """Return log p(x), log q(x) and alpha, (A, n) each. If rounding at the edge of a cut gives p(x) = 0, p(x) is
+    replaced by the smallest positive number."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)

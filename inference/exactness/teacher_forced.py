@@ -1,8 +1,8 @@
-"""Teacher-forced passes: the logits of given texts, in passes of any width or over trees of any shape.
+"""Teacher-forced passes. They give the logits of known texts, in passes of any width or over trees of any shape.
 
 The width of a pass decides its rounding. Decoding makes passes of one id; verification makes passes over k + 1 ids or
-over a tree; and models, quantised ones above all, give slightly different logits in each. A rows, n positions, N nodes,
-V vocabulary. A route is a path of nodes from a child of the anchor down to a leaf.
+over a tree. Models, especially quantised ones, give slightly different logits in each. A rows, n positions, N nodes, V
+vocabulary. A route is a path of nodes from a child of the anchor down to a leaf.
 """
 
 import copy
@@ -34,9 +34,9 @@ Routes = Iterator[Parents]
 
 
 class TextLogits(NamedTuple):
-    """Logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`; entries past a text's end have no
-    meaning. x (A, n): the tokens; valid (A, n): whether the token exists; scale (A, n): root mean square of the model's
-    own logits, before settings that read history."""
+    """The logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`. Entries past a text's end
+    have no meaning. x (A, n): the tokens. valid (A, n): whether the token exists. scale (A, n): root mean square of the
+    model's own logits, before settings that read history."""
 
     rows: list[int]
     start: int
@@ -58,13 +58,14 @@ def teacher_forced(
     rows: int = 8,
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
-    """Logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before it.
+    """Yield the logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
+    it.
 
     A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
-    are overwritten. Prompts are stored as in the engine. Then passes of `width` ids follow (None: `block`), or passes
-    over trees of the shape `tree`, in which the text is on one route after another. Settings that read the text are
-    applied, so `probs(logits, sampling)` is the distribution. Yields blocks of at most `block` tokens, batch after
-    batch, so that (B, T, V) is never in memory at once.
+    are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for `block`), or
+    passes over trees of the shape `tree`, in which the text follows one route after another. Settings that read the
+    text are applied, so `probs(logits, sampling)` is the distribution. Each block has at most `block` tokens of one
+    batch of texts, so that (B, T, V) is never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
@@ -100,15 +101,15 @@ def _batch(
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
-    """Ids start .. start + n - 1 of each row, 0 past its end -> (A, n)."""
+    """Return the ids start .. start + n - 1 of each row -> (A, n). Ids past a row's end are 0."""
     return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
 
 
 def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
-    """Logits after penalties, bans and other settings that read the text before each token; (A, n, V), float32 at
-    least."""
+    """Return the logits after penalties, bans and other settings that read the text before each token; (A, n, V),
+    float32 at least."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -119,12 +120,12 @@ def _processed(
 
 
 def rms(x: Tensor) -> Tensor:
-    """Root mean square (..., V) -> (...), float32 at least."""
+    """Return the root mean square over the last dimension: (..., V) -> (...), float32 at least."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), `width` of them per pass, row b from position first[b]."""
+    """Return the logits (A, n, V) after ids (A, n). Each pass reads `width` ids; row b starts at position first[b]."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
         for at in range(0, ids.shape[1], width)
@@ -133,8 +134,8 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree. The ids
-    after the anchor are on one route of the tree, which is then accepted as in a round."""
+    """Return the logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree.
+    The ids after the anchor follow one route of the tree, which is then accepted as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -149,16 +150,16 @@ def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) 
 
 
 def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
-    """Ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, here (A, 1 + length of the route) from
-    the anchor on. All other nodes have wrong ids, all different, so that logits change if a pass lets a node see them.
-    size: number of ids."""
+    """Return the ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, `here` (A, 1 + length of
+    the route), which starts with the anchor. All other nodes have wrong ids, all different, so that logits change if a
+    pass lets a node see them. size: number of ids."""
     wrong = (here[:, :1] + 1 + torch.arange(tree.nodes, device=here.device)) % size
     wrong[:, list(route)] = here[:, 1:]
     return wrong
 
 
 def routes(parents: Parents) -> Routes:
-    """The routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
+    """Return the routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]
@@ -169,12 +170,12 @@ def routes(parents: Parents) -> Routes:
 
 
 def depth_of(parents: Parents) -> int:
-    """Levels of a shape."""
+    """Return the number of levels of a shape."""
     return max(depths_of(parents))
 
 
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
-    """The shape of the trees that an engine drafts, found by a short call of the engine; None for chains."""
+    """Return the shape of the trees that an engine drafts, or None for chains. A short call of the engine shows it."""
     coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
@@ -185,7 +186,8 @@ def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
 
 
 class _Shapes:
-    """Records the parents that the first row drafts in the first two rounds of a call; a `trace.RoundRecorder`."""
+    """A recorder of tree shapes (`trace.RoundRecorder`). It records the parents that the first row drafts in the first
+    two rounds of a call."""
 
     def __init__(self) -> None:
         self.parents: list[Parents] = []
@@ -208,9 +210,10 @@ def whole_texts(
     sampling: Sampling,
     vocabulary: int,
 ) -> Iterator[TextLogits]:
-    """As `teacher_forced`, but by transformers' own forward of each whole text, without a cache or an engine's code.
+    """Yield the same blocks as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
+    code of the engine is used.
 
-    Each block has one row. A long text gives several blocks, each from its own forward, so that logits stay within
+    Each block has one row. A long text gives several blocks, each from its own forward, so that the logits stay within
     CELLS numbers.
     """
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

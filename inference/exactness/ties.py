@@ -1,6 +1,7 @@
-"""Check (a) of the verdict: the coupled text equals plain text token for token, up to ties that rounding decides.
+"""Check (a) of the verdict. The coupled text must equal the plain text token for token, except at ties that rounding
+decides.
 
-Coupled decoding emits the argmax of logit + temperature * Gumbel noise; this score is in units of logits, and at
+Coupled decoding emits the argmax of logit + temperature * Gumbel noise. This score is in units of logits; at
 temperature 0 it is the logit itself. Passes of different widths round differently, so two scores that are nearly equal
 may change their order. The largest measured change of a gap between scores, bounded by the dtype, decides which
 differences are ties. A rows, n positions, V vocabulary.
@@ -29,13 +30,14 @@ MARGIN = 2  # rounding seldom changes a gap by more than the measured maximum, a
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Result of check (a).
+    """The result of check (a). It counts how many coupled texts equal the plain text.
 
     equal: number of prompts whose text is the plain text. ties, unexplained: number of tokens at which plain decoding,
-    given the text before, chooses another token, and rounding does or does not explain that. noise: largest change of
-    the gap between a position's two best scores from passes of one id to passes of k + 1 ids, at least the general
-    rounding of the logits. gap: largest gap at a difference, 0 without differences. limit: the largest gap that the
-    dtype can explain, whatever was measured. compared: tokens compared, out of the `tokens` of the measured texts.
+    given the text before, chooses another token; rounding explains the ties, but not the others. noise: largest change
+    of the gap between a position's two best scores from passes of one id to passes of k + 1 ids, but at least the
+    general rounding of the logits. gap: largest gap at a difference, 0 without differences. limit: the largest gap that
+    the dtype can explain, whatever was measured. compared: number of tokens compared, of the `tokens` in the measured
+    texts.
     """
 
     prompts: int
@@ -54,7 +56,7 @@ class TextCheck:
 
     @property
     def explained(self) -> float:
-        """The largest score gap that rounding explains."""
+        """Return the largest score gap that rounding explains."""
         return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
@@ -65,9 +67,9 @@ class TextCheck:
 
 
 class Difference(NamedTuple):
-    """A position at which a text differs from the plain text. plain, other: the two tokens. gap: between their scores
-    in the plain pass of one id; logits (V,) and noise g (V,): in that pass. text: the number of the text. limit: the
-    largest gap that rounding in the model's dtype may explain."""
+    """A position at which a text differs from the plain text. plain, other: the plain token and the text's token. gap:
+    the gap between their scores in the plain pass of one id. logits (V,), g (V,): logits and noise of that pass. text:
+    number of the text. limit: the largest gap that rounding in the model's dtype may explain."""
 
     gap: float
     logits: Tensor
@@ -88,7 +90,7 @@ def check_coupled(
     bound: float,
     tree: Parents | None = None,
 ) -> TextCheck:
-    """Check (a). The engine decodes the prompts with shared noise. Then its passes of one id show which token plain
+    """Run check (a). The engine decodes the prompts with shared noise. Then its passes of one id show which token plain
     decoding chooses at every position (`compare_text`).
 
     tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
@@ -115,7 +117,7 @@ def check_coupled(
 
 
 def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
-    """Number of ids per row in the engine's verifying passes."""
+    """Return the number of ids per row in the engine's verifying passes."""
     return max(engine.policy.lengths(prompts)) + 1
 
 
@@ -130,8 +132,9 @@ def check_text(
     k: int,
     rows: int = 8,
 ) -> TextCheck:
-    """Check (a) for texts of another server, such as vLLM in tests/engines: coupled and plain texts with the same noise
-    noise_keys = (ids, seed). Only the first difference of each text counts, since plain decoding is unknown after it.
+    """Run check (a) on texts of another server, such as vLLM in tests/engines. The coupled and the plain texts share
+    the noise noise_keys = (ids, seed). Only the first difference of each text counts, since plain decoding is unknown
+    after it.
 
     The noise is measured on the texts that differ and on the first `rows` ones.
     """
@@ -155,19 +158,21 @@ def check_text(
 
 
 def _ties_and_gap(differences: list[Difference], noise: float, sampling: Sampling) -> tuple[int, float]:
-    """The number of ties, and the largest gap of all differences."""
+    """Return the number of ties, and the largest gap of all differences."""
     ties = sum(excused(difference, noise, sampling) for difference in differences)
     return ties, max((difference.gap for difference in differences), default=0.0)
 
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether the difference is a tie at MARGIN times the measured noise, or at the difference's limit if smaller."""
+    """Return whether the difference is a tie. The tolerance is MARGIN times the measured noise, or the difference's
+    limit if that is smaller."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Whether rounding of size `noise` explains a difference: the gap is at most `noise`; or one of the two tokens is
-    so near an edge of top-k, top-p or min-p that a change of its logit by `noise` gives the other choice."""
+    """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
+    does if a change of one of the two tokens' logits by `noise` gives the other choice, because the token is near an
+    edge of top-k, top-p or min-p."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -175,16 +180,16 @@ def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 
 def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
-    """The emitted token when one logit moves by `shift`."""
+    """Return the token that is emitted if one logit moves by `shift`."""
     logits = difference.logits.double().clone()
     logits[token] += shift
     return int((probs(logits, sampling).log() + difference.g).argmax())
 
 
 class Compared(NamedTuple):
-    """differences: positions at which texts differ from plain decoding. tokens: number compared. noise: the largest
-    change, in passes of several ids, of the gap between a position's two best scores. limit: the largest change that
-    the dtype allows."""
+    """The result of comparing texts with plain decoding. differences: positions at which they differ. tokens: number
+    compared. noise: the largest change, in passes of several ids, of the gap between a position's two best scores.
+    limit: the largest change that the dtype allows."""
 
     differences: list[Difference]
     tokens: int
@@ -204,10 +209,11 @@ def compare_text(
     tree: Parents | None = None,
 ) -> Compared:
     """Compare each token of `texts` with the choice of plain decoding after the same text, under the Gumbel noise of
-    noise_keys = (ids, seed); measure the noise of passes of `width` ids, or over trees, as in `compare_passes`.
+    noise_keys = (ids, seed). Also measure the noise of passes of `width` ids, or over trees, as `compare_passes`
+    defines it.
 
-    lm: that of the engine under test. bound: as in `compare_passes`; a difference beyond it has no logits and no noise,
-    because a wrong engine would fill the memory with them.
+    lm: the LM of the engine under test. bound: as in `compare_passes`. A difference beyond it has no logits and no
+    noise, because a wrong engine would fill the memory with them.
     """
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
@@ -222,7 +228,7 @@ def compare_text(
 def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
-    """Positions at which the argmax of log p + g, the noise g (A, n, V), is not the text's token."""
+    """Return the positions at which the argmax of log p + g, with the noise g (A, n, V), is not the text's token."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -237,7 +243,7 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """The noise of `compare_passes`, for an `LM` and without Gumbel noise."""
+    """Return the noise of `compare_passes` for an `LM`, without Gumbel noise."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -252,21 +258,22 @@ def _scored(
     noise_keys: tuple[list[int], int] | None,
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
-    """Blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
+    """Yield blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
 
 
 def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
-    """Largest change of the gap between each position's two best scores, from `best` to the passes `again`."""
+    """Return the largest change of the gap between each position's two best scores, from `best` to the passes
+    `again`."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
 
 def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
-    """Largest change of the gap between the two scores of a position, pair and again (A, n, 2); 0 if no position has
-    two possible tokens."""
+    """Return the largest change of the gap between a position's two scores, `pair` and `again` (A, n, 2). Return 0 if
+    no position has two possible tokens."""
     change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
     change = change[valid & change.isfinite()]
     return float(change.max()) if change.numel() else 0.0
@@ -285,10 +292,11 @@ def compare_passes(
     others: list[list[int]] | None = None,
     bound: float = math.inf,
 ) -> tuple[float, list[Difference]]:
-    """Returns the noise, which is the largest change of a score gap between passes of one id and of `width` ids over
-    all tokens of `texts`; and, if `others` are given, the first difference of each from `texts`.
+    """Return the noise and the differences. The noise is the largest change of a score gap between passes of one id and
+    of `width` ids over all tokens of `texts`. The differences are the first of each text of `others`, if given, from
+    `texts`.
 
-    The gap is that of a position's two best scores, which decides the emitted token. noise_keys: (ids, seed) of the
+    The gap is between a position's two best scores, which decide the emitted token. noise_keys: (ids, seed) of the
     Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is a
     prefix of the other gives no difference.
     """
@@ -307,7 +315,7 @@ def compare_passes(
 
 
 def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
-    """Gumbel noise (A, n, V) of the tokens of a block, zeros without keys."""
+    """Return the Gumbel noise (A, n, V) of the tokens of a block, or zeros without keys."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
     ids, seed = noise_keys
@@ -320,7 +328,7 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """The first difference of each text that lies in this block."""
+    """Return the first difference of each text that lies in this block."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
@@ -334,7 +342,8 @@ def _differences(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First index at which the lists differ, a missing token included; None if they are equal."""
+    """Return the first index at which the lists differ, or None if they are equal. A missing token counts as a
+    difference."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -342,6 +351,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:
-    """Positions whose two best logits (..., V) are within the noise: their argmax depends on rounding."""
+    """Return whether the two best logits (..., V) of each position are within the noise, so that rounding decides the
+    argmax."""
     best = logits.topk(2, -1).values
     return best[..., 0] - best[..., 1] <= noise

@@ -1,15 +1,20 @@
-"""The verdict: whether a run was exact, by five checks on the same prompts and texts that were measured.
+"""The verdict: whether a run was exact. Five checks decide it, on the same prompts and texts that were measured.
 
-(a) Coupled decoding, in which plain and speculative decoding share their noise, gives the plain text token for token,
-up to ties, which are differences that rounding can cause. The choice of plain decoding is computed at every token of a
-coupled text, so the comparison goes on after a tie (`ties`). (b) The number of target calls of the run is the number
-expected for its texts (`inference.verify.predict_chain`), within 4 sigma. (c) Drafts at depth 1 are accepted no more
-often than sum_v min(p, q) allows, within 3 sigma (`figures`). (b) and (c) need q at every token of a text. It comes
-from one teacher-forced pass if the proposer is a language model (`side_by_side`), else from forced rounds (`forced`).
-(d) Logits of the engine's passes agree with transformers' own forward (`agreement`). (e) The emitted tokens are as
-likely under transformers' own forward as tokens drawn from it (`likelihood`). (d) and (e) read whole texts, so that
-faults late in a text are detected. (a), (d) and forced rounds run the passes that were timed; teacher-forced passes run
-in a separate `LM` with the same weights, dtypes and rounding.
+(a) Plain and speculative decoding that share their noise must give the same text token for token, except at ties, which
+are differences that rounding can cause. The choice of plain decoding is computed at every token of the coupled text, so
+the comparison continues after a tie (`ties`).
+
+(b) The number of target calls must be the number expected for the texts (`inference.verify.predict_chain`), within 4
+sigma. (c) Drafts at depth 1 must be accepted no more often than sum_v min(p, q) allows, within 3 sigma (`figures`).
+Both need q at every token of a text. If the proposer is a language model, q comes from one teacher-forced pass
+(`side_by_side`), else from forced rounds (`forced`).
+
+(d) The logits of the engine's passes must agree with transformers' own forward (`agreement`). (e) The emitted tokens
+must be as likely under transformers' own forward as tokens drawn from it (`likelihood`). Both read whole texts, so they
+detect faults late in a text.
+
+(a), (d) and forced rounds run the passes that were timed. Teacher-forced passes run in a separate `LM` with the same
+weights, dtypes and rounding.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -30,8 +35,8 @@ COMPARED = 1024  # tokens of (a): plain decoding of all timed texts would take a
 
 @dataclass(frozen=True)
 class Verdict:
-    """The five checks; `missing` has the reason for each check that is None. lossy: the name of the verification rule,
-    if it changes the text's distribution."""
+    """The results of the five checks. missing: the reason for each check that is None. lossy: the name of the
+    verification rule, if it changes the text's distribution."""
 
     text: TextCheck
     calls: CallsCheck | None = None
@@ -43,13 +48,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check that applies has passed and the rule is exact."""
+        """Return whether every check that applies has passed and the rule is exact."""
         checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
         return not self.lossy and all(check.passed for check in checks if check)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """All figures, with None for a check that does not apply."""
+        """Return all figures. A check that does not apply is None."""
         text = {**asdict(self.text), "passed": self.text.passed}
         calls = depth = logits = surprise = None
         if self.calls:
@@ -65,7 +70,7 @@ class Verdict:
         return {"passed": self.passed, **checks, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
-        """A summary line, then one line per check."""
+        """Return a summary line, then one line per check."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]
@@ -83,12 +88,12 @@ def _word(passed: bool) -> str:
 def check(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
-    """The verdict on a speculative engine from the texts that it emitted (`Timing.texts`). engine: the very object that
-    was timed.
+    """Return the verdict on a speculative engine, from the texts that it emitted (`Timing.texts`).
 
-    The run ignored end tokens and had the limit max_new_tokens. seed: of the coupled run of (a); rows: texts per pass
-    in (b) and (c), None for as many as the engine has rows. A stream of the engine cannot go on. Raises ValueError when
-    the counts are not those of the texts, or when the engine has no proposer.
+    engine: the very object that was timed; its run ignored end tokens and had the limit `max_new_tokens`. A stream of
+    the engine cannot continue. seed: seed of the coupled run of (a). rows: texts per pass in (b) and (c), None for as
+    many as the engine has rows. Raises ValueError if the counts do not belong to the texts, or if the engine has no
+    proposer.
     """
     if engine.proposer is None:
         raise ValueError("exactness: an engine without a proposer is plain decoding, there is nothing to check")

@@ -1,8 +1,9 @@
-"""A corpus on disk, searched for the longest suffix of a text; the draft is the most frequent continuation.
+"""A corpus on disk, searched for the longest suffix of a text. The draft is the most frequent continuation.
 
-A folder: `datastore.json` describes it; `tokens.npy` holds the corpus's ids in reverse, documents separated by an id
-that no text has; `order.npy` is its suffix array. Because the ids are reversed, a suffix of the text is a prefix in the
-array, so one binary search gives the longest suffix of the text that occurs anywhere. Both arrays are memory-mapped.
+A folder has three files. `datastore.json` describes it. `tokens.npy` holds the corpus's ids in reverse; an id that no
+text has separates the documents. `order.npy` is the suffix array of `tokens.npy`. Because the ids are reversed, a
+suffix of the text is a prefix in the array. One binary search therefore gives the longest suffix of the text that
+occurs anywhere. Both arrays are memory-mapped.
 """
 
 import json
@@ -26,8 +27,9 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 
 @dataclass(frozen=True)
 class About:
-    """The contents of `datastore.json`. vocabulary: number of ids; depth: the longest match in tokens; tokenizer: its
-    hash, see `compatibility.hash_tokenizer`; made: command, sources, date."""
+    """The contents of `datastore.json`. vocabulary: number of ids. depth: length of the longest match, in tokens.
+    documents, tokens: how many of each the corpus has. tokenizer: the tokenizer's hash, see
+    `compatibility.hash_tokenizer`. made: command, sources, date."""
 
     vocabulary: int
     depth: int
@@ -39,9 +41,10 @@ class About:
 
 
 class Datastore:
-    """Retrieval from a corpus (He et al. 2023, REST, 2311.08252). Drafts are chains of the most frequent continuation.
+    """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains of the most
+    frequent continuation.
 
-    tokens, order: see the module; any integer type that is large enough.
+    tokens, order: the arrays that the module's docstring describes, of any integer type that is large enough.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
@@ -49,8 +52,8 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """A datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and for texts
-        without a token."""
+        """Return a datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and if the
+        texts have no token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -65,7 +68,7 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the folder completely or not at all. Raises the errors of `atomic.new_folder`."""
+        """Write the datastore's folder atomically. Raises the errors of `atomic.new_folder`."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -74,8 +77,8 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Datastore":
-        """The datastore of a folder, memory-mapped. Raises FileNotFoundError for a folder without a datastore,
-        ValueError for a datastore that is broken or has another format."""
+        """Return the datastore in a folder, memory-mapped. Raises FileNotFoundError if the folder has no datastore, and
+        ValueError if the datastore is broken or has another format."""
         path = Path(folder)
         if not (path / ABOUT).is_file():
             raise FileNotFoundError(f"{path} is no datastore: it has no {ABOUT}; make one with `cotrain datastore`")
@@ -87,9 +90,12 @@ class Datastore:
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """At most k tokens that follow the longest suffix of the text that occurs in the corpus, if it has at least
-        `shortest` tokens. Each draft is the most frequent next token among the occurrences that agree with the drafts
-        before; of equally frequent ones, the smallest id. No match is longer than `depth` tokens."""
+        """Return at most k tokens that follow the longest suffix of the text in the corpus. There is no match if that
+        suffix has fewer than `shortest` tokens. No match is longer than `depth` tokens.
+
+        Each draft is the most frequent next token among the occurrences that agree with the drafts before it. Of
+        equally frequent tokens, the smallest id is drafted.
+        """
         if k < 1 or not text:
             return NONE
         backwards = list(reversed(text[-self.about.depth :]))
@@ -103,8 +109,8 @@ class Datastore:
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence in
-        `order`."""
+        """Return the length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence
+        in `order`."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -113,15 +119,15 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """The next ids of the document after a position, at most k."""
+        """Return the next ids of the document after a position, at most k."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """(drafts, share). Each draft is the most frequent next token among the continuations that agree with the drafts
-    before it; share: the part of all continuations that have the first draft."""
+    """Return (drafts, share). Each draft is the most frequent next token among the continuations that agree with the
+    drafts before it. share: the fraction of all continuations that begin with the first draft."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):
@@ -136,7 +142,7 @@ def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], floa
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:
-    """The smallest unsigned integer type that holds `most`."""
+    """Return the smallest unsigned integer type that can hold `most`."""
     return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
 
 

@@ -1,4 +1,6 @@
-"""Suffix structures for look-up: the suffix array of a fixed corpus, and the suffix automaton of a growing text."""
+"""Suffix structures for look-up. There is a suffix array for a fixed corpus, and a suffix automaton for a growing
+text.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,10 +13,10 @@ CLIMB = 16  # most suffix links updated per token: enough for most texts, and a 
 
 
 class Match(NamedTuple):
-    """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested; length:
-    tokens of the matched suffix, 0 without a match; places: the number of occurrences; share: the fraction of the
-    examined occurrences that continue with the first draft, in (0, 1], 0 without drafts; stored: whether the match is
-    in a datastore, not in the text itself."""
+    """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested. length:
+    tokens of the matched suffix, 0 without a match. places: number of occurrences. share: fraction of the examined
+    occurrences that continue with the first draft, in (0, 1]; 0 without drafts. stored: whether the match is in a
+    datastore, not in the text itself."""
 
     drafts: list[int]
     length: int = 0
@@ -27,14 +29,14 @@ NONE = Match([])
 
 
 def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
-    """Positions of ids (n,), sorted by the `depth` ids that begin there, equal ones by position; the end of the array
-    sorts first.
+    """Return the positions of ids (n,), sorted by the `depth` ids that begin there. Equal entries are sorted by
+    position, and the end of the array sorts first.
 
     Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
     suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
     """
     if depth < 1:
-        raise ValueError(f"depth: at least 1, not {depth}")
+        raise ValueError(f"depth must be at least 1, not {depth}")
     rank = ids.astype(np.int64) + 1
     order, width = np.argsort(rank, kind="stable"), 1
     while width < depth:
@@ -50,7 +52,7 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rank of each key, from 1; equal keys have the same rank."""
+    """Return the rank of each key, counted from 1. Equal keys have the same rank."""
     sorted_keys = keys[order]
     rank = np.empty_like(keys)
     rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys
@@ -59,8 +61,9 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int6
 
 def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
                 after: bool = False) -> int:  # fmt: skip
-    """The first index of `order`, from low to high, at which the ids are not less than the pattern. after: the first at
-    which they are greater and do not begin with the pattern. Binary search: about log2(n) reads of len(pattern) ids."""
+    """Return the first index of `order`, from low to high, whose ids are not less than the pattern. after: the first
+    index whose ids are greater and do not begin with the pattern. The binary search reads len(pattern) ids about
+    log2(n) times."""
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
     while low < high:
@@ -75,7 +78,7 @@ def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], lo
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -86,12 +89,12 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 class SuffixAutomaton:
     """The substrings of a growing text (Blumer et al. 1985). It gives the text's longest suffix that occurred earlier,
-    in constant time per token, for drafts as in Hu et al. 2024, SAM decoding, 2411.10666.
+    in constant time per token. Drafts follow Hu et al. 2024, SAM decoding, 2411.10666.
 
-    A state is a set of substrings that end at the same positions of the text; `longest` is the length of the longest of
-    them, `link` the state of its longest suffix that ends at more positions. So the link of the whole text's state
-    gives the longest suffix of the text that occurred earlier, without a search. At most 2 n states for n tokens;
-    adding one costs O(1) amortised.
+    A state is a set of substrings that end at the same positions of the text. `longest` is the length of its longest
+    substring, and `link` is the state of that substring's longest suffix that ends at more positions. The link of the
+    whole text's state therefore gives the longest suffix that occurred earlier, without a search. n tokens need at most
+    2 n states; adding a token costs O(1) amortised.
     """
 
     def __init__(self, text: Sequence[int] = ()) -> None:
@@ -115,7 +118,8 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Become the automaton of `text`: append its new tokens if it continues the present text, else rebuild."""
+        """Become the automaton of `text`. If `text` continues the present text, its new tokens are appended; else the
+        automaton is rebuilt."""
         known = len(self.text)
         if list(text[:known]) != self.text:
             self._clear()
@@ -123,10 +127,11 @@ class SuffixAutomaton:
         self.extend(text[known:])
 
     def look_up(self, k: int, shortest: int = 1) -> Match:
-        """k tokens that followed the latest earlier occurrence of the longest repeated suffix, if that has at least
-        `shortest` tokens. If fewer than k tokens follow it, they are repeated.
+        """Return k tokens that followed the latest earlier occurrence of the longest repeated suffix. There is no match
+        if that suffix has fewer than `shortest` tokens. If fewer than k tokens follow the occurrence, they are
+        repeated.
 
-        In text like "aaaa..." an earlier occurrence may count as the latest one, see `CLIMB`.
+        In a text like "aaaa..." an occurrence before the latest one may be used, see `CLIMB`.
         """
         if k < 1 or self.match < max(shortest, 1):
             return NONE
@@ -148,8 +153,8 @@ class SuffixAutomaton:
         self.latest[new] = len(self.text)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` followed by `token`. If the present state of that string also has
-        longer strings, the string gets a state of its own."""
+        """Return the state of the longest string of `state` followed by `token`. If the string's present state also
+        contains longer strings, the string gets its own state."""
         target = self.next[state][token]
         if self.longest[target] == self.longest[state] + 1:
             return target
@@ -162,7 +167,7 @@ class SuffixAutomaton:
         return clone
 
     def _occurred(self, state: int, now: int) -> None:
-        """Store where the longest repeated suffix ended last. Then record that this suffix, and its own suffixes, end
+        """Store where the longest repeated suffix last ended. Then record that this suffix, and its own suffixes, end
         here."""
         self.match, self.end = self.longest[state], self.latest[state]
         for _ in range(CLIMB):

@@ -1,1 +1,3 @@
-"""Timing, costs of rounds, plans of trees, and the least time that a machine needs."""
+"""Measurement of speed. This package times engines, predicts the costs of rounds, plans trees, and bounds the time from
+below.
+"""

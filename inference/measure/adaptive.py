@@ -1,8 +1,9 @@
-"""Timing of batches until the confidence interval of the speed-up is narrow enough, or the time limit is reached.
+"""Timing with a stopping rule. Batches are timed until the confidence interval of the speed-up is narrow enough, or
+until the time limit.
 
 The stop depends on the relative width of the interval and on the clock, never on the value, so it does not bias the
-measured speed-up. An interval may be narrow by chance. So at least `LEAST` batches are timed first, and the width is
-checked only when the number of batches has grown by a quarter.
+measured speed-up. An interval may be narrow by chance. Therefore at least `LEAST` batches are timed first, and the
+width is checked only after the number of batches has grown by a quarter.
 """
 
 import time
@@ -24,9 +25,11 @@ Say = Callable[[int, float], None]  # called with the number of batches timed, a
 
 @dataclass(frozen=True)
 class Wanted:
-    """When to stop. within: largest allowed distance of the interval's ends from the value, relative to the value; inf
-    times exactly `batches`. batches: the least number, if there is time. until: time limit, on the clock. FEWEST
-    batches are timed in any case."""
+    """The condition for the end of a timing. FEWEST batches are timed in any case.
+
+    batches: the least number of batches, if there is time. within: the largest allowed distance of the interval's ends
+    from the value, relative to the value; inf to time exactly `batches`. until: time limit, on the clock.
+    """
 
     batches: int
     within: float = inf
@@ -35,10 +38,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """What was timed. within: distance of the 95 % interval's farther end from the value, relative to the value, None
-    for one batch; wanted: the wanted distance, None for a fixed number of batches; enough: whether the wanted distance
-    and number of batches were reached; batches, runs, seconds: amounts timed; others: how many of the `cores` other
-    processes used meanwhile, None if unknown."""
+    """What a timing has reached. within: distance of the 95 % interval's farther end from the value, relative to the
+    value; None for one batch. wanted: the wanted distance, None for a fixed number of batches. enough: whether the
+    wanted distance and number of batches were reached. batches, runs, seconds: how many were timed. others: how many of
+    the `cores` other processes used meanwhile, None if unknown."""
 
     within: float | None
     wanted: float | None
@@ -61,8 +64,7 @@ def until_known(
     say: Say | None = None,
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
-    """Time the arms as `timing.interleave` does, on enough batches of prompts to know the ratio of speeds pair[0] /
-    pair[1].
+    """Time the arms as `timing.interleave` does, until enough batches show the ratio of speeds pair[0] / pair[1].
 
     After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a batch
     together. turned: called after each batch with the number of batches timed. Raises the errors of
@@ -108,7 +110,7 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
 
 
 def lines(reached: Reached) -> list[str]:
-    """Lines for a report: other work on the machine, and the width of the interval."""
+    """Return the lines of a report that state other work on the machine and the width of the interval."""
     contended = contention.line(reached.others, reached.cores)
     return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 
@@ -118,5 +120,5 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     runs = f"{reached.runs} runs of {reached.batches} batches, {reached.seconds:.0f} s"
     if reached.enough:
         return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
-    why = "time was over (bench.minutes=)" if reached.batches >= LEAST else "there are too few prompts for an interval"
-    return f"interval {near}, {why} before {100 * wanted:.0f} % was reached for sure: {runs}"
+    why = "the time limit (bench.minutes=) was reached" if reached.batches >= LEAST else "too few batches were timed"
+    return f"interval {near}: {why}, so {100 * wanted:.0f} % is not certain: {runs}"

@@ -1,4 +1,4 @@
-"""Arms of a timing: ways to continue a batch of prompts by a fixed number of tokens each."""
+"""Arms of a timing. An arm is one way to continue a batch of prompts by a fixed number of tokens each."""
 
 import copy
 import time
@@ -21,9 +21,9 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 
 @dataclass(frozen=True)
 class ArmResult:
-    """tokens: new ids of each prompt. seconds: wall seconds, prefill included. decode_seconds: without the prefill.
-    stats: the engine's counts, None for an arm without counts. decode_tokens: number of tokens that were emitted in
-    decode_seconds, None for all."""
+    """The result of one run of an arm. tokens: new ids of each prompt. seconds: wall seconds, prefill included.
+    decode_seconds: wall seconds without the prefill. stats: the engine's counts, None for an arm without counts.
+    decode_tokens: number of tokens that were emitted in decode_seconds, None for all."""
 
     tokens: list[list[int]]
     seconds: float
@@ -32,7 +32,7 @@ class ArmResult:
     decode_tokens: int | None = None
 
     def paid(self, decode: bool) -> tuple[int, float]:
-        """(tokens, seconds), with the prefill or, if `decode`, without it."""
+        """Return (tokens, seconds), with the prefill or, if `decode`, without it."""
         total = sum(map(len, self.tokens))
         if not decode:
             return total, self.seconds
@@ -41,15 +41,15 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: run(prompts, ids, seed) continues every prompt; ids are the keys of the rows' noise."""
+    """One way to decode. run(prompts, ids, seed) continues every prompt; `ids` are the keys of the rows' noise."""
 
     name: str
     run: Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
 
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Engine.generate with end tokens ignored. Raises ValueError for settings that may end a text early. Calls of the
-    arm raise RuntimeError if a prompt ends in an error, since its text is no sample."""
+    """Return an arm that runs Engine.generate and ignores end tokens. Raises ValueError for settings that may end a
+    text early. The arm's calls raise RuntimeError if a prompt ends in an error, since its text is no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -74,15 +74,17 @@ def transformers_arm(
     compile: bool = False,
     **settings: Any,
 ) -> Arm:
-    """transformers' own generate under the same distribution, end tokens ignored. The generation_config of both models
-    is replaced during each call, so that none of its defaults changes the distribution.
+    """Return an arm that runs transformers' own generate under the same distribution and ignores end tokens. Each call
+    replaces the generation_config of both models, so that none of its defaults changes the distribution.
 
-    assistant: a draft for assisted generation, one prompt at a time; k: constant draft length, None for that of the
-    assistant's generation_config. rows: prompts decoded together, all if None; there is no queue. compile: with
-    transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
-    prompt_lookup_num_tokens. Decode-only figures leave out the first pass and its tokens, since that pass is
-    transformers' prefill. ids are not used: torch's generator is seeded for each call. Raises ValueError for sampling
-    settings that this arm cannot express.
+    assistant: a draft for assisted generation, one prompt at a time. k: constant draft length, None for that of the
+    assistant's generation_config. rows: number of prompts decoded together, None for all; there is no queue. compile:
+    use transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
+    prompt_lookup_num_tokens.
+
+    Decode-only figures omit the first pass and its tokens, since that pass is transformers' prefill. The arm's `ids`
+    are not used: torch's generator is seeded for each call. Raises ValueError for sampling settings that this arm
+    cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = _generation(sampling, max_new_tokens)
@@ -109,7 +111,7 @@ def transformers_arm(
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
-    """Raise ValueError for the first of the fields that is not at its default."""
+    """Raise ValueError for the first of the fields that differs from its default."""
     default = Sampling()
     for name in fields:
         if replace(default, **{name: vars(sampling)[name]}) != default:
@@ -120,7 +122,7 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """A generation config without end tokens that sets every setting, since transformers fills None with its own
+    """Return a generation config without end tokens that sets every setting. transformers would replace None by its own
     defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
@@ -134,7 +136,7 @@ def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
 
 
 def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
-    """The assistant's settings, without end tokens, since it would stop drafting at them."""
+    """Return the assistant's settings, without end tokens, since it would stop drafting at them."""
     if k is None:
         config = copy.deepcopy(assistant.generation_config)
         config.eos_token_id = None
@@ -154,7 +156,7 @@ def _using(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
 
 
 class _Passes(BaseStreamer):
-    """Records the time of the first pass, and the number of tokens that each pass gives a row."""
+    """A streamer that records the time of the first pass, and the number of tokens that each pass gives a row."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -187,7 +189,7 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
 
 
 def _joined(parts: list[ArmResult]) -> ArmResult:
-    """The results of several calls as one."""
+    """Return the results of several calls as one."""
     return ArmResult(
         [text for part in parts for text in part.tokens],
         sum(part.seconds for part in parts),

@@ -1,8 +1,8 @@
-"""CPU use by other processes during a timing, and how threads wait for each other.
+"""CPU use by other processes during a timing, and the wait policy of threads. Both affect measured speeds.
 
-The use by others is the busy time of the CPUs that this process may use, from /proc/stat, minus the time of this
-process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This module
-does not import torch, because torch reads the wait policy of threads when it is first imported.
+The use by others is the busy time of the CPUs that this process may use, from /proc/stat. The time of this process and
+its ended children is subtracted. It is None (unknown) on systems without /proc/stat (macOS, some containers). This
+module does not import torch, because torch reads the wait policy of threads when it is first imported.
 """
 
 import os
@@ -19,8 +19,8 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment. wall: of the clock; own: CPU time of this process on any core; busy: CPU time of all
-    processes, and of other guests of a hypervisor, on the cores that this process may use, None if unknown."""
+    """Seconds since some moment. wall: of the clock. own: CPU time of this process, on any core. busy: CPU time of all
+    processes, and of other guests of a hypervisor, on the cores that this process may use; None if unknown."""
 
     wall: float
     own: float
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -39,7 +39,8 @@ def reading(stat: Path = STAT) -> Reading:
 
 
 def _busy(stat: Path) -> float | None:
-    """Sum over cores of user, nice, system, irq, softirq and steal."""
+    """Return the CPU seconds in user, nice, system, irq, softirq and steal, added over the cores that this process may
+    use."""
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
     mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0
@@ -52,8 +53,8 @@ def _busy(stat: Path) -> float | None:
 
 
 def others(before: Reading, after: Reading) -> float | None:
-    """Mean number of cores that other processes used between two readings; None if unknown, or if too little time has
-    passed."""
+    """Return the mean number of cores that other processes used between two readings. Return None if it is unknown, or
+    if too little time has passed."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)
@@ -61,23 +62,23 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Whether other processes used more of the `of` cores than on an idle machine; None if unknown."""
+    """Return whether other processes used more of the `of` cores than on an idle machine, or None if unknown."""
     return None if used is None else used > SHARE * of
 
 
 def line(used: float | None, of: int) -> str:
-    """One line for a report: whether other processes used the machine during the timing."""
+    """Return one line of a report: whether other processes used the machine during the timing."""
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
-        return (f"measured beside other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
+        return (f"measured during other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
                 "lower and noisier than on a quiet machine")  # fmt: skip
     return f"no other work meanwhile: other processes used {used:.2f} of {of} cores"
 
 
 def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
     """Let waiting threads sleep instead of spin, unless the machine is idle or the user has set a wait policy. Call it
-    before torch is first imported. Returns the case: "chosen" (by the user), "late" (torch is imported already), "idle"
+    before torch is first imported. Returns the case: "chosen" (by the user), "late" (torch is already imported), "idle"
     or "passive".
 
     Spinning threads occupy cores that the other threads need: with another process on as many cores, a pass takes ten

@@ -1,10 +1,10 @@
-"""Costs of a round on this machine, and the draft length with the fewest seconds per token.
+"""Costs of a round on this machine. They give the draft length with the fewest seconds per token.
 
 `measure_costs` times each part of a round alone and warm. In a real call the parts evict each other from the caches,
-threads must wake up, and the host works between the parts; a draft can then take two to five times as long. So the
-table is used only for the ratios between draft lengths. Its scale comes from `measure_rounds`, which times real calls
-of the engine to be served (`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together,
-medians of interleaved repeats.
+threads must wake up, and the host works between the parts; a draft can then take two to five times as long. Therefore
+only the ratios between draft lengths come from this table. Its scale comes from `measure_rounds`, which times real
+calls of the engine to be served (`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together,
+as medians of interleaved repeats.
 """
 
 import time
@@ -40,11 +40,12 @@ SPREAD = 7  # tokens between the lengths of one text and the next
 
 @dataclass(frozen=True)
 class Costs:
-    """target[n-1]: a target pass over n ids per row, n = 1..K+1; draft: one draft step (pass, distribution, draw);
-    first: time of drafting per round besides its steps (missing ids, weights that are not in the cache); rest[k]: the
-    rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host).
+    """A table of measured seconds. It covers all parts of a round at every draft length.
 
-    rows, context: the measured shapes; target_dtype, draft_dtype: of the models' weights.
+    target[n-1]: a target pass over n ids per row, n = 1..K+1. draft: one draft step (pass, distribution, draw). first:
+    the time of drafting per round besides its steps (missing ids, weights that are not in the CPU's cache). rest[k]:
+    the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host). rows,
+    context: the measured shapes. target_dtype, draft_dtype: dtypes of the models' weights.
     """
 
     target: tuple[float, ...]
@@ -57,23 +58,23 @@ class Costs:
     first: float = 0.0
 
     def round(self, k: int) -> float:
-        """Seconds of a round that drafts k tokens: k t_draft + t_target(k+1) + t_round(k)."""
+        """Return the seconds of a round that drafts k tokens: drafting(k) + target[k] + rest[k]."""
         return self.drafting(k) + self.target[k] + self.rest[k]
 
     def drafting(self, k: int) -> float:
-        """Seconds of k drafts."""
+        """Return the seconds that k drafts take."""
         return k * self.draft + self.first * (k > 0)
 
     @property
     def ratio(self) -> float:
-        """`cost`: seconds of one draft step / seconds of one plain target step."""
+        """Return `cost`: seconds of one draft step / seconds of one plain target step."""
         return self.draft / self.round(0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """k: the draft length with the fewest seconds per token, 0 for plain decoding; speedup: predicted, over plain
-    decoding; speedups[k]: that of every length, k = 0..K."""
+    """The chosen draft length. k: the length with the fewest seconds per token, 0 for plain decoding. speedup: its
+    predicted speed-up over plain decoding. speedups[k]: the speed-up of every length, k = 0..K."""
 
     k: int
     speedup: float
@@ -81,7 +82,8 @@ class Choice:
 
 
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """A table with single target steps from `plain`, passes over drafts from `target`, and drafting from `draft`."""
+    """Return a table with single target steps from `plain`, passes over drafts from `target`, and drafting from
+    `draft`."""
     return replace(
         target, target=(plain.target[0], *target.target[1:]),
         draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
@@ -89,10 +91,11 @@ def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
 
 
 def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
-    """Draft length by argmin over the whole table, which may have cliffs (Leviathan et al. 2023, arXiv 2211.17192, with
-    measured times): seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
+    """Choose the draft length with the fewest seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
+    All lengths are compared, since the table may have jumps (Leviathan et al. 2023, arXiv 2211.17192, with measured
+    times).
 
-    tau(k): tokens per target call at draft length k, k = 1..K; plain decoding, k = 0, emits one per call.
+    tau(k): tokens per target call at draft length k, k = 1..K. Plain decoding, k = 0, emits one token per call.
     """
     plain = costs.round(0)
     speedups = [1.0] + [plain * tau(k) / costs.round(k) for k in range(1, len(costs.target))]
@@ -111,11 +114,11 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time target and proposer, as they will run, for k = 0..K. Each row has one text of about `context` tokens;
-    lengths differ, as after some rounds.
+    """Time target and proposer, in the form in which they will run, for k = 0..K. Each row has one text of about
+    `context` tokens; lengths differ, as after some rounds.
 
-    Raises ValueError when context and the longest timed drafts do not fit the target, or the proposer cannot draft that
-    far.
+    Raises ValueError if the target cannot hold context and the longest timed drafts, or if the proposer cannot draft
+    that far.
     """
     proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, proposer.context or target.context)
@@ -147,7 +150,7 @@ def measure_costs(
 
 
 def spans_of(proposer: Proposer) -> tuple[int, int]:
-    """The two draft lengths at which a proposer is timed: `SPANS`, or as far apart as it can draft."""
+    """Return the two draft lengths at which a proposer is timed: `SPANS`, or as far apart as the proposer can draft."""
     short, long = SPANS
     long = min(long, proposer.depths or long)
     return min(short, long - 1), long
@@ -159,7 +162,8 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, float]:
-    """Median seconds of each task; each repeat runs every task once, so that drift of the machine affects all."""
+    """Return the median seconds of each task. Each repeat runs every task once, so that drift of the machine affects
+    all tasks."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
     for repeat in range(warmup + repeats):
         for key, task in tasks.items():
@@ -173,7 +177,8 @@ def interleaved(
 def _tasks(
     target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Every part of a round, in the order of the engine, because the contents of a CPU's caches depend on the order."""
+    """Return every part of a round, in the order of the engine. The order matters because it decides what a CPU's
+    caches contain."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -215,8 +220,8 @@ def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
-    """Distributions, verification and the last draw of a round. The target's distribution serves as the draft's too,
-    since only the time matters."""
+    """Return a task with the distributions, the verification and the last draw of a round. The target's distribution
+    also serves as the draft's, since only the time matters."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
@@ -229,15 +234,15 @@ def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Ten
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the launched work is done."""
+    """Wait until the device has done all launched work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
 class RealRound:
-    """Seconds of a round in a real call, all its rows together: drafting, the target's pass, and the rest
-    (distributions, verification, draws, bookkeeping on the host)."""
+    """The seconds of a round in a real call, all its rows together. draft: drafting. target: the target's pass. rest:
+    distributions, verification, draws and bookkeeping on the host."""
 
     draft: float
     target: float
@@ -249,7 +254,7 @@ class RealRound:
 
 
 def of_stats(stats: Stats, k: int) -> RealRound:
-    """The mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
+    """Return the mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
     rounds = stats.times["target"]
     draft, target, verify, other = (stats.seconds[name] / rounds for name in ("draft", "target", "verify", "other"))
     return RealRound(draft if k else 0.0, target, verify + other + (0.0 if k else draft))
@@ -258,7 +263,7 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 def measure_rounds(
     engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
 ) -> dict[int, RealRound]:
-    """The rounds of each engine, by draft length, see `measure_drafting`. engines: by draft length."""
+    """Time the rounds of several engines, by draft length. See `measure_drafting`."""
     return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
 
 
@@ -272,12 +277,13 @@ def measure_drafting(
     until: float = inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, RealRound]:
-    """Rounds of engines, each given with the number of tokens (for trees: levels) that it drafts. Results are medians
-    over interleaved calls, without the first call of each engine. Each call decodes one prompt per row, with other
-    prompts in every call; policies are restored.
+    """Time rounds of engines in interleaved calls, and return the median round of each engine. The first call of each
+    engine is not counted.
 
-    until: time limit, on the clock; each engine runs at least `LEAST` times. Raises ValueError without prompts or
-    engines, RuntimeError for a prompt that ends in an error.
+    engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
+    row, and every call has other prompts. The engines' policies are restored. until: time limit, on the clock; each
+    engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RuntimeError if a prompt ends
+    in an error.
     """
     if not prompts or not engines:
         raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")
@@ -310,8 +316,9 @@ def _medians(rounds: Sequence[RealRound]) -> RealRound:
 
 
 def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
-    """The table, scaled to real rounds. Target and rest are multiplied by real seconds / table seconds; this factor is
-    interpolated between the lengths that ran and constant beyond them. Drafting is a line through the real rounds."""
+    """Return the table, scaled to real rounds. `target` and `rest` are multiplied by real seconds / table seconds. This
+    factor is interpolated between the timed lengths and constant beyond them. Drafting is a line fitted to the real
+    rounds."""
     lengths = range(len(table.target))
     known = sorted(k for k in rounds if k < len(table.target))
 
@@ -325,8 +332,8 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """(first, step) of the line first + k step through the real seconds of drafting, by least squares. With fewer than
-    two lengths they are the table's values, scaled."""
+    """Fit seconds = first + k * step to the measured drafting times by least squares; return (first, step). With fewer
+    than two lengths, return the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

@@ -1,4 +1,4 @@
-"""The machine, versions and command of a measurement."""
+"""The circumstances of a measurement: machine, versions and command. Reports store them with every result."""
 
 import datetime
 import os
@@ -16,16 +16,16 @@ CODE = Path(__file__)
 
 
 def device() -> str:
-    """The device on which models run: the GPU if there is one."""
+    """Return the device on which models run: the GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def environment() -> dict[str, Any]:
-    """Machine (cpu, cores, threads, memory_gib, accelerator), versions (python, torch, transformers), date
-    (UTC), commit and dirty (whether tracked files had changed; both None when this code is not in a
-    checkout), command.
+    """Return machine (cpu, cores, threads, memory_gib, accelerator), versions (python, torch, transformers), date
+    (UTC), commit, dirty and command.
 
-    cores: that this process may use; threads: of torch; memory in GiB, None if unknown.
+    cores: number that this process may use. threads: torch's number. memory_gib: memory in GiB, None if unknown. dirty:
+    whether tracked files differ from the commit. commit and dirty are None if this code is not in a checkout.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {
@@ -60,12 +60,12 @@ def _memory() -> float | None:
 
 
 def _tracked() -> bool:
-    """Whether this code is part of a checkout, not merely installed below one."""
+    """Return whether this code is part of a checkout, not merely installed below one."""
     return _git("ls-files", "--error-unmatch", CODE.name) is not None
 
 
 def _git(*words: str) -> str | None:
-    """The output of git in the folder of this code; None if it fails or is absent."""
+    """Return the output of git in the folder of this code, or None if git fails or is absent."""
     command = ["git", "--no-optional-locks", *words]
     try:
         done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30, check=False)

@@ -1,7 +1,7 @@
-"""A lower bound on the time of passes on a machine, from the bytes to move and the operations to do.
+"""A lower bound on the time of passes on a machine. It follows from the bytes to move and the operations to do.
 
 t = max((W + B kv (L + n) + 8 B n V) / bandwidth, operations / rate) for a pass of n ids over B rows with L tokens
-before them. W: bytes of the weights; kv: bytes of one token's keys and values; logits are written and read in float32.
+before them. W: bytes of the weights. kv: bytes of one token's keys and values. Logits are written and read in float32.
 A round of K drafts is K passes of the draft and one pass of the target over K + 1 ids.
 """
 
@@ -27,8 +27,8 @@ SIDE = 2048  # of the square matrices that are multiplied
 
 @dataclass(frozen=True)
 class Machine:
-    """bandwidth: bytes per second of a large copy, counting read and written bytes; rate: operations per second, two
-    per multiply-add."""
+    """The speed of a machine. bandwidth: bytes per second of a large copy, counting read and written bytes. rate:
+    operations per second, two per multiply-add."""
 
     bandwidth: float
     rate: float
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes that a pass must move, and operations that it must do."""
+    """The work of a pass. bytes: number that it must move. operations: number that it must do."""
 
     bytes: float
     operations: float
@@ -46,7 +46,7 @@ class Load:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> Machine:
-    """Copy and matrix product in `dtype`, medians."""
+    """Time a large copy and a matrix product in `dtype`, and return the speeds from the medians."""
     source = torch.ones(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a, b = (torch.ones(SIDE, SIDE, dtype=dtype, device=device) for _ in range(2))
@@ -71,8 +71,9 @@ def _median(task: Callable[[], object], wait: Callable[[], None], repeats: int) 
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:
-    """(bytes, count) of the weights that a pass reads, which are all but an embedding that is not also the head. bytes:
-    as stored, with scales and tables of quantised weights. count: the number of weights that these represent."""
+    """Return (bytes, count) of the weights that a pass reads. These are all weights except an embedding that is not
+    also the head. bytes: as stored, with scales and tables of quantised weights. count: the number of weights that
+    these represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
@@ -90,13 +91,14 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
 
 
 def _count(parameter: Tensor) -> int:
-    """Number of weights in a parameter: bitsandbytes packs two of 4 bits into a byte."""
+    """Return the number of weights in a parameter. bitsandbytes packs two 4-bit weights into a byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
 
 def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
-    """By address, the tensors that bitsandbytes stores besides its parameters: scales and code tables, nested too."""
+    """Return, by address, the tensors that bitsandbytes stores besides its parameters: scales and code tables, nested
+    ones too."""
     tensors: dict[int, Tensor] = {}
     states = [getattr(module, "state", None) for module in model.modules()]
     waiting = [vars(p) for p in model.parameters()]
@@ -111,7 +113,7 @@ def _states(model: torch.nn.Module, known: set[int]) -> dict[int, Tensor]:
 
 
 def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
-    """The load of a pass of n ids a row after `context` tokens."""
+    """Return the load of a pass of n ids per row after `context` tokens."""
     weights, count = weight_bytes(lm)
     per_token = token_bytes(lm.model.config, lm.held)
     moved = weights + rows * per_token * (context + n) + 8 * rows * n * lm.vocabulary
@@ -119,13 +121,14 @@ def pass_load(lm: LM, rows: int, n: int, context: int) -> Load:
 
 
 def round_loads(target: LM, draft: LM | None, k: int, rows: int, context: int) -> list[Load]:
-    """The loads of all passes of a round that drafts k tokens; k = 0 is a plain step. draft None: only the target's."""
+    """Return the loads of all passes of a round that drafts k tokens; k = 0 is a plain step. If `draft` is None, only
+    the target's pass is included."""
     own = [] if draft is None else k * [pass_load(draft, rows, 1, context)]
     return [pass_load(target, rows, k + 1, context), *own]
 
 
 def peak_memory() -> float:
-    """Peak memory, in bytes, of this process or of its accelerator so far."""
+    """Return the peak memory, in bytes, of this process or of its accelerator so far."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Calibration of the gate between look-up and a draft model, from real calls on held-out prompts."""
+"""Calibration of the gate between look-up and a draft model. It uses real calls on held-out prompts."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ def calibrate(
     new_tokens: int,
     seed: int = 0,
 ) -> Gate:
-    """The gate between `retrieval` and the draft model of `drafting`, which drafts a fixed length, under the settings
-    to be served. Acceptance and seconds per round come from calls of `drafting`, and from calls of `plain` for
-    comparison.
+    """Return the gate between `retrieval` and the draft model of `drafting`, under the settings to be served.
+    `drafting` must draft a fixed length. Acceptance and seconds per round come from calls of `drafting`, and from calls
+    of `plain` for comparison.
 
-    Raises ValueError for an engine without a fixed draft length of at least 1, or without prompts.
+    Raises ValueError without prompts, or for an engine without a fixed draft length of at least 1.
     """
     policy = drafting.policy
     if not isinstance(policy, Fixed) or policy.k < 1 or not prompts:
@@ -42,9 +42,9 @@ def calibrate(
 
 
 def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:
-    """One record for each token of a row's text: the match of look-up there, how many of its drafts are right, and, if
-    a round of k drafts started there, how many it accepted (near the text's end rounds draft fewer). The text must have
-    the full length."""
+    """Return one record for each token of a row's text. It contains the match of look-up there and how many of its
+    drafts are right. If a round of k drafts started there, it also contains how many drafts the round accepted (near
+    the text's end rounds draft fewer). The text must have the full length."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}
@@ -53,5 +53,5 @@ def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int,
 
 
 def _right(drafts: list[int], text: list[int]) -> int:
-    """Number of drafts, from the first on, that are the text's tokens."""
+    """Return how many drafts, counted from the first, equal the text's tokens."""
     return next((n for n, (x, y) in enumerate(zip(drafts, text, strict=False)) if x != y), min(len(drafts), len(text)))

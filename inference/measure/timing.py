@@ -1,7 +1,7 @@
-"""Interleaved timing: every arm continues the same prompts in turn, and speeds are compared in pairs.
+"""Interleaved timing. Every arm continues the same prompts in turn, and speeds are compared in pairs.
 
-A machine's speed drifts, so arms are never timed one after the other: for each batch of prompts every arm runs once, in
-a rotating order, and intervals come from resampling whole batches, both sides together.
+A machine's speed drifts, so no arm finishes before the next begins. For each batch of prompts every arm runs once, in a
+rotating order. Intervals come from resampling whole batches, both sides together.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their nois
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % bootstrap interval; low and high are nan for a single batch."""
+    """A value and its 95 % bootstrap interval. For a single batch, low and high are nan."""
 
     value: float
     low: float
@@ -39,21 +39,22 @@ class Interval(NamedTuple):
 
     @property
     def within(self) -> float:
-        """Distance of the interval's farther end from the value, relative to the value; infinite for one batch."""
+        """Return the distance of the interval's farther end from the value, relative to the value; infinite for one
+        batch."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
-        """Whether a ratio of speeds is above 1; None if the interval contains 1. For one batch the value decides. All
-        statements about a speed-up, in reports, pages and cards, use this."""
+        """Return whether a ratio of speeds is above 1, or None if the interval contains 1. For one batch the value
+        decides. All statements about a speed-up, in reports, pages and cards, use this."""
         if self.low != self.low or self.high != self.high:
             return self.value > 1
         return True if self.low > 1 else False if self.high < 1 else None
 
 
 def together(parts: Sequence[Emitted]) -> Emitted:
-    """The texts of several timings, one after the other."""
+    """Return the texts of several timings as one list, in order."""
     texts = Emitted([], [], [], [])
     for part in parts:
         texts.prompts.extend(part.prompts)
@@ -65,8 +66,8 @@ def together(parts: Sequence[Emitted]) -> Emitted:
 
 @dataclass(frozen=True)
 class Timing:
-    """Results of interleaved runs: runs[batch][repeat][arm name], batches[batch] = (prompts, ids). Some batches may
-    have one repeat more than others."""
+    """The results of interleaved runs. runs[batch][repeat][arm name] is one result; batches[batch] is (prompts, ids).
+    Some batches may have one repeat more than others."""
 
     batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
@@ -76,18 +77,18 @@ class Timing:
         return list(self.runs[0][0])
 
     def results(self, arm: str) -> list[ArmResult]:
-        """All results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
+        """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
-            raise ValueError(f"no arm {arm!r}; there are {', '.join(self.arms)}")
+            raise ValueError(f"there is no arm {arm!r}; there are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
-        """Tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
+        """Return the tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
+        """Return speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
 
         Each resample draws batches with replacement (all repeats of a batch together) and computes the ratio of sums on
         the same batches for both arms.
@@ -102,12 +103,13 @@ class Timing:
         return Interval(value, float(low), float(high))
 
     def stats(self, arm: str) -> Stats | None:
-        """Counts and clocks of all runs of an arm; None for an arm without counts."""
+        """Return the counts and clocks of all runs of an arm, or None for an arm without counts."""
         parts = [result.stats for result in self.results(arm) if result.stats]
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
-        """Prompts, noise keys, emitted ids and row counts of all runs of an arm; the arm must have counts."""
+        """Return the prompts, noise keys, emitted ids and row counts of all runs of an arm. The arm must have
+        counts."""
         texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
@@ -118,13 +120,13 @@ class Timing:
         return texts
 
     def _paid(self, arm: str, decode: bool) -> np.ndarray:
-        """(batches, 2): tokens and seconds."""
+        """Return tokens and seconds of each batch, (batches, 2)."""
         paid = iter([result.paid(decode) for result in self.results(arm)])
         return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Speed of x over speed of y, (..., 2) tokens and seconds each."""
+    """Return the speed of x over the speed of y; both are (..., 2), tokens and seconds."""
     return (x[..., 0] / x[..., 1]) / (y[..., 0] / y[..., 1])
 
 
@@ -137,11 +139,12 @@ def interleave(
     warmup: int = 1,
     progress: Progress | None = None,
 ) -> Timing:
-    """Time all arms on prompts (lists of ids), `rows` at a time, each batch `repeats` times with seeds seed, seed+1..
+    """Time all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats` times, with seeds
+    seed, seed + 1, ...
 
-    warmup: runs of each arm on the first batch that are not recorded. Raises ValueError when names repeat, when there
-    is nothing to time, or when arms emit different numbers of tokens for a prompt, since their speeds are then not
-    comparable.
+    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat or if there is
+    nothing to time. Raises it too if arms emit different numbers of tokens for a prompt, since their speeds are then
+    not comparable.
     """
     batches = batched(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)
@@ -157,7 +160,7 @@ def interleave(
 
 
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """The prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
+    """Return the prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"arms: give at least one, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
@@ -167,7 +170,7 @@ def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeat
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Run every arm `times` times, without recording anything."""
+    """Run every arm `times` times, without recording the results."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)

@@ -1,8 +1,9 @@
-"""Chooses the tree to serve, its rule, and likeliest or sampled children, by exact expected calls on texts of the
-target.
+"""A planner for the tree to serve. It chooses shape, rule and likeliest or sampled children, by exact expected calls on
+texts of the target.
 
-If the draft is a language model, the distributions of target and draft come from two teacher-forced passes; for any
-other draft, from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V vocabulary.
+If the draft is a language model, the distributions of target and draft come from two teacher-forced passes. For any
+other draft they come from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V
+vocabulary.
 """
 
 import copy
@@ -53,9 +54,12 @@ WIDE = 4  # levels in which nodes may have more than two children, if the draft'
 
 
 class Distributions(NamedTuple):
-    """Distributions p, q (B, T, V) at the texts' tokens x (B, T), which is 0 past their lengths (B,); rank (B, T):
-    number of tokens that the draft finds likelier than x. If the draft's distribution depends on the start of its
-    round, q (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`)."""
+    """The distributions of target and draft at every token of the texts.
+
+    p, q (B, T, V): the distributions. x (B, T): the tokens, 0 past a text's end. lengths (B,): tokens of each text.
+    rank (B, T): number of tokens that the draft finds likelier than x. If the draft's distribution depends on the start
+    of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`).
+    """
 
     p: Tensor
     q: Tensor
@@ -66,8 +70,8 @@ class Distributions(NamedTuple):
 
 @dataclass(frozen=True)
 class TreePlan:
-    """shape: the tree of drafts, () for no drafts; rule: tree or traversal; likeliest: whether the children are the
-    likeliest tokens, or sampled without replacement."""
+    """The chosen tree. shape: the tree of drafts, () for no drafts. rule: "tree" or "traversal". likeliest: whether the
+    children are the likeliest tokens; otherwise they are sampled without replacement."""
 
     shape: RatedTree
     rule: str
@@ -75,7 +79,7 @@ class TreePlan:
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
-    """The distributions of the target and of the draft, a language model, at every token of the texts."""
+    """Return the distributions of the target and of the draft, a language model, at every token of the texts."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
@@ -83,8 +87,8 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still order all
-    tokens."""
+    """Return the distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still
+    order all tokens."""
     distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
@@ -99,15 +103,16 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """The distributions of a draft of any kind, by depth, from which all shapes can be rated without running them.
+    """Return the distributions of a draft of any kind, by depth. All shapes can be rated from these without running
+    them.
 
     The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
-    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. `proposer`,
-    which drafts chains, runs with the engine's target. If that round has no draft j, q is zero and the rank is the
-    last. max_new_tokens: the limit of the run that made the texts; its rounds draft no further.
+    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. If that
+    round has no draft j, q is zero and the rank is the last. proposer: drafts chains, with the engine's target.
+    max_new_tokens: the limit of the run that made the texts; its rounds draft no further.
 
     This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer of
-    trees, and for one that does not draw its drafts from a distribution.
+    trees, and for a proposer that does not draw its drafts from a distribution.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -125,12 +130,11 @@ def distributions_of_rounds(
 
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
-    """Distribution (A, V) and rank (A,) of a round's drafts at depth j; zero for rows with fewer drafts."""
+    """Return the distribution (A, V) and the rank (A,) of a round's drafts at depth j. Both mean "no draft" for rows
+    with fewer drafts: zero, and the last rank."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
-        raise ValueError(
-            "distributions by depth are those of chains that a model drafts: give a proposer without a shape"
-        )
+        raise ValueError("distributions by depth need chains that a model drafts: give a proposer without a shape")
     drafts = torch.tensor([k > j for k in proposal.k])
     q, rank = round.drawn[j].float().cpu(), rank_of(round.scored[j], round.follows[:, j]).cpu()
     return torch.where(drafts.unsqueeze(1), q, 0.0), torch.where(drafts, rank, V)
@@ -139,7 +143,7 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
+    """Return P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
 
     At temperature 0 drafts are the likeliest children. levels: at deeper levels only the first two children are
     computed, by a closed form. samples: how often the rejected children before a third child are drawn.
@@ -158,15 +162,15 @@ def accept_of(
 
 
 def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
-    """Probabilities, moved by a share towards their means over the texts; means are per child and, if there is that
-    axis, per depth."""
+    """Move probabilities by a share towards their means over the texts. There is one mean per child and, if `accept`
+    has depths, per depth."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
     mean = accept[inside].mean(0)
     return (1 - share) * accept + share * mean
 
 
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
-    """P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), of engines that draft no level
+    """Return P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1). The engine drafts no level
     past the text's end."""
     if rule == "traversal" and not likeliest:
         shape, T = StaticTrees(parents), distributions.x.shape[1]
@@ -182,21 +186,21 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """The shape with the fewest seconds per token among shapes of at most `most` nodes within one of the depths: no
+    """Return the shape with the fewest seconds per token, of at most `most` nodes, within one of the depths. It is no
     drafts, a chain or a tree, with sampled or likeliest children, verified by `tree` or `traversal`."""
     return Search(distributions, most, children, depths).plan(seconds)
 
 
 class Search:
-    """Rates shapes by their expected calls on texts, for any costs.
+    """A rating of shapes by their expected calls on texts. Once made, it ranks them for any costs.
 
     The shapes are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of
-    the `depths`, from nothing and from chains. Under `traversal` trees are also grown anew from the same paths.
+    the `depths`, from nothing and from chains. Under `traversal`, trees are also grown again from the same paths.
 
     longest: length of the longest chain, if above `depths`. sorts: the sorts of children to rate: True for the
     likeliest (both rules then accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by
     sort, see `accept_of`. calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest
-    children are moved towards their means. Their calls on these texts are then not exact, but the choice is better on
+    children are moved towards their means. Their calls on these texts are then not exact. But the choice is better on
     other texts, since a choice from few texts overfits.
     """
 
@@ -233,12 +237,12 @@ class Search:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def plan(self, seconds: Seconds) -> TreePlan:
-        """The fastest shape with its rule and children."""
+        """Return the fastest shape with its rule and its sort of children."""
         return self.ranked(seconds)[0]
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
-        """The fastest shape for each rule and sort of children, fastest first. branching: only trees that are no chain;
-        the result may be empty."""
+        """Return the fastest shape for each rule and sort of children, fastest first. branching: consider only trees
+        that are no chain; the result may be empty."""
         tokens, plans = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
@@ -253,8 +257,8 @@ def rate(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> dict[Parents, Tensor]:  # fmt: skip
-    """Expected calls (B,) of each text with each shape. accept: of `accept_of`, computed if None; samples: of the
-    rejected children under `traversal`."""
+    """Return the expected calls (B,) of each text with each shape. accept: the result of `accept_of`, computed if None.
+    samples: how often rejected children are drawn under `traversal`."""
     table = table_of(distributions, shapes, rule, likeliest, accept, samples)
     return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
@@ -263,7 +267,7 @@ def table_of(
     distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:  # fmt: skip
-    """Probabilities of all paths of these shapes, see `rate`."""
+    """Return the probabilities of all paths of these shapes. Arguments as in `rate`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

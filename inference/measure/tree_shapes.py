@@ -1,7 +1,8 @@
-"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown from both.
+"""Shapes of draft trees. This module computes their expected calls on texts and their seconds per round, and grows
+trees from the expected calls.
 
-accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T
-tokens of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
+accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T tokens
+of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 @dataclass(frozen=True)
 class RatedTree:
-    """parents of the nodes; tau: tokens per target call, exact on the given texts; seconds: per token."""
+    """A tree with its predicted speed. parents: the parent of each node. tau: tokens per target call, exact on the
+    given texts. seconds: per token."""
 
     parents: Parents
     tau: float
@@ -35,7 +37,7 @@ class RatedTree:
 
 
 def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Trees of every size up to `most`, grown within each of the depths."""
+    """Return trees of every size up to `most`, grown within each of the depths."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -43,12 +45,13 @@ def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | No
 def grow(
     accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
 ) -> Parents:
-    """A tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so the first
-    n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first nodes.
+    """Return a tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so
+    the first n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first
+    nodes.
 
-    Of each step's candidates (the next child of every node) the `tries` with the largest first-order gain are rated
-    exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so costs
-    decide only between sizes and depths.
+    The candidates of a step are the next child of every node. The `tries` candidates with the largest first-order gain
+    are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so
+    costs decide only between sizes and depths.
     """
     tables = [of_rounds(accept, level, lengths) for level in range(depth)]
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
@@ -64,8 +67,8 @@ def grow(
 
 
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
-    """For each parent: the depth of its next child, and P(a round that starts at t reaches that child | text) (B,
-    T)."""
+    """Return, for each parent, the depth of its next child and P(a round that starts at t reaches that child | text)
+    (B, T)."""
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
     for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):
@@ -81,10 +84,11 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Calls that each of the candidates `nexts` saves, to first order.
+    """Return the calls that each of the candidates `nexts` saves, to first order.
 
     A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
-    sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), E being the remaining calls.
+    sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a
+    round starts at t.
     """
     reach = reach_tree(accept, parents, lengths)
     s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
@@ -97,7 +101,8 @@ def gains(
 
 
 def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T + K + 1).
+    """Return the expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T +
+    K + 1).
 
     E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
     """
@@ -116,14 +121,17 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Number of tokens of all texts."""
+    """Return the total number of tokens in the texts."""
     return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
 
 
 class Paths(NamedTuple):
-    """Probabilities of paths. The effect of a node on expected calls depends on its path of child numbers alone, not on
-    the rest of the tree. chances (B, T, N): P(a round that starts at t follows the text to the end of a path | the
-    text); columns: path of child numbers -> index in chances; lengths (B,) of the texts."""
+    """The probabilities of paths. A node's effect on the expected calls depends only on its path of child numbers, not
+    on the rest of the tree.
+
+    chances (B, T, N): P(a round that starts at t follows the text to the end of a path | the text). columns: path of
+    child numbers -> index in `chances`. lengths (B,): tokens of each text.
+    """
 
     columns: dict[tuple[int, ...], int]
     chances: Tensor
@@ -131,13 +139,13 @@ class Paths(NamedTuple):
 
 
 def union(shapes: Iterable[Parents]) -> Parents:
-    """The smallest tree that contains all of these."""
+    """Return the smallest tree that contains all of these trees."""
     return from_paths({path for shape in shapes for path in paths_of(shape)})
 
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
-    """Probabilities (B, T, N) of a tree's nodes under the rule `tree`: the product of `accept` over the child numbers
-    of each path."""
+    """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`. Each is the product of `accept` over
+    the child numbers of the node's path."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -149,7 +157,7 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Expected calls (S, B) of each text with each shape; all their paths must be in `paths`."""
+    """Return the expected calls (S, B) of each text with each shape. All paths of the shapes must be in `paths`."""
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]
@@ -160,7 +168,8 @@ def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """P(at least n nodes accepted) of each shape -> (S, B, T, D+1), D levels of the deepest."""
+    """Return P(at least n nodes accepted) of each shape -> (S, B, T, D+1). D is the number of levels of the deepest
+    shape."""
     named = [paths_of(shape) for shape in shapes]
     deepest = max((len(path) for one in named for path in one), default=0)
     reach = paths.chances.new_zeros(len(shapes), *paths.chances.shape[:2], deepest + 1)
@@ -172,8 +181,8 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
-    """Trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths` that
-    saves the most calls."""
+    """Return trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths`
+    that saves the most calls."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
     for _ in range(most):
@@ -187,7 +196,7 @@ def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
 
 
 def every(most: int, children: int, depth: int) -> list[Parents]:
-    """Every tree of 1 to `most` nodes, numbered level by level, each once."""
+    """Return every tree of 1 to `most` nodes, once each. Nodes are numbered level by level."""
     trees: dict[Parents, None] = {}
     edge: list[Parents] = [()]
     for _ in range(most):
@@ -197,7 +206,7 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
 
 
 def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Every tree with one node more."""
+    """Return every tree that has one more node than this tree."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
     return [from_paths([*paths[1:], (*path, count)]) for path, count in zip(paths, own, strict=True)
@@ -205,8 +214,9 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
 
 
 def round_seconds(costs: Costs) -> Seconds:
-    """A function that gives the seconds of a round from a measured table: one draft step per level, a target pass over
-    the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one id."""
+    """Return a function that gives the seconds of a round, from a measured table. It adds one draft step per level, a
+    target pass over the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one
+    id."""
 
     def seconds(parents: Parents) -> float:
         n = len(parents)
@@ -218,19 +228,19 @@ def round_seconds(costs: Costs) -> Seconds:
 
 
 def probes(most: int, depth: int) -> list[Parents]:
-    """Trees to time, with at most `most` nodes and `depth` levels: deep ones, wide ones, and ones that are both; the
+    """Return trees to time, with at most `most` nodes and `depth` levels. Some are deep, some wide, some both; the
     first is a chain."""
     trees = {chain(min(most, depth)): None} | dict.fromkeys(PROBES)
     return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """A function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+    """Return a function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
 
     Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three terms are
-    fitted by least squares and are not negative. The target's pass and the rest of the round take the table's seconds
-    for as many ids, times a ratio of real to table seconds that is interpolated between the timed trees. The function
-    raises ValueError for trees with more nodes than the table covers.
+    fitted by least squares and are not negative. The target's pass and the rest take the table's seconds for as many
+    ids, times a ratio of real to table seconds. The ratio is interpolated between the timed trees. The function raises
+    ValueError for trees with more nodes than the table covers.
     """
     drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
@@ -246,15 +256,15 @@ def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
 
 
 def _features(parents: Parents) -> np.ndarray:
-    """[1 if anything is drafted, number of levels, nodes above the last level minus one per level]."""
+    """Return [1 if there are drafts, number of levels, nodes above the last level minus one per level]."""
     depths = depths_of(parents)
     levels = max(depths, default=0)
     return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])
 
 
 def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
-    """Least squares with no coefficient below 0: features with negative coefficients are left out, one after the
-    other."""
+    """Fit by least squares with no coefficient below 0. While there is a negative coefficient, the feature with the
+    lowest one is dropped."""
     columns = list(range(features.shape[1]))
     coefficients = np.zeros(features.shape[1])
     while columns:
@@ -267,8 +277,8 @@ def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """A function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds. The
-    ratio is the mean over the timed trees of that size, interpolated between sizes."""
+    """Return a function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds.
+    The ratio is the mean over the timed trees of that size, interpolated between sizes."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

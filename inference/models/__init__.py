@@ -1,1 +1,1 @@
-"""Any Hugging Face causal LM with one forward on ragged rows, and how its passes are run."""
+"""Causal LMs of Hugging Face, and how their passes are run. `LM` has one forward for rows of different lengths."""

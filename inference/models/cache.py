@@ -1,11 +1,12 @@
-"""The KV cache: keys and values in static slots, one row of slots for each text, and its size in bytes.
+"""The KV cache. It stores keys and values in static slots, one row of slots per text; this module also computes its
+size in bytes.
 
 Callers pass the length of each text. New keys and values are written at the positions of each row. Slots past a row's
 length are masked and later overwritten, so a chain is rolled back by a smaller length, without a copy. Active rows are
-[0, A) without holes, so a pass over them reads plain views.
+[0, A) without a gap, so a pass over them reads plain views.
 
-The slot of a text's token is its position. Each node of a tree of drafts has a slot of its own, although siblings have
-the same position; `keep` then moves the accepted path to the slots of its positions.
+The slot of a text's token is its position. Each node of a tree of drafts has its own slot, although siblings have the
+same position; `keep` then moves the accepted path to the slots of its positions.
 """
 
 import json
@@ -32,8 +33,8 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 class Window:
     """The rows [low, high) and positions (A, n) that one pass writes, and the slots up to `limit` that it reads.
 
-    `start` is the common first position of all rows, or None when rows differ. branches: the columns of a tree; if
-    None, slots are the positions.
+    start: the common first position of all rows, or None if rows differ. branches: the columns of a tree; if None,
+    slots are the positions.
     """
 
     low: int
@@ -46,11 +47,11 @@ class Window:
 
     @property
     def slots(self) -> Tensor:
-        """The slots (A, n) that keys and values are written to."""
+        """Return the slots (A, n) that keys and values are written to."""
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Flat indices (A heads n) of the new tokens in a store that has `heads` x `slots` entries for each row. They
+        """Return the flat indices (A heads n) of the new tokens in a store with `heads` x `slots` entries per row. They
         are computed once per pass."""
         indices = self._indices.get((heads, slots))
         if indices is None:
@@ -62,7 +63,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """The window of the last n columns of a tree. anchor (A,): slots of the anchors; longest: the largest of these."""
+    """Return the window of the last n columns of a tree. anchor (A,): slots of the anchors. longest: the largest of
+    these."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -71,7 +73,7 @@ def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) 
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: (rows, heads, slots, head_dim), allocated at the first pass."""
+    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass."""
 
     keys: Tensor
     values: Tensor
@@ -94,7 +96,7 @@ class SlotLayer(CacheLayerMixin):
         return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (A, heads, n, head_dim) at the window's positions; return views (A, heads, limit, head_dim)."""
+        """Write (A, heads, n, head_dim) at the window's positions, and return views (A, heads, limit, head_dim)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -138,9 +140,10 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 
 
 class SlotCache(Cache):
-    """One SlotLayer a decoder layer, all sharing the window of the pass in progress.
+    """A cache with one SlotLayer per decoder layer. All layers share the window of the pass in progress.
 
-    context: most tokens of a row, None for no bound. Only drafts after a row's last token use slots past it.
+    context: the largest number of tokens per row, None for no bound. Only drafts after a row's last token use slots
+    past it.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -150,12 +153,12 @@ class SlotCache(Cache):
         self.listeners: list[WeakMethod[Callable[[], None]]] = []
 
     def before_growth(self, listener: Callable[[], None]) -> None:
-        """Register a bound method that is called before slots are added. It should drop its references to keys and
-        values, which are replaced. The method is referenced weakly, since its object refers to this cache."""
+        """Register a bound method that is called before slots are added. The method should drop its references to keys
+        and values, which are replaced. It is referenced weakly, since its object refers to this cache."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
-        """Set the window of the next pass; slots are added when it reads past the end."""
+        """Set the window of the next pass. Slots are added if the pass reads past the end."""
         if window.limit > self.slots:
             for listener in self.listeners:
                 if (forget := listener()) is not None:
@@ -167,8 +170,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """The new number of slots: twice the old one, but at most the context. If the window ends past the context,
-        there is also room for the drafts of this pass."""
+        """Return the new number of slots: twice the old one, but at most the context. If the window ends past the
+        context, the drafts of this pass have room too."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -176,7 +179,7 @@ class SlotCache(Cache):
         return max(window.limit, self.context + window.positions.shape[1])
 
     def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys, and values, of the first `rows` rows of every layer."""
+        """Return the keys and the values of the first `rows` rows of every layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
@@ -191,8 +194,8 @@ class SlotCache(Cache):
 
 
 def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
-    """Move keys or values of the nodes path (A, m) of each row's tree to the slots after its anchor, which is in slot
-    start (A,), in order; -1: no node. stores: keys or values (A or more, G, S, D)."""
+    """Move the keys or values of accepted nodes to the slots after their row's anchor, in order. path (A, m): the nodes
+    of each row's tree, -1 for no node. start (A,): the anchors' slots. stores: keys or values (A or more, G, S, D)."""
     row = torch.arange(len(path), device=path.device).unsqueeze(1)
     order = torch.arange(1, path.shape[1] + 1, device=path.device)
     start = start.unsqueeze(1)
@@ -203,13 +206,16 @@ def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
 
 
 def spare_slots(rows: int) -> int:
-    """How many slots an engine adds to those of its rows for prompts that wait: half as many, at most 8."""
+    """Return how many slots an engine adds to those of its rows for prompts that wait: half as many, at most 8."""
     return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without attention. All
-    slots, spare ones too, have the same room, which is doubled until the tokens fit, up to the model's context."""
+    """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
+    attention.
+
+    All slots, spare ones too, have the same size. It is doubled until the tokens fit, up to the model's context.
+    """
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
     slots = FIRST_SLOTS
@@ -220,7 +226,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
 
 
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers, in `dtype`."""
+    """Return the bytes of the keys and values of one token in all layers, in `dtype`."""
     config_class: Any = type(config)
     try:
         return _stored(config_class, config.to_json_string()) * dtype.itemsize
@@ -230,8 +236,8 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 @lru_cache(64)
 def _stored(config_class: Any, settings: str) -> int:
-    """How many numbers are stored for one token, counted on a model on the meta device, since layers may share
-    stores."""
+    """Return how many numbers are stored per token. They are counted on a model on the meta device, since layers may
+    share stores."""
     config = config_class.from_dict(json.loads(settings))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -245,7 +251,7 @@ def _stored(config_class: Any, settings: str) -> int:
 
 
 def _by_config(config: PreTrainedConfig) -> int:
-    """`_stored`, computed from the config alone."""
+    """Return the same number as `_stored`, computed from the config alone."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size)

@@ -1,7 +1,7 @@
-"""Whether a model has changed. Anything computed from its weights is used only while the weights are unchanged.
+"""Detection of changes to a model. Anything computed from a model's weights is used only while they are unchanged.
 
 Addresses and torch's version counters are not enough: `p.data.copy_(...)` and merging an adapter change values in place
-without a change of the counter. So a checksum reads every byte, once for each of two sums, at memory bandwidth; it
+without changing the counter. Therefore a checksum reads every byte, once for each of two sums, at memory bandwidth. It
 detects a change of one element, which samples would miss. `Stamp`, which every call compares, computes one sum, and
 only if copies of the values exist.
 """
@@ -24,8 +24,8 @@ _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside the block the caller must not change the model: its values are read once for all calls of
-    `fingerprint`."""
+    """Read the model's values once for all calls of `fingerprint` in the block. The caller must not change the model
+    inside the block."""
     outer = model in _UNCHANGED
     _UNCHANGED[model] = fingerprint(model)
     try:
@@ -36,18 +36,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """Checksum of every parameter and buffer, with dtype and shape, in order; addresses do not count."""
+    """Return a checksum of every parameter and buffer, with dtype and shape, in order. Addresses do not count."""
     return _UNCHANGED.get(model) or _checksum(model)
 
 
 class Stamp:
-    """The state of a model at one time: its modules, their parameters, forwards, hooks and numbers (a norm's epsilon,
-    say), its config and its end tokens.
+    """The state of a model at one time. It covers the model's modules, their parameters, forwards, hooks and numbers
+    (such as a norm's epsilon), its config and its end tokens.
 
-    addresses: set this if other code uses the addresses of the tensors (a CUDA graph, say); then addresses and torch's
-    change counters are compared too. values: set this if copies of the values exist; then their bytes are summed too,
-    since torch does not count a change by `.data`. Tensors whose addresses are compared are held, so that no other
-    tensor gets the same address.
+    addresses: set this if other code uses the addresses of the tensors, as a CUDA graph does; then addresses and
+    torch's change counters are compared too. values: set this if copies of the values exist; then their bytes are
+    summed too, since torch does not count a change by `.data`. Tensors whose addresses are compared are referenced, so
+    that no other tensor gets the same address.
     """
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
@@ -56,7 +56,7 @@ class Stamp:
         self.seen = self._look(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model is unchanged."""
+        """Return whether the model is unchanged."""
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
@@ -80,7 +80,8 @@ def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def changes(tensors: Iterable[Tensor]) -> int:
-    """How often the tensors were changed; 0 for tensors of inference mode, whose changes torch does not count."""
+    """Return how often the tensors were changed; 0 for tensors of inference mode, whose changes torch does not
+    count."""
     try:
         return sum(t._version for t in tensors)
     except RuntimeError:
@@ -88,8 +89,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """A checksum of the model's parameters and buffers. once: leave out the sums of columns, which takes a third of the
-    time; then a swap of two values in a row of `_sums`'s square is not detected."""
+    """Return a checksum of the model's parameters and buffers. once: omit the sums of columns, which saves a third of
+    the time; then swapping two values in a row of `_sums`'s square is not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -103,7 +104,8 @@ def _checksum(model: nn.Module, once: bool = False) -> bytes:
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Plain tensors: of a sharded tensor this process's part, of a quantised tensor the tensors that it wraps."""
+    """Yield plain tensors. A sharded tensor gives the part of this process; a quantised tensor gives the tensors that
+    it wraps."""
     for tensor in tensors:
         data = tensor.detach()
         if hasattr(data, "to_local"):
@@ -115,7 +117,7 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
-    """Sums, modulo 2^64, of a square whose entries are the tensor's bytes as 64-bit integers.
+    """Return sums, modulo 2^64, of a square whose entries are the tensor's bytes as 64-bit integers.
 
     There is a sum for each row and, unless `once`, for each column. Integers that do not fill the square are returned
     as they are. Changing a value changes the sums, and so does moving one.

@@ -1,9 +1,9 @@
-"""Short passes, and all drafts of a round, compiled by torch.compile, for the models of `llama`.
+"""Passes compiled by torch.compile, for the models of `llama`. It compiles short passes, and all drafts of a round.
 
-Sizes that change (ids per row, slots read) are symbols. So for each number of rows a model has at most three graphs:
-for one id per row, for several ids, and for several ids with logits of only one. A draft has one graph more for each
-draft length. States of layers, passes that end early and trees have separate graphs, compiled at their first use. A
-batch that is not full, as at the end of a queue, runs uncompiled, since compiling for a few rounds does not pay.
+Sizes that change (ids per row, slots read) are symbols. For each number of rows, a model therefore has at most three
+graphs: for one id per row, for several ids, and for several ids with logits of only one. A draft has one more graph for
+each draft length. States of layers, passes that end early and trees have separate graphs, compiled at their first use.
+A batch that is not full, as at the end of a queue, runs uncompiled, since compiling for a few rounds does not pay.
 """
 
 import shlex
@@ -33,7 +33,7 @@ _MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, A
 
 
 class CompiledForward(Lean):
-    """The forward of `Lean`, with short passes over the first `rows` slots compiled. If compiling fails, passes run
+    """The forward of `Lean` with compiled short passes over the first `rows` slots. If compiling fails, passes run
     uncompiled, with one warning."""
 
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
@@ -60,7 +60,7 @@ class CompiledForward(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """What a `Step` with these layers and head returns; None if the pass runs uncompiled."""
+        """Return what a `Step` with these layers and head returns, or None if the pass runs uncompiled."""
         if not self._fits(ids, window):
             return None
 
@@ -85,8 +85,8 @@ class CompiledForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by a compiled `Drafting`, see `LM.draft`. window.limit: the slots of the longest text
-        with its drafts. None if these slots are too many to be compiled."""
+        """Return all drafts of a round from a compiled `Drafting`, see `LM.draft`. Return None if there are too many
+        slots to compile. window.limit: the slots of the longest text with its drafts."""
         if not self._fits(tails, window):
             return None
 
@@ -105,8 +105,8 @@ class CompiledForward(Lean):
     def draft_masked(
         self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, term: Term | None
     ) -> Drafts | None:
-        """All drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if distributions
-        depend on more than a temperature."""
+        """Return all drafts of a round from a compiled `OnePass`, see `at_once`. Return None if rows are too long, or
+        if distributions depend on more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
         if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
@@ -128,12 +128,12 @@ class CompiledForward(Lean):
         return self._uncompiled_on_error(run)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Whether passes of this shape are compiled."""
+        """Return whether passes of this shape are compiled."""
         whole = ids.shape[0] == self.rows and window.low == 0 and not CompiledForward.failed
         return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
 
     def _uncompiled_on_error(self, run: Callable[[], Result]) -> Result | None:
-        """What `run` returns; None once compiling has failed."""
+        """Return what `run` returns, or None once compiling has failed."""
         try:
             return run()
         except Exception as error:  # the compiler may raise anything
@@ -142,13 +142,13 @@ class CompiledForward(Lean):
             return None
 
     def _keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the rows, without the slots of waiting prompts."""
+        """Return the keys and values of the rows, without the slots of waiting prompts."""
         if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
             self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
         return self._stored[1]
 
     def _call(self, module: Any, key: GraphKey, inputs: tuple[Any, ...], dynamic: list[tuple[Tensor, int]]) -> Any:
-        """What the compiled module returns; dynamic: tensors, each with the dimension whose size changes between
+        """Return what the compiled module returns. dynamic: tensors, each with the dimension whose size changes between
         calls."""
         # tensors of inference mode and others have different graphs
         key = (*key, inputs[0].shape[0], self.cache.stores[0].keys.is_inference())
@@ -162,7 +162,7 @@ class CompiledForward(Lean):
             return module(*inputs)
 
     def compiled(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
-        """The compiled module of the model's weights and shape; engines share one as long as weights and shape are
+        """Return the compiled module for the model's weights and shape. Engines share it as long as both are
         unchanged."""
         modules = _MODULES.setdefault(self.model, {})
         origin, module = modules.get((self.int8, name), (None, None))
@@ -175,8 +175,8 @@ class CompiledForward(Lean):
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """A context for compiling: weights that `llama.packed` would pack become constants of the graph, in the
-        kernels' order."""
+        """Return a context for compiling. Inside it, weights that `llama.packed` would pack become constants of the
+        graph, in the order of the kernels."""
         packs = not self.int8 and llama.can_pack(self.model)
         return config.patch(freezing=True) if packs else nullcontext()
 
@@ -185,13 +185,13 @@ HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "Fo
 
 
 def reason(error: Exception) -> str:
-    """The last line of the compiler's message, without torch's advice after it."""
+    """Return the last line of the compiler's message, without torch's advice after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
     return lines[-1] if lines else type(error).__name__
 
 
 def quote_libraries() -> None:
-    """Make torch 2.13 quote the folders of libraries for its C++ compiler, as it quotes those of headers. Otherwise
+    """Make torch 2.13 quote library folders for its C++ compiler, as it already quotes header folders. Otherwise
     nothing compiles if torch is installed in a path with a space."""
     options = cpp_builder.BuildOptionsBase
     if " " in torch.__path__[0]:

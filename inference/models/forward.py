@@ -1,4 +1,6 @@
-"""How a model's passes are run: by transformers' own forward, or by the forward of `llama`, with fewer operations."""
+"""The ways to run a model's passes: transformers' own forward, or the forward of `llama`, which needs fewer
+operations.
+"""
 
 from functools import partial
 from typing import Any, Protocol
@@ -22,36 +24,37 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Ids a row, at most, of the passes that are compiled or run as CUDA graphs."""
+    """Return the largest number of ids per row in passes that are compiled or run as CUDA graphs."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
 class Forward(Protocol):
-    """One pass over ids (A, n) at a window's positions; new keys and values go to the cache. scale: see `LM.scale`."""
+    """One pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale: see `LM.scale`."""
 
     scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        """Logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states of `layers`."""
+        """Return the logits (A, n, V) and the states of `layers`. With `only` (A,), the logits are (A, 1, V), after
+        that id of each row."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """As `forward`, without the head."""
+        """Run the pass without the head, and return the states of `layers`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """States (A, n, D) after the first `depth` decoder layers; the others do not run."""
+        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """See `cache.move_path`."""
+        """Move an accepted path of a tree, see `cache.move_path`."""
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) after the final norm -> logits (..., V)."""
+        """Return logits (..., V) for states (..., D) after the final norm."""
 
 
 class Stock:
-    """transformers' own forward. context: padding at positions past it is read as if at its last one.
+    """The forward of transformers. context: padding at positions past it is read as if at the last position.
 
-    A sliding window is a narrower mask over the same slots, which hold the whole text: nothing is dropped, so a text
-    can be cut back to any length. form: of `FORMS`, the one that the model's code accepts (see `selfcheck`).
+    A sliding window is a narrower mask over the same slots, which contain the whole text. Nothing is dropped, so a text
+    can be cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
     """
 
     scale: Tensor | None = None
@@ -97,8 +100,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """The window with at most one slot past the context. Later slots hold only padding, and a table as long as the
-        context (MPT's biases) has no entries for them. Only a tree may need them."""
+        """Return the window with at most one slot past the context. Later slots hold only padding, and a table as long
+        as the context (MPT's biases) has no entries for them. Only a tree may need them."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -123,8 +126,8 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model for which `llama.applies` is true. int8: its projections are
-    rounded, see `llama.int8`."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: its projections are rounded,
+    see `llama.int8`."""
 
     scale: Tensor | None = None
 
@@ -171,7 +174,7 @@ class Lean:
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
+        """Return cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
         self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
@@ -197,14 +200,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Wei
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
-    """The address and change counter of every weight, and a checksum of the values, since torch does not count every
-    change."""
+    """Return the address and change counter of every weight, and a checksum of the values. The checksum is needed
+    because torch does not count every change."""
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
-    """The model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model, and again
-    when its weights have changed."""
+    """Return the model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model,
+    and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
     change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
     if change is None:
@@ -216,7 +219,7 @@ def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """The fastest attention function for a mask (A, 1, n, L); None: every token sees all slots."""
+    """Return the fastest attention function for a mask (A, 1, n, L). None means that every token sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -225,18 +228,19 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked(states: Tensor, only: Tensor) -> Tensor:
-    """Values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
+    """Return the values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
     return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """States (A, n, D) of rows low, low + 1, ..., each times its own row of scale (rows, D); None: as they are."""
+    """Multiply the states (A, n, D) of rows low, low + 1, ... by their rows of scale (rows, D). If `scale` is None,
+    return the states unchanged."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
-    """(A, 1, n, limit): a token sees the slots up to its own position. width: only the last `width` of these; chunk:
-    only those in the same chunk of `chunk` positions."""
+    """Return which slots a token sees, (A, 1, n, limit): those up to its own position. width: only the last `width` of
+    these. chunk: only those in the same chunk of `chunk` positions."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -244,7 +248,8 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """positions (A, n), slots (L,), or the positions (A, 1, L) of their tokens -> (A, 1, n, L), see `visible`."""
+    """Return what tokens at positions (A, n) see, (A, 1, n, L), as `visible` defines it. slots: (L,), or the positions
+    (A, 1, L) of their tokens."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -256,8 +261,8 @@ def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk:
 def seen_on_paths(
     positions: Tensor, slots: Tensor, branches: Branches, width: int | None = None, chunk: int | None = None
 ) -> Tensor:
-    """positions (A, n) of nodes, slots (L,) -> (A, 1, n, L): a node sees the text up to the anchor, its ancestors and
-    itself. Widths and chunks count positions along its path, not slots."""
+    """Return what the nodes of a tree see, (A, 1, n, L): the text up to the anchor, their ancestors and themselves.
+    positions (A, n): of the nodes. slots (L,). Widths and chunks count positions along a node's path, not slots."""
     column = (slots - branches.anchor).clamp(0, MOST_NODES + 1)  # (A, L); 0: the text up to the anchor
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
@@ -268,6 +273,6 @@ def seen_on_paths(
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; a bool mask would be
-    converted again by every layer."""
+    """Return a mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; every layer
+    would convert a bool mask again."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -1,14 +1,15 @@
-"""CUDA graphs: short passes, all drafts of a round, and other functions of tensors, recorded once and launched as one.
+"""CUDA graphs. Short passes, all drafts of a round, and other functions of tensors are recorded once and launched as
+one.
 
 On a GPU the time of a pass over a few ids is that of its kernel launches. The same holds for the distributions, draws
 and verification of a round, some sixty launches. A graph reads and writes the memory that it was recorded with, so
-inputs are copied to fixed buffers. `Graph` is the only code that uses the CUDA API; on a CPU the same functions are
+inputs are copied to fixed buffers. `Graph` is the only code that uses the CUDA API. On a CPU the same functions are
 called without a graph, so one test covers both.
 
-`Graphs`: functions of named tensors, each input with memory of its own. `ColumnGraph`: a function of one int64 buffer,
-which one copy fills. `GraphForward`: the passes of a model, by `ColumnGraph` for one shape of inputs each.
+`Graphs` are functions of named tensors, each input with its own memory. `ColumnGraph` is a function of one int64
+buffer, which one copy fills. `GraphForward` runs the passes of a model, with one `ColumnGraph` per shape of inputs.
 
-A rows, n ids a row, k drafts, S slots.
+A rows, n ids per row, k drafts, S slots.
 """
 
 import warnings
@@ -38,7 +39,8 @@ Bucket = tuple[Any, ...]
 
 
 class Graph:
-    """`run`, a function without arguments and without a read on the host, as a CUDA graph; on a CPU it is called.
+    """A CUDA graph of `run`, a function without arguments that reads nothing on the host. On a CPU `run` is called
+    instead.
 
     A CUDA graph reads memory, not tensors. The caller must hold every tensor that `run` refers to, or pass it as
     `reads`, which lives as long as the graph.
@@ -54,7 +56,7 @@ class Graph:
             self.run = None
 
     def __call__(self) -> Any:
-        """The result of `run`; on a GPU it is valid until the next call of any graph of the pool."""
+        """Return the result of `run`. On a GPU it is valid until the next call of any graph in the pool."""
         if self.run is not None:
             return self.run()
         self.graph.replay()
@@ -62,7 +64,7 @@ class Graph:
 
 
 def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
-    """A CUDA graph of `run`, and the tensors that it writes its results to."""
+    """Return a CUDA graph of `run`, and the tensors that it writes its results to."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -76,7 +78,8 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
 
 
 def pool_for(device: torch.device) -> Any:
-    """A new memory pool for graphs; None on a CPU. A pool whose graphs are all dropped cannot be used again."""
+    """Return a new memory pool for graphs, or None on a CPU. A pool whose graphs are all dropped cannot be used
+    again."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -85,10 +88,10 @@ def _reason(error: RuntimeError) -> str:
 
 
 class Graphs:
-    """Functions of named tensors as graphs, one for each shape of their inputs. All graphs read an input from the same
-    memory.
+    """Functions of named tensors as graphs. There is one graph per shape of a function's inputs, and all graphs read an
+    input from the same memory.
 
-    device: of all inputs. If recording fails, nothing is recorded any more, with one warning.
+    device: device of all inputs. If recording fails, there is one warning and nothing more is recorded.
     """
 
     failed = False
@@ -106,13 +109,13 @@ class Graphs:
         make: Callable[[], Callable[[Inputs], Any]],
         reads: object = None,
     ) -> Any:
-        """The result of the function `name` for these inputs, valid until the next call; None once recording has
-        failed.
+        """Return the result of the function `name` for these inputs, valid until the next call. Return None once
+        recording has failed.
 
         name: everything that the function depends on except the inputs. steady: inputs whose values change only when
         the tensor is replaced; they are copied only then. make: returns the function, which maps inputs to tensors
-        without a read on the host; called if there is no graph. reads: an object with further tensors that the function
-        reads; a graph refers to the object that it was recorded with.
+        without a read on the host; it is called if there is no graph. reads: an object with further tensors that the
+        function reads; a graph refers to the object that it was recorded with.
         """
         if self.failed:
             return None
@@ -130,7 +133,7 @@ class Graphs:
         return self.graphs[key]()
 
     def _copied(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
-        """The inputs in the memory that graphs read."""
+        """Copy the inputs into the memory that graphs read, and return these copies."""
         copies = {}
         for name, value in inputs.items():
             copies[name] = copy = self._memory(name, value)
@@ -163,7 +166,7 @@ class Graphs:
 
 
 class ColumnGraph:
-    """A graph of the function `run`, which maps (rows, C) int64 to tensors. columns: parts (A, c) of its first input;
+    """A graph of the function `run`, which maps (rows, C) int64 to tensors. columns: parts (A, c) of the first input;
     floating-point inputs are passed as their `bits`.
 
     The runs before a recording write keys and values too, so they use the inputs of a real pass and write the same
@@ -177,30 +180,31 @@ class ColumnGraph:
         self.graph = Graph(lambda: run(buffer), buffer.device, pool)  # no reference to self: freed without a collection
 
     def __call__(self, columns: Sequence[Tensor]) -> Any:
-        """parts (A, c), A <= rows -> what `run` returns for them and for the rows after, valid as `Graph` says."""
+        """Return what `run` returns for the parts (A, c), A <= rows, and for the rows after them. The result is valid
+        as long as `Graph` says."""
         torch.cat(list(columns), 1, out=self.buffer[: len(columns[0])])
         return self.graph()
 
 
 def bits(numbers: Tensor) -> Tensor:
-    """Floating-point numbers as int64 of the same bits in float64, see `numbers_of`."""
+    """Return floating-point numbers as float64 whose bits are read as int64, see `numbers_of`."""
     return numbers.to(torch.float64).view(torch.int64)
 
 
 def numbers_of(bits: Tensor) -> Tensor:
-    """The float64 numbers of `bits`."""
+    """Return the float64 numbers with these `bits`."""
     return bits.view(torch.float64)
 
 
 class GraphForward(Lean):
-    """The forward of `Lean`, with short passes over the first slots as CUDA graphs. Their logits, states, drafts and
+    """The forward of `Lean` with CUDA graphs of short passes over the first slots. Their logits, states, drafts and
     distributions are views that the next call overwrites. If recording fails, this model's passes run without graphs,
     with one warning.
 
-    There is one graph for each bucket of shapes (rows, ids per row and slots read, each rounded up) and each kind of
-    result (logits of one id of each row, states of layers, nodes of a tree). Graphs read keys and values of the cache,
-    and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the old memory
-    can be freed. All graphs of a model share one memory pool.
+    There is one graph per bucket and kind of result. A bucket is rows, ids per row and slots read, each rounded up. The
+    kinds are logits of one id of each row, states of layers, and nodes of a tree. Graphs read keys and values of the
+    cache, and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the old
+    memory can be freed. All graphs of a model share one memory pool.
     """
 
     failed = False
@@ -224,7 +228,7 @@ class GraphForward(Lean):
     def _step(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """What a `Step` with these layers and head returns; None if the pass runs without a graph."""
+        """Return what a `Step` with these layers and head returns, or None if the pass runs without a graph."""
         if not self._fits(ids, window):
             return None
         (A, n), branches = ids.shape, window.branches
@@ -254,8 +258,8 @@ class GraphForward(Lean):
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
-        """All drafts of a round by `Drafting`, see `LM.draft`; window.limit: the slots of the longest text with its
-        drafts. None if they run without a graph."""
+        """Return all drafts of a round from `Drafting`, see `LM.draft`. Return None if they run without a graph.
+        window.limit: the slots of the longest text with its drafts."""
         if not self._fits(tails, window):
             return None
         (A, k), tail, slots = u.shape, tails.shape[1], self._slots(window)
@@ -283,11 +287,11 @@ class GraphForward(Lean):
         window: Window,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
-        and draws.
+        """Return all k drafts of a round for any sampling settings. They use the round's own distributions and draws.
+        Return None if they run without a graph, or if the round is on another device.
 
-        greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. Also None if
-        the round is on another device.
+        greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. tails, ends,
+        window: as in `draft`.
         """
         slots = self._slots(window)
 
@@ -313,7 +317,7 @@ class GraphForward(Lean):
         term: Term | None,
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
-        """As `draft_for`, but all drafts come from one pass over masks (`OnePass`), see `at_once`."""
+        """Return what `draft_for` returns, but from one pass over masks (`OnePass`), see `at_once`."""
         slots = self._slots(window)
 
         def make() -> Callable[[Inputs], Drafts]:
@@ -333,7 +337,7 @@ class GraphForward(Lean):
     def _of_round(
         self, draws: Draws, name: tuple[Any, ...], more: Inputs, window: Window, ids: Tensor, make: Callable[[], Any]
     ) -> Drafts | None:
-        """Drafts by a graph of the inputs of a round and `more`; None if there is no graph."""
+        """Return the drafts from a graph whose inputs are those of a round and `more`, or None if there is no graph."""
         inputs = draws.inputs() if self._fits(ids, window) else None
         if inputs is None or inputs["start"].device != self.model.device:
             return None
@@ -358,15 +362,16 @@ class GraphForward(Lean):
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Whether a pass can be a graph. Also reads changed weights and computes angles for new slots; both drop the
-        graphs."""
+        """Return whether a pass can be a graph. This also reads changed weights and computes angles for new slots; both
+        drop the graphs."""
         if self.failed or window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         self.refresh(window.limit)
         return True
 
     def _launch(self, bucket: Bucket, columns: Sequence[Tensor], make: Callable[[], Callable[[Tensor], Any]]) -> Any:
-        """What the bucket's graph returns, recorded if there is none; None once recording has failed."""
+        """Return what the bucket's graph returns. If there is no graph, it is recorded. Return None once recording has
+        failed."""
         if bucket not in self.graphs:
             try:
                 self.graphs[bucket] = self._record(make(), columns, bucket[0])
@@ -391,8 +396,8 @@ class GraphForward(Lean):
         return min(max(_power(window.limit), FEWEST), self.cache.slots)
 
     def _stored(self, slots: int) -> tuple[Any, ...]:
-        """The tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop` releases
-        them."""
+        """Return the tensors that graphs read: angles of all positions, the slots to read, keys and values. `_drop`
+        releases them."""
         if self.slot_numbers is None:
             self.slot_numbers = arange(self.cache.slots, device=self.model.device)
         return *self.angles, self.slot_numbers[:slots], *self.cache.stored(self.rows)
@@ -408,11 +413,11 @@ class GraphForward(Lean):
 
 
 def repeated(part: Tensor, width: int) -> Tensor:
-    """Padding columns (A, width - n) for a part (A, n): its last column repeated, as a view. An id that is computed
-    twice at one position writes the same keys and values twice, so padding needs no slot past the text."""
+    """Return padding columns (A, width - n) for a part (A, n): its last column repeated, as a view. An id that is
+    computed twice at one position writes the same keys and values twice, so padding needs no slot past the text."""
     return part[:, -1:].expand(-1, width - part.shape[1])
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -1,13 +1,14 @@
-"""A forward of the Llama family with few operations: for which models, with which weights, as a function of tensors.
+"""A forward pass for the Llama family that launches few operations. This module decides which models can use it,
+prepares their weights, and defines the pass as a function of tensors.
 
-The time of a pass over a few ids depends on the number of operations, not on their size: transformers' modules launch
+The time of a pass over a few ids depends on the number of operations, not on their size. transformers' modules launch
 some sixty per layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one),
-one rotation and one attention, on the model's own weights. Projections that are applied together are copied side by
-side once, and the model's parameters become views of that memory. So nothing is stored twice, and training still
-changes the same weights. The forward is a function of tensors, so it is compiled once for all models of a shape
-(`compiled`).
+one rotation and one attention, on the model's own weights. Projections that are applied together are copied into one
+tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training still
+changes them. Only `packed` and `int8` make copies. The pass is a function of tensors, so it is compiled once for all
+models of a shape (`compiled`).
 
-A rows, n ids a row, H query heads, G key/value heads, D head size, L slots read; H/G heads of a group.
+A rows, n ids per row, H query heads, G key/value heads, D head size, L slots read; a group is H/G query heads.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,8 +37,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """weight (out, in); scale (out,): for int8, row r represents scale[r] * weight[r]; None for other dtypes. packed: a
-    second copy of the weight, in the order of a CPU's kernel, which would otherwise rearrange it at every call."""
+    """A projection. weight (out, in). bias (out,), or None. scale (out,): for int8, row r represents scale[r] *
+    weight[r]; None for other dtypes. packed: a second copy of the weight, in the order of a CPU's kernel. Without it,
+    the kernel would rearrange the weight at every call."""
 
     weight: Tensor
     bias: Tensor | None
@@ -56,7 +58,7 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Weights of one decoder layer; `qkv` and `gate_up` are projections side by side."""
+    """The weights of one decoder layer. `qkv` and `gate_up` are several projections in one."""
 
     first: Tensor
     qkv: Linear
@@ -69,8 +71,8 @@ class Layer(NamedTuple):
 
 
 class Small(NamedTuple):
-    """Weights of a `SmallHead`. down: of a head of low rank, else None; known (Vd,): the ids of its rows, None if all
-    `size` ids have one."""
+    """The weights of a `SmallHead`. down: for a head of low rank, else None. known (Vd,): the ids of its rows, None if
+    all `size` ids have a row."""
 
     up: Linear
     down: Linear | None
@@ -90,7 +92,8 @@ class Weights(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """heads H, groups G, size D, scale of the attention scores, eps of the norms; held: dtype of keys and values."""
+    """The shape of a model. heads: H. groups: G. size: D. scale: factor of the attention scores. eps: of the norms.
+    held: dtype of keys and values."""
 
     heads: int
     groups: int
@@ -111,10 +114,11 @@ def states_of(
     layers: Collection[int] = (LAST,),
     stored: bool = False,
 ) -> dict[int, Tensor]:
-    """ids (A, n) -> states (A, n, W) of `layers`, see `passes`; layers after the last of them do not run.
+    """Return the states (A, n, W) of `layers` for ids (A, n), see `passes`. Layers after the last of `layers` do not
+    run.
 
-    cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), returns
-    all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`, queries (A, H, n, D) ->
+    cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), and
+    returns all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`; queries (A, H, n, D) ->
     (A, n, H D). stored: all layers run, so that all keys and values are stored; the last layer stops after storing them
     unless its states are in `layers`.
     """
@@ -140,15 +144,16 @@ def states_of(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
-    """Attention (A, n, H D) by torch's own kernels; mask (A, 1, n, L) is added to the scores, None: all is seen."""
+    """Return attention (A, n, H D), computed by torch's own kernels. mask (A, 1, n, L): added to the scores; None if
+    all slots are visible."""
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Attention as by `flash`, in two batched products with the heads of a group side by side. mask (A G, H/G n, L),
-    see `grouped`. It is for a few ids per row on a CPU, where torch's kernel takes 1.5 times as long."""
+    """Return attention like `flash`, computed by two batched products over each group of heads. mask (A G, H/G n, L):
+    see `grouped`. It is for a few ids per row on a CPU, for which torch's kernel takes 1.5 times as long."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -162,14 +167,16 @@ def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm with the rounding of transformers' modules: float32 inside, the weight applied after."""
+    """Normalise by the root mean square, with the rounding of transformers' modules: float32 inside, and the weight
+    applied afterwards."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(A, n, H+2G, D) -> queries (A, n, H, D), keys and values (A, n, G, D)."""
+    """Split states (A, n, H+2G, D) into queries (A, n, H, D), keys and values (A, n, G, D), and rotate queries and
+    keys."""
     turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = turned.split((shape.heads, shape.groups), 2)
@@ -180,12 +187,12 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention (A, n, H D) as by `flash`, for an accelerator. q (A, H, n, D), k and v (A, G, L, D); mask: from
+    """Return attention (A, n, H D) like `flash`, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask: from
     `folded_mask`, or None if all slots are visible.
 
-    Torch's flash kernel supports no mask and its memory-efficient kernel no groups. For a call with both, most GPUs run
-    separate products and a softmax, over keys and values copied for every head. Here the heads of a group are put side
-    by side along the query length, so there are no groups, and one kernel reads keys and values once per group.
+    Torch's flash kernel supports no mask, and its memory-efficient kernel supports no groups. For a call with both,
+    most GPUs run separate products and a softmax, over keys and values copied for every head. Here the heads of a group
+    are laid out along the query length, so there are no groups, and one kernel reads keys and values once per group.
     """
     A, H, n, D = q.shape
     G = k.shape[1]
@@ -202,8 +209,8 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
 
 
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
-    """cos and sin (slots, D) of all positions, as the model's own rotary module gives them; sin carries the sign of
-    the rotation by `roll`."""
+    """Return cos and sin (slots, D) of all positions, from the model's own rotary module. `sin` carries the sign of the
+    rotation by `roll`."""
     body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
@@ -212,8 +219,8 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def applies(model: PreTrainedModel) -> bool:
-    """Whether this forward computes the same as the model's own: a known family, plain linear layers on one device, a
-    plain rotation, and no hooks or replaced forwards."""
+    """Return whether this forward computes the same as the model's own. It needs a known family, plain linear layers on
+    one device, a plain rotation, and no hooks or replaced forwards."""
     config = model.config
     if not _known(model) or config.hidden_act not in ("silu", "swish"):
         return False
@@ -230,14 +237,14 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def small_of(model: PreTrainedModel) -> SmallHead | None:
-    """The model's head, if it is a `SmallHead` with matrices of known classes; else None."""
+    """Return the model's head if it is a `SmallHead` with matrices of known classes, else None."""
     head = model.get_output_embeddings()
     return head if type(head) is SmallHead and type(head.projection) in (nn.Linear, LowRank) else None
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's; the
-    head may be a `SmallHead` instead, and there may be a `MarkovHead`, which no forward reads. A class of another
+    """Return whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's.
+    The head may be a `SmallHead` instead, and there may be a `MarkovHead`, which no forward reads. A class of another
     module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
@@ -250,8 +257,8 @@ def _known(model: PreTrainedModel) -> bool:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The model's shape. On a CPU the keys and values of a half-precision model are stored in float32: attention over a
-    few ids is several times faster there, and no less precise."""
+    """Return the model's shape. On a CPU the keys and values of a half-precision model are stored in float32: attention
+    over a few ids is several times faster there, and no less precise."""
     body: Any = model.base_model
     attention, dtype = body.layers[0].self_attn, model.dtype
     held = torch.promote_types(dtype, torch.float32) if model.device.type == "cpu" else dtype
@@ -261,7 +268,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """The model's own weights, projections joined."""
+    """Return the model's own weights, with projections joined."""
     body: Any = model.base_model
     top: Any = model.lm_head
     # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
@@ -296,13 +303,13 @@ def _data(parameter: Tensor | None) -> Tensor | None:
 
 
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
-    """All projections as one; the modules' own weights become views of it."""
+    """Return several projections as one. The modules' own weights become views of it."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all parts, in order; the parts become views of it, unless they are views already."""
+    """Return one tensor with the rows of all parts, in order. The parts become views of it, unless they are already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
@@ -322,14 +329,14 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Whether `int8` works for the model. The kernel runs on a CPU, reads bfloat16, and takes 16 inputs at a time, so
-    widths must be multiples of 16 (it would read past the end of other rows)."""
+    """Return whether `int8` works for the model. The kernel runs on a CPU and reads bfloat16. It reads 16 inputs at a
+    time, so widths must be multiples of 16; otherwise it would read past the end of a row."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
 
 
 def int8(weights: Weights) -> Weights:
-    """A copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output; the model is
+    """Return a copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output. The model is
     unchanged."""
     return _each(weights, _rounded)
 
@@ -340,23 +347,24 @@ def _rounded(linear: Linear) -> Linear:
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (out, in) -> (whole numbers from -127 to 127, scale (out,)): row r stands for scale[r] * numbers[r]."""
+    """Return whole numbers from -127 to 127 and scale (out,) for a weight (out, in): row r represents scale[r] *
+    numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
     return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether `packed` works for the model: bfloat16 on a CPU that has instructions for it, and small enough to be
-    stored twice."""
+    """Return whether `packed` works for the model. It must be in bfloat16, on a CPU with instructions for it, and small
+    enough to be stored twice."""
     small = sum(p.nbytes for p in model.parameters()) <= PACKED
     native = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # on AVX2 it raises
     return small and native and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
 def packed(weights: Weights) -> Weights:
-    """The weights, each projection with a second copy in the order in which the kernel reads it. A pass of the bundled
-    target then takes a quarter less time."""
+    """Return the weights, with a second copy of each projection in the order in which the kernel reads it. A pass of
+    the bundled target then takes a quarter less time."""
     return _each(weights, _packed)
 
 
@@ -365,7 +373,7 @@ def _packed(linear: Linear) -> Linear:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """The weights with `change` applied to all projections."""
+    """Return the weights with `change` applied to all projections."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
@@ -381,10 +389,10 @@ def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-    """A pair of numbers that changes when weights are trained in place, loaded, moved or cast.
+    """Return a pair of numbers that changes when weights are trained in place, loaded, moved or cast.
 
-    parameters: those of the model, listed by the caller, because every pass calls this and listing them takes a tenth
-    of a pass.
+    parameters: the model's parameters, listed by the caller. Every pass calls this function, and listing them takes a
+    tenth of a pass.
     """
     body: Any = model.base_model
     return body.layers[0].input_layernorm.weight.data_ptr(), changes(parameters)

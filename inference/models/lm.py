@@ -1,4 +1,6 @@
-"""Any Hugging Face causal LM with one forward on ragged rows: `LM`, its slots, and how prompts are stored in them."""
+"""Causal LMs of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts are
+stored in them.
+"""
 
 import math
 import warnings
@@ -24,25 +26,26 @@ from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
-    """Whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must agree with
-    those of the model's own forward; if they do not, this warns once per model."""
+    """Return whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must
+    agree with those of the model's own forward; if they do not, this warns once per model."""
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
 class LM:
-    """A causal LM with slots for `rows` sequences; used as it is, never cast or moved.
+    """A causal LM with slots for `rows` sequences. The model is used unchanged; it is never cast or moved.
 
-    vocabulary: ids in [0, V) have mass. Logits past V (padded vocabulary rows) are cut, missing logits are -inf, and
-    ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
-    context: most tokens of a row, at most the model's `max_position_embeddings`.
-    stock: always run transformers' own forward, even if `llama` supports the model.
-    compile: compile these passes (`compiled`), on a GPU record them as CUDA graphs (`graphs`); None: on a GPU alone.
-    int8: weights rounded to 8 bits, for a draft: a rounded target has another distribution.
-    spare: slots after those of the rows, for waiting prompts.
-    cache: the cache of a larger LM whose first layers are this model; both use the same keys and values. scaled: the
-    states that the head reads are multiplied by each row's `scale` (rows + spare, D). It is initialised to ones; the
-    caller writes to it. Raises ValueError for an attention implementation or a state that rows of different lengths
-    cannot use.
+    vocabulary: ids in [0, V) have mass. Logits past V (padded vocabulary rows) are cut, and missing logits are -inf.
+    Ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
+
+    context: the largest number of tokens per row, at most the model's `max_position_embeddings`. stock: always run
+    transformers' own forward, even if `llama` supports the model. compile: compile short passes (`compiled`), or on a
+    GPU record them as CUDA graphs (`graphs`); None for only on a GPU. int8: round weights to 8 bits; this is for a
+    draft, since a rounded target has another distribution. spare: number of slots after those of the rows, for waiting
+    prompts. cache: the cache of a larger LM whose first layers are this model; both use the same keys and values.
+    scaled: multiply the states that the head reads by each row's `scale` (rows + spare, D), which starts at ones and is
+    written by the caller.
+
+    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class LM:
 
     @property
     def stale(self) -> bool:
-        """Whether the model has changed in a way that needs a new LM: weights, adapters, hooks, modules, config.
+        """Return whether the model has changed so that a new LM is needed (weights, adapters, hooks, modules, config).
         Each call of an engine checks this once: 2 ms for 135 M parameters; with packed copies a third of a pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
@@ -91,12 +94,12 @@ class LM:
 
     @property
     def compiled(self) -> bool:
-        """Whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
+        """Return whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
         return isinstance(self.run, GraphForward | CompiledForward)
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether short passes are CUDA graphs."""
+        """Return whether short passes are CUDA graphs."""
         return isinstance(self.run, GraphForward)
 
     def _ones(self, rows: int, width: int) -> Tensor:
@@ -106,8 +109,8 @@ class LM:
     def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
-                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU, "
-                f"widths multiples of 16"
+                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU "
+                f"and widths that are multiples of 16"
             )
         on_gpu = self.model.device.type == "cuda"
         compile = on_gpu if compile is None else compile
@@ -127,7 +130,7 @@ class LM:
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of keys and values."""
+        """Return the dtype of keys and values."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
 
     def forward(
@@ -141,12 +144,14 @@ class LM:
         states: Layers = (),
         tree: Tree | None = None,
     ) -> Pass:
-        """One pass: ids (A, n) of slots [low, low + A) at positions start_b, start_b + 1, ...
+        """Run one pass over ids (A, n) of slots [low, low + A), at positions start_b, start_b + 1, ...
 
-        Returns logits (A, n, V), or (A, 1, V) after id `only` (A,) of each row, and the states (A, n, D) of the layers
-        `states`, see `passes`. at (A,): `start` as a tensor, if it is on the device already. If passes are CUDA graphs,
-        the next pass of this LM overwrites logits and states: copy them if they are needed later. Entries of a row past
-        its tokens are computed from the padding ids; the row's next pass overwrites their keys and values.
+        Returns logits (A, n, V), and the states (A, n, D) of the layers `states`, see `passes`. If passes are CUDA
+        graphs, the next pass of this LM overwrites both: copy them if they are needed later. Entries of a row past its
+        tokens are computed from the padding ids; the row's next pass overwrites their keys and values. only (A,):
+        return logits (A, 1, V), after this id of each row. at (A,): `start` as a tensor, if it is already on the
+        device.
+
         tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
         these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b
         plus its depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path
@@ -159,7 +164,7 @@ class LM:
         return Pass(self._fitted(output.logits), output.states)
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """Logits (..., size) -> (..., V) of the vocabulary."""
+        """Fit logits (..., size) of the model to the vocabulary -> (..., V)."""
         missing = self.vocabulary - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -174,13 +179,13 @@ class LM:
         greedy: bool = False,
         at: Tensor | None = None,
     ) -> Drafts | None:
-        """All drafts of a round in one call, for settings that consist of a temperature alone; None if passes are
-        neither compiled nor CUDA graphs.
+        """Return all drafts of a round in one call, for settings that consist of a temperature alone. Return None if
+        passes are neither compiled nor CUDA graphs.
 
         tails (A, n): the last one or two ids of the texts in slots [0, A), which have ends_b tokens; their other ids
-        are stored. u (A, k) uniforms, temperature (A,) above 0. Returns drafts (A, k) and their distributions (A, k,
-        V); greedy: the likeliest tokens with one-hot distributions. at (A,): `ends` as a tensor, if it is on the device
-        already. If passes are CUDA graphs, the next call overwrites the results.
+        are stored. u (A, k): uniforms. temperature (A,): above 0. greedy: draft the likeliest tokens, with one-hot
+        distributions. at (A,): `ends` as a tensor, if it is already on the device. Returns drafts (A, k) and their
+        distributions (A, k, V). If passes are CUDA graphs, the next call overwrites the results.
         """
         if not isinstance(self.run, CompiledForward | GraphForward) or self.vocabulary != self.size:
             return None
@@ -192,20 +197,21 @@ class LM:
     def draft_for(
         self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
     ) -> Drafts | None:
-        """All k drafts of a round, as from `draft`, but for any sampling settings: with the round's own distributions
-        and draws. None if passes are no CUDA graphs, or if drafts may be ids that the model lacks."""
+        """Return all k drafts of a round like `draft`, but for any sampling settings: with the round's own
+        distributions and draws. Return None if passes are no CUDA graphs, or if drafts may be ids that the model lacks.
+        """
         if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
             return None
         return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
 
     def _draft_window(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
-        """The window of k drafts of texts of `ends` tokens."""
+        """Return the window for drafting k tokens after texts of `ends` tokens."""
         window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
         self.cache.aim(window)
         return window
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """As `forward`, but without the head: stores prompts, and returns states and no logits."""
+        """Run `forward` without the head. This stores prompts, and returns states but no logits."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -218,37 +224,39 @@ class LM:
         *,
         tree: Tree | None = None,
     ) -> Tensor:
-        """States (A, n, D) after the first `layers` decoder layers; the pass ends there (early exit: Elhoushi et al.
-        2024, 2404.16710). Arguments as in `forward`. Keys and values of these layers are stored; those of later layers
-        are out of date at these positions until a whole pass writes them.
+        """Return the states (A, n, D) after the first `layers` decoder layers. The pass ends there (early exit:
+        Elhoushi et al. 2024, 2404.16710). Arguments as in `forward`.
+
+        Keys and values of these layers are stored. Those of later layers are out of date at these positions until a
+        whole pass writes them.
         """
         if not 0 < layers <= self.depth:
-            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} decoder layers; 1 or more")
+            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} layers; give at least 1")
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
-        """After a pass over a tree with anchors at `start`, move the accepted nodes to the slots after their anchor, so
-        that slots are positions again. path (A, m): the nodes of each row, parents before children, then -1. at (A,):
-        `start` as a tensor, if it is on the device already."""
+        """Move the accepted nodes of a tree to the slots after their anchor, so that slots are positions again. Call it
+        after a pass over the tree. start: positions of the anchors. path (A, m): the nodes of each row, parents before
+        children, then -1. at (A,): `start` as a tensor, if it is already on the device."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """States (..., D) after the final norm -> logits (..., V) of the vocabulary."""
+        """Return logits (..., V) of the vocabulary for states (..., D) after the final norm."""
         return self._fitted(self.run.head(states.to(self.dtype)))
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """ids (...) -> the model's embeddings (..., D)."""
+        """Return the model's embeddings (..., D) of ids (...)."""
         embeddings: Tensor = self.model.get_input_embeddings()(self._known(ids))
         return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
-        """States of no token, (rows, 0, D) each."""
+        """Return the states of zero tokens, (rows, 0, D) per layer."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
     def _known(self, ids: Tensor) -> Tensor:
-        """The ids; those that the model lacks become its last one."""
+        """Return the ids. Ids that the model lacks become its last one."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(
@@ -285,7 +293,7 @@ class LM:
         self.cache.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Zero a slot that may contain NaN: masked values are multiplied by 0, and 0 times NaN is NaN."""
+        """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
         for layer in self.cache.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
@@ -295,10 +303,12 @@ class LM:
 def at_once(
     lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool, term: Term | None = None
 ) -> Drafts | None:
-    """The drafts of a round from one pass over masks, in one call; `send` of the round must come first. begins:
-    `masked.begins` on the host; term: as in `in_order`, a function of the LM's own modules. Returns None if passes are
-    neither compiled nor CUDA graphs, if rows are too long for these, or if passes are compiled and distributions depend
-    on more than a temperature."""
+    """Return the drafts of a round from one pass over masks, in one call. The round's `send` must have been called.
+    begins: `masked.begins` on the host. term: as in `in_order`, a function of the LM's own modules.
+
+    Return None if passes are neither compiled nor CUDA graphs, or if rows are too long for these. Return None too if
+    passes are compiled and distributions depend on more than a temperature.
+    """
     if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
         window = lm._aimed(masked.ids, begins, 0, masked.begins)
         return lm.run.draft_masked(draws, masked, k, greedy, window, term, lm._fitted)
@@ -308,9 +318,9 @@ def at_once(
 
 
 def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512, *, states: Layers = ()) -> States:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions a pass.
+    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions per pass.
 
-    Returns the states (A, n, D) of the layers `states`: column j is the state of token j of a prompt; columns past its
+    Returns the states (A, n, D) of the layers `states`. Column j is the state of token j of a prompt; columns past its
     tokens have no meaning.
     """
     parts = [lm.no_states(len(prompts), states)]
@@ -322,6 +332,6 @@ def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 5
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Rows of one length, each padded on the right with its own last id: no row reads an id of another."""
+    """Return rows of one length, each padded on the right with its own last id. No row reads an id of another row."""
     width = max(map(len, rows))
     return [row + row[-1:] * (width - len(row)) for row in rows]

@@ -1,6 +1,6 @@
-"""The results of a pass of a model, and the extra inputs of a pass over a tree of drafts.
+"""The results of a model's pass, and the extra inputs of a pass over a tree of drafts.
 
-A rows, n ids a row, D width, V vocabulary, N nodes of a tree.
+A rows, n ids per row, D width, V vocabulary, N nodes of a tree.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ LAST = -1  # layer number of the states that the head reads, after the final nor
 
 
 class Pass(NamedTuple):
-    """logits (A, n, V), or (A, 1, V) if one id of each row was requested; states (A, n, D) of the requested layers.
+    """The result of a pass. logits (A, n, V), or (A, 1, V) if one id of each row was requested. states (A, n, D): of
+    the requested layers.
 
     Layers are numbered as in transformers' `hidden_states`: 0 is the embeddings, i the residual stream after i decoder
     layers, `LAST` the input of the head.
@@ -28,8 +29,8 @@ class Pass(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """Inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each row's anchor.
-    slots (A, n): where keys and values of the columns are written. seen (A, n), depths (A, N + 1): see
+    """The inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each row's
+    anchor. slots (A, n): slots that keys and values of the columns are written to. seen (A, n), depths (A, N + 1): see
     `verify.tree.Tree`."""
 
     anchor: Tensor

@@ -4,7 +4,7 @@ A CPU without instructions for half precision emulates it. Products of forty row
 float32: seven times as long on a CPU with AVX2, two to four times on one with AVX-512 but without bfloat16
 instructions. Converting a checkpoint to float32 changes no weight.
 
-A rows, n ids a row, D width, V vocabulary.
+A rows, n ids per row, D width, V vocabulary.
 """
 
 import copy
@@ -28,8 +28,8 @@ UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM from a folder or hub id, safetensors only, in `dtype`; None: the checkpoint's own, or float32, see
-    `widened`. Raises ValueError for a dtype that torch does not have."""
+    """Return a causal LM from a folder or hub id, from safetensors only. dtype: None for the checkpoint's own, or
+    float32, see `widened`. Raises ValueError for a dtype that torch does not have."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
     model = AutoModelForCausalLM.from_pretrained(
@@ -42,7 +42,7 @@ def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_c
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU computes in a dtype by converting to float32 and back."""
+    """Return whether this machine's CPU computes in a dtype by converting to float32 and back."""
     if dtype not in SUPPORTED:
         return False
     kernels = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, SUPPORTED[dtype])()
@@ -52,17 +52,18 @@ def emulated(dtype: torch.dtype) -> bool:
 
 
 def half(device: str) -> torch.dtype:
-    """bfloat16, or float32 on a CPU that would emulate it."""
+    """Return bfloat16, or float32 on a CPU that would emulate bfloat16."""
     return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
 
 
 def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """How a model's weights are quantised, None if they are not."""
+    """Return how a model's weights are quantised, or None if they are not."""
     return config.to_dict().get("quantization_config")
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """The quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint names."""
+    """Return the quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint
+    names."""
     settings = quantised(config)
     if not settings:
         return "none"
@@ -73,15 +74,16 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """The model, its weights cast in place to float32 if it is on a CPU that would emulate their dtype. Quantised
-    weights are not cast. copied: cast a copy instead."""
+    """Return the model. Its weights are cast in place to float32 if it is on a CPU that would emulate their dtype.
+    Quantised weights are not cast. copied: cast a copy instead."""
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 
 
 def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """The model itself on a device. Raises ValueError, with torch's reason, for a device that this machine lacks."""
+    """Move the model itself to a device, and return it. Raises ValueError, with torch's reason, for a device that this
+    machine lacks."""
     try:
         return model.to(torch.device(device))  # type: ignore[arg-type]
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -89,9 +91,9 @@ def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, its weights cast in place to a dtype. Buffers that are not in checkpoints (rotary frequencies) are not
-    cast, as in a model that is loaded in this dtype: rounded frequencies would be wrong by half a radian after 200
-    tokens."""
+    """Cast the model's weights in place to a dtype, and return the model. Buffers that are not in checkpoints (rotary
+    frequencies) are not cast, as in a model that is loaded in this dtype. Rounded frequencies would be wrong by half a
+    radian after 200 tokens."""
     buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
     nn.Module.to(model, dtype)
     for module, name, buffer in buffers:
@@ -117,7 +119,7 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """How many of the last tokens a sliding layer sees, None when the model has none."""
+    """Return how many of the last tokens a sliding layer sees, or None if the model has no such layer."""
     settings = config.to_dict()
     width: int | None = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     types = settings.get("layer_types")
@@ -125,17 +127,17 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def biased_by_slots(config: PreTrainedConfig) -> bool:
-    """Whether attention is biased by the distance of slots, as in MPT. The biases are so small that in half precision a
-    comparison of logits would not detect wrong ones."""
+    """Return whether attention is biased by the distance of slots, as in MPT. The biases are so small that in half
+    precision a comparison of logits would not detect wrong ones."""
     settings = config.get_text_config().to_dict()
     return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """The longest text, in tokens, that a pass over rows of different lengths supports.
+    """Return the longest text, in tokens, that a pass over rows of different lengths supports.
 
-    It ends with the first range of LongRoPE, because past that the longest row decides the rotation of all rows. For
-    the same reason it ends with the first range of Llama 4, past which one position scales the attention of all rows.
+    For LongRoPE it is the end of the first range, because past that the longest row decides the rotation of all rows.
+    For Llama 4 it is also the end of the first range, past which one position scales the attention of all rows.
     """
     settings = config.to_dict()
     rope, limit = settings.get("rope_parameters") or {}, length_of(config)
@@ -149,7 +151,7 @@ def positions_of(config: PreTrainedConfig) -> int:
 
 
 def length_of(config: PreTrainedConfig) -> int:
-    """The longest text that a config allows, in tokens."""
+    """Return the longest text that a config allows, in tokens."""
     lengths = [getattr(config, key, None) for key in LENGTHS]
     return next((length for length in lengths if length), UNLIMITED)
 
@@ -158,7 +160,8 @@ def length_of(config: PreTrainedConfig) -> int:
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States (..., D) after the final norm -> logits (..., V), capped and scaled as the model's config says."""
+    """Return a function from states (..., D) after the final norm to logits (..., V). It caps and scales them as the
+    model's config says."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
@@ -174,16 +177,16 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def _logit_scale(config: dict[str, Any]) -> float:
-    """The factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number of the
-    same name."""
+    """Return the factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number
+    with the same name."""
     scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
     return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Logits (n, V) after the ids `at` of one text, by the model's own forward without a cache. The head reads these
-    rows alone if the model's code can."""
+    """Return the logits (n, V) after the ids `at` of one text, from the model's own forward without a cache. The head
+    reads only these rows if the model's code can."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -197,7 +200,7 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
 
 @contextmanager
 def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside the block, a pass of the model, or of its body, puts the states (A, n, D) of `layers` into the dictionary.
+    """Yield a dictionary into which a pass of the model, or of its body, puts the states (A, n, D) of `layers`.
 
     Raises ValueError if the model's layers are not known, see `decoder_layers`.
     """
@@ -215,8 +218,8 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
 
 
 def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """States (A, n, D) after the first `depth` decoder layers. run: a pass of the model; an exception ends it after
-    these layers. This is exact for every family, since the layers themselves are not changed."""
+    """Return the states (A, n, D) after the first `depth` decoder layers. run: a pass of the model, which an exception
+    ends after these layers. This is exact for every family, since the layers themselves are not changed."""
 
     def leave(states: Tensor) -> None:
         raise _Left(states)
@@ -232,7 +235,7 @@ def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> 
 
 
 class _Left(Exception):
-    """Ends a pass early, with the states at that point."""
+    """An exception that ends a pass early. It carries the states at that point."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__()
@@ -240,7 +243,7 @@ class _Left(Exception):
 
 
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
-    """A hook that gives `use` the states of a layer."""
+    """Add a hook that passes the states of a layer to `use`, and return the hook's handle."""
     if layer == LAST:
         body = model.get_decoder()  # both the model and its `base_model` run this body
         if body is model:
@@ -257,10 +260,10 @@ def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's decoder layers in their order: the first list of modules in its body that is as long as its config
+    """Return the model's decoder layers in order: the first list of modules in its body that is as long as its config
     says.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no such list.
     """
     count = model.config.get_text_config().num_hidden_layers
     lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)

@@ -1,17 +1,18 @@
-"""Checks, for every model that an engine runs, that passes over rows of different lengths give the model's own logits.
+"""Checks of a model's passes. For every model that an engine runs, passes over rows of different lengths must give the
+model's own logits.
 
-Two rows of fixed ids are stored in one pass up to different lengths and continued in another, and every logit is
-compared with that of the model's own forward over the whole rows, without a cache and without our masks. The last
-logits of a row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides
-which forward runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own
-under the first form of mask that agrees. If no form agrees, the model is rejected with the reason.
+Two rows of fixed ids are stored in one pass up to different lengths and continued in another. Every logit is compared
+with that of the model's own forward over the whole rows, without a cache and without our masks. The last logits of a
+row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides which forward
+runs the model. It is `llama`'s if the model's classes are known and the logits agree; else transformers' own under the
+first form of mask that agrees. If no form agrees, the model is rejected with the reason.
 
 Sliding windows are usually wider than the two short rows, so the check sets a narrow window in the model's config. A
 model that reads its window there then uses the narrow one, and the masks must do so too.
 
 States of layers and trees of drafts are compared in the same way when an engine first uses them.
 
-B = 2 rows, T ids a row, V vocabulary.
+B = 2 rows, T ids per row, V vocabulary.
 """
 
 import warnings
@@ -58,11 +59,12 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """The logits of `llama`'s forward are not the model's own."""
+    """A warning that `llama`'s forward does not give the model's own logits."""
 
 
 class CheckResult(NamedTuple):
-    """How a forward compares with the model's own: the largest difference and the bound there, or what it raised."""
+    """The comparison of a forward with the model's own. difference: the largest difference. allowed: the bound there.
+    error: what the forward raised, or None. what: the compared numbers."""
 
     difference: float
     allowed: float
@@ -86,7 +88,7 @@ _RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary
 
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
-    """Whether `Lean` gives the model's own logits; warns once a model when it does not."""
+    """Return whether `Lean` gives the model's own logits. If it does not, warn once per model."""
 
     def check() -> CheckResult:
         return Probe(model, context).logits(lambda cache: Lean(model, cache))
@@ -99,9 +101,10 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
-    """The form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to `context` ids.
+    """Return the first form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to
+    `context` ids.
 
-    Raises ValueError with the reason when there is none.
+    Raises ValueError with the reason if there is no such form.
     """
     form, reason = _once(model, ("stock", context), lambda: _first_form(model, context))
     if form is None:
@@ -110,7 +113,7 @@ def form_of(model: PreTrainedModel, context: int) -> str:
 
 
 def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
-    """The first form that agrees, or None and the reason."""
+    """Return the first form that agrees and an empty reason, or None and the reason."""
     config, results = model.config.get_text_config(), []
     with narrow(config, context) as narrowed:
         probe = Probe(model, context)
@@ -125,15 +128,16 @@ def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
 
 
 class SelfCheck:
-    """Checks states of layers and trees of one model when they are first used. lean: the model runs by `Lean`, not by
-    `Stock`."""
+    """Checks of one model's states and trees, made when they are first used. lean: whether the model runs by `Lean`,
+    not by `Stock`."""
 
     def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
         self.model, self.context, self.lean = model, context, lean
         self.agreed: set[str | Layers] = {()}
 
     def states(self, layers: Layers) -> Layers:
-        """The layers. Raises ValueError for one that the model lacks, and if states are not the model's own."""
+        """Return the layers. Raises ValueError for a layer that the model lacks, and if states differ from the model's
+        own."""
         if layers not in self.agreed:
             depth, name = self.model.config.get_text_config().num_hidden_layers, type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
@@ -145,7 +149,7 @@ class SelfCheck:
         return layers
 
     def trees(self) -> None:
-        """Raises ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
+        """Raise ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
         if "trees" not in self.agreed:
             self._check("trees", Probe.trees)
             self.agreed.add("trees")
@@ -165,7 +169,7 @@ class SelfCheck:
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
-    """What `check` returns. It runs again only if values, classes or settings of the model have changed."""
+    """Return what `check` returns. It runs again only if values, classes or settings of the model have changed."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
     with ALONE:
@@ -179,7 +183,7 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
 
 
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Everything that decides how the model runs except its values."""
+    """Return everything that decides how the model runs, except its values."""
     classes = tuple((type(m), vars(m).get("forward"), len(m._forward_hooks)) for m in model.modules())
     config = model.config.get_text_config()
     return classes, repr(vars(config)), model.device, config._attn_implementation
@@ -187,8 +191,8 @@ def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
-    """Inside the block, windows of a config that are wider than the rows of the check are set to `NARROW`. Yields
-    whether the config has a window that is shorter than a text of `context` ids can be."""
+    """Set windows of a config that are wider than the rows of the check to `NARROW`, inside the block. Yields whether
+    the config has a window that is shorter than a text of `context` ids can be."""
     widths = ((key, getattr(config, key, None)) for key in WINDOWS)
     wide = {key: width for key, width in widths if isinstance(width, int) and 0 < width < context}
     try:
@@ -199,8 +203,8 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
 
 
 class Claiming(SlotCache):
-    """A cache that always reports the longest possible length. Rows differ in length, so a model whose code computes
-    with the single length of a cache cannot run here, and with this cache its logits differ."""
+    """A cache that always reports the longest possible length. A model whose code computes with the single length of a
+    cache cannot run here, because rows differ in length. With this cache its logits differ, so the check rejects it."""
 
     claimed = 0
 
@@ -209,7 +213,7 @@ class Claiming(SlotCache):
 
 
 class Probe:
-    """The check of one model: its own logits are computed once for all forwards under test."""
+    """The check of one model. The model's own logits are computed once for all forwards under test."""
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self.model, self.context = model, context
@@ -224,7 +228,7 @@ class Probe:
         self.late = context > LENGTH and not heavy
 
     def logits(self, make: Make) -> CheckResult:
-        """Compare the logits of the forward that `make` returns for a cache with the model's own."""
+        """Compare the model's own logits with those of a forward under test. make: returns the forward for a cache."""
         try:
             ours = self._rows([one.logits for one in self._passes(make)])
         except Exception as error:  # a model's code may raise anything for arguments that it does not accept
@@ -233,7 +237,8 @@ class Probe:
         return self._late(make) if short.agrees and self.late else short
 
     def _late(self, make: Make) -> CheckResult:
-        """Compare logits at the end of a longer row: angles, masks and caches may go wrong past some position."""
+        """Compare the logits at the end of a longer row, since angles, masks and caches may go wrong past some
+        position."""
         T = min(LATE, self.context)
         size = self.model.config.get_text_config().vocab_size
         count = torch.arange(T, device=self.ids.device)[None]
@@ -262,10 +267,12 @@ class Probe:
     def _compared(
         self, ours: Rows, own: Rows, again: Callable[[], Rows], what: str, *more: Callable[[], Rows], parts: int = 1
     ) -> CheckResult:
-        """Compare our numbers with the model's own, at the position that is nearest to its bound or furthest past it.
+        """Compare our numbers with the model's own. The result is for the position that is nearest to its bound or
+        furthest past it.
 
         again: computes the model's own numbers once more. more: other correct ways to compute them. parts: number of
-        layers, which have equally many positions."""
+        layers, which have equally many positions.
+        """
         apart, fine = _apart(ours, own), _fine(self.model)
         if fine or apart.max() <= COARSE:
             return CheckResult(float(apart.max()), FINE if fine else COARSE, what=what)
@@ -278,7 +285,7 @@ class Probe:
         return CheckResult(float(apart[at]), float(allowed[at]), what=what)
 
     def reason(self, result: CheckResult) -> str:
-        """Why a model cannot be run; result: of the form of mask that came nearest."""
+        """Return why a model cannot be run. result: of the form of mask that came nearest."""
         low = self.starts[0]
         alone = self._own(self.ids[:, :low])
         if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
@@ -298,15 +305,15 @@ class Probe:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
-        """The noise of the model's own numbers at each position: how far they differ when computed in other correct
-        ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the rounding of
-        every layer."""
+        """Return the noise of the model's own numbers at each position. It is how far they differ when computed in
+        other correct ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the
+        rounding of every layer."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
 
     def _rounded(self, again: Callable[[], Rows], seed: int) -> Rows:
-        """What `again` returns with embeddings that are rounded once more, each by up to half a unit."""
+        """Return what `again` returns if the embeddings are rounded once more, each by up to half a unit."""
         generator = torch.Generator().manual_seed(seed)
 
         def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
@@ -320,7 +327,7 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """The model's own logits in the same two passes, row by row, with its own cache and masks."""
+        """Return the model's own logits in the same two passes, row by row, with its own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             cache = DynamicCache(config=self.model.config)
@@ -365,7 +372,7 @@ class Probe:
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
-        """Logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
+        """Return the logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
@@ -377,7 +384,7 @@ class Probe:
         return torch.cat(logits, 1)[:, 1:]
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
-        """The model's own logits (N, V) of both rows, after every node's path as a text."""
+        """Return the model's own logits (N, V) of both rows, computed after every node's path as a text."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
@@ -387,7 +394,7 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """The values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
+        """Return the values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
@@ -404,7 +411,7 @@ class Probe:
         return cache
 
     def _prompt(self) -> Window:
-        """The window of the first pass: as many columns of both rows as are stored of the longer."""
+        """Return the window of the first pass. It stores as many columns of both rows as the longer row needs."""
         high = self.starts[1]
         return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
 
@@ -415,11 +422,11 @@ class Probe:
 
 
 def _apart(rows: Rows, whole: Rows) -> Tensor:
-    """The difference at each position (P,): root mean square over the vocabulary, or the width, in standard deviations
-    of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
+    """Return the difference at each position (P,): the root mean square over the vocabulary, or the width, in standard
+    deviations of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
 
     It is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in which all of
-    the model's own are -inf are left out if ours are too.
+    the model's own numbers are -inf are omitted if ours are -inf too.
     """
     parts = []
     for row, own in zip(rows, whole, strict=True):
@@ -440,6 +447,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _fine(model: PreTrainedModel) -> bool:
-    """Whether a model computes in float32 or more throughout."""
+    """Return whether a model computes in float32 or more throughout."""
     dtypes = {p.dtype for p in model.parameters()}
     return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)

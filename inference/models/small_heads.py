@@ -1,8 +1,8 @@
-"""Output heads that cost less than the whole one: of a pruned vocabulary, of low rank, or both.
+"""Output heads that cost less than the whole one. They have a pruned vocabulary, a low rank, or both.
 
 With a vocabulary of 49 to 152 thousand tokens, the head is most of the cost of a small draft. A pruned head has the
-rows of some tokens only; the draft never drafts others. A head of low rank is a product of two matrices: rank * (D +
-tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM; feature drafts use `projection` with a
+rows of some tokens only; the draft never drafts others. A head of low rank is a product of two matrices, with rank * (D
++ tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM. Feature drafts use `projection` with a
 vocabulary in their own format (`inference.proposers.eagle`).
 
 D width, V ids, Vd tokens in the draft's vocabulary, r rank.
@@ -20,7 +20,7 @@ CHUNK = 2**14  # rows of a head that are in float64 at once
 
 
 class LowRank(nn.Module):
-    """`up` (Vd, r) times `down` (r, D)."""
+    """A matrix of low rank: `up` (Vd, r) times `down` (r, D)."""
 
     def __init__(self, width: int, tokens: int, rank: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix with a row for each token: its dtype and device are those of the head."""
+        """Return the matrix with a row for each token. Its dtype and device are those of the head."""
         return self.up.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -41,7 +41,8 @@ Projection = nn.Linear | LowRank
 
 
 def projection(width: int, tokens: int, rank: int | None) -> Projection:
-    """States (..., D) -> logits (..., Vd), with random weights. Raises ValueError for a rank above both sizes."""
+    """Return a module from states (..., D) to logits (..., Vd), with random weights. Raises ValueError for a rank above
+    the smaller size."""
     if rank is None:
         return nn.Linear(width, tokens, bias=False)
     if not 1 <= rank <= min(width, tokens):
@@ -52,7 +53,7 @@ def projection(width: int, tokens: int, rank: int | None) -> Projection:
 
 @torch.no_grad()
 def fill(head: Projection, weight: Tensor) -> None:
-    """Start a projection from a whole matrix (Vd, D): a copy, or the best product of its rank."""
+    """Set a projection from a whole matrix (Vd, D): a copy, or the best product of its rank."""
     if isinstance(head, nn.Linear):
         head.weight.copy_(weight)
     elif not (weight.is_meta or head.weight.is_meta):
@@ -62,11 +63,11 @@ def fill(head: Projection, weight: Tensor) -> None:
 
 
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(up (Vd, r), down (r, D)) whose product is the nearest matrix of rank r to weight (Vd, D), in squares summed over
-    all entries: its truncated singular value decomposition U S V^T, as U sqrt(S) and sqrt(S) V^T.
+    """Return up (Vd, r) and down (r, D), whose product is the matrix of rank r nearest to weight (Vd, D), in squares
+    summed over all entries. With the truncated singular value decomposition U S V^T they are U sqrt(S) and sqrt(S) V^T.
 
-    V and S^2 are the eigenvectors and eigenvalues of weight^T weight, in float64, since a decomposition of a matrix
-    with 150,000 rows would take minutes. Directions with a singular value of 0 become 0.
+    V and S^2 are the eigenvectors and eigenvalues of weight^T weight, in float64, since decomposing a matrix with
+    150,000 rows would take minutes. Directions with a singular value of 0 become 0.
     """
     parts = weight.split(CHUNK)
     products: Tensor = sum(part.double().T @ part.double() for part in parts)
@@ -80,13 +81,13 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Logits (..., Vd) of the ids known (Vd,) -> (..., size), -inf for all other ids."""
+    """Return logits (..., size) from logits (..., Vd) of the ids known (Vd,). All other ids get -inf."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
 class SmallHead(nn.Module):
-    """The output embeddings of a causal LM: states (..., D) -> logits (..., V). Without a pruned vocabulary all ids
-    have a row.
+    """The output embeddings of a causal LM, from states (..., D) to logits (..., V). Without a pruned vocabulary all
+    ids have a row.
 
     undecided: True until `know` has chosen the tokens. rows (V, D): the whole head until then, None if there is none.
     Both belong to a draft before training and are not stored.
@@ -103,7 +104,7 @@ class SmallHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix with a row for each token: its dtype and device are those of the head."""
+        """Return the matrix with a row for each token. Its dtype and device are those of the head."""
         return self.projection.weight
 
     @property
@@ -115,15 +116,16 @@ class SmallHead(nn.Module):
         return logits if self.known is None else spread(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
-        """Start from the rows (V, D) of a whole head; None: the weights stay random. The vocabulary is the first Vd ids
-        until `know` has chosen from counts of texts."""
+        """Start from the rows (V, D) of a whole head. If `rows` is None, the weights stay random. The vocabulary is the
+        first Vd ids until `know` has chosen from counts of texts."""
         self.undecided, self.rows = self.known is not None, rows
         if rows is not None:
             fill(self.projection, rows if self.known is None else rows[: len(self.known)])
 
     @torch.no_grad()
     def know(self, ids: Sequence[int]) -> None:
-        """Choose the vocabulary, Vd ids in ascending order, with the rows of the whole head that it began with."""
+        """Choose the vocabulary, and set the weights from these rows of the whole head given to `begin`. ids: Vd ids in
+        ascending order."""
         assert self.known is not None
         self.known.copy_(torch.tensor(list(ids)))
         if self.rows is not None:
@@ -132,15 +134,15 @@ class SmallHead(nn.Module):
 
 
 def is_small(config: PreTrainedConfig) -> bool:
-    """Whether a causal LM's config has the keys of a small head."""
+    """Return whether a causal LM's config has the keys of a small head."""
     return any(getattr(config, key, None) for key in (VOCABULARY, RANK))
 
 
 def put_small_head(network: PreTrainedModel) -> SmallHead:
     """Replace a causal LM's output embeddings by the small head that its config describes, with random weights.
 
-    Raises ValueError for heads with a bias, and for a pruned vocabulary if the family caps logits: no token could have
-    a logit of -inf.
+    Raises ValueError for heads with a bias. Raises it too for a pruned vocabulary if the family caps logits, since no
+    token could then have a logit of -inf.
     """
     config, plain = network.config.get_text_config(), network.get_output_embeddings()
     tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
@@ -163,7 +165,7 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
 
 
 def linears(head: Any) -> list[nn.Linear]:
-    """The linear layers of any head, [] of None."""
+    """Return the linear layers of any head, or [] for None."""
     return [] if head is None else [module for module in head.modules() if isinstance(module, nn.Linear)]
 
 

@@ -1,7 +1,8 @@
-"""Passes of a model, and all drafts of a round, as functions of tensors, to be compiled or recorded as CUDA graphs.
+"""Passes of a model, and all drafts of a round, as functions of tensors. They can be compiled or recorded as CUDA
+graphs.
 
-`Step` is one pass, `Drafting` makes the drafts of a round one after the other, `OnePass` makes them all in one pass.
-A rows, n ids a row, k drafts, V vocabulary.
+`Step` is one pass. `Drafting` makes the drafts of a round one after the other. `OnePass` makes them all in one pass. A
+rows, n ids per row, k drafts, V vocabulary.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -22,40 +23,41 @@ Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the distributions (A, k, V) th
 
 
 class Draws(Protocol):
-    """The part of a decoding round that models use: distributions and draws, and the tensors that these read."""
+    """The part of a decoding round that models use. It has distributions and draws, and the tensors that these read."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor], /) -> Tensor:
-        """Logits (A, V) after `drafted` ids (A,) each -> distributions (A, V) under each row's sampling settings."""
+        """Return the distributions (A, V) under each row's sampling settings. logits (A, V): after `drafted`, ids (A,)
+        per draft."""
 
     def draw(self, probs: Tensor, depth: int, /) -> Tensor:
-        """Ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
+        """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row, 0 for one-hot distributions; None if distributions or draws depend on more than
-        that."""
+        """Return the temperature of each row, 0 for one-hot distributions. Return None if distributions or draws depend
+        on more than the temperature."""
 
     def simple(self, depths: int, /) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) and temperatures (A,) on the device."""
+        """Return the uniforms (A, depths) and temperatures (A,), on the device."""
 
     def inputs(self) -> dict[str, Tensor] | None:
-        """The tensors, by name, that `probs` and `draw` read; None if they read more than tensors."""
+        """Return the tensors, by name, that `probs` and `draw` read, or None if they read more than tensors."""
 
     def on(self, inputs: Mapping[str, Tensor], /) -> "Draws":
-        """The same distributions and draws, which read `inputs`: other tensors of these names and shapes."""
+        """Return the same distributions and draws, but reading `inputs`: other tensors with these names and shapes."""
 
     @property
     def key(self) -> Hashable:
-        """Everything that `probs` and `draw` depend on except tensors."""
+        """Return everything that `probs` and `draw` depend on except tensors."""
 
     @property
     def steady(self) -> frozenset[str]:
-        """Names of the `inputs` whose values change only when the tensor is replaced."""
+        """Return the names of the `inputs` whose values change only when the tensor is replaced."""
 
 
 def by_round(draws: Draws, greedy: bool) -> Choose:
-    """A function that makes each draft by the round's own distributions and draws, under any settings. greedy: it makes
-    the likeliest token, with a one-hot distribution."""
+    """Return a function that makes each draft by the round's own distributions and draws, under any settings. greedy:
+    it makes the likeliest token, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = draws.probs(logits, drafts)
@@ -66,8 +68,8 @@ def by_round(draws: Draws, greedy: bool) -> Choose:
 
 
 def by_temperature(u: Tensor, temperature: Tensor, greedy: bool) -> Choose:
-    """Drafts by a temperature (A,) above 0 alone, with uniforms u (A, k); greedy: the likeliest tokens, one-hot
-    distributions."""
+    """Return a function that makes drafts by a temperature alone. temperature (A,): above 0. u (A, k): uniforms.
+    greedy: it makes the likeliest tokens, with one-hot distributions."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         if greedy:
@@ -80,8 +82,8 @@ def by_temperature(u: Tensor, temperature: Tensor, greedy: bool) -> Choose:
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors; the weights are its parameters. layers: the layers whose states it returns;
-    without the head, later decoder layers do not run."""
+    """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns.
+    Without the head, later decoder layers do not run."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
@@ -89,7 +91,8 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """The same structure, each tensor a parameter; None and numbers as they are."""
+        """Return the same structure, with each tensor replaced by the name of a new parameter. None and numbers stay
+        unchanged."""
         if isinstance(value, Tensor):
             self.count += 1
             self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
@@ -120,9 +123,12 @@ class Step(nn.Module):
         branches: Branches | None = None,
         scale: Tensor | None = None,
     ) -> list[Tensor]:
-        """ids, positions (A, n); cos, sin (S, D) of all positions; slots (L,): 0 .. L - 1, the slots to read; keys,
-        values (rows, G, S, D) a layer -> logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W).
-        branches: of a tree's columns. scale (rows, D): of the states that the head reads, see `LM`."""
+        """Return logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W) of the layers.
+
+        ids, positions (A, n). cos, sin (S, D): of all positions. slots (L,): 0 .. L - 1, the slots to read. keys,
+        values (rows, G, S, D): per layer. branches: of a tree's columns. scale (rows, D): of the states that the head
+        reads, see `LM`.
+        """
         A, L = ids.shape[0], slots.shape[0]
         seen = seen_from(positions, slots) if branches is None else seen_on_paths(positions, slots, branches)
         mask, written = additive(seen, self.shape.held), positions if branches is None else branches.slots
@@ -145,9 +151,9 @@ class Step(nn.Module):
 
 
 class Drafting(Step):
-    """All drafts of a round: `k` passes of a draft model with the distributions and draws between them, as one
-    function, since separate launches of a small model take longer than its computation. greedy: the likeliest token
-    each time, its distribution one-hot."""
+    """All drafts of a round as one function: `k` passes of a draft model with the distributions and draws between them.
+    Separate launches of a small model would take longer than its computation. greedy: draft the likeliest token each
+    time, with a one-hot distribution."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
         super().__init__(weights, shape)
@@ -166,8 +172,8 @@ class Drafting(Step):
         values: list[Tensor],
         scale: Tensor | None = None,
     ) -> Drafts:
-        """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose earlier ids are stored; u (A, k) uniforms;
-        temperature (A,) above 0; the rest as for a pass."""
+        """Return the drafts of a round. tails (A, n): the last ids of texts of `ends` (A,) tokens, whose earlier ids
+        are stored. u (A, k): uniforms. temperature (A,): above 0. Other arguments as for a pass."""
         choose = by_temperature(u, temperature, self.greedy)
         return self.drafts(choose, tails, ends, scale, cos, sin, slots, keys, values)
 
@@ -183,7 +189,8 @@ class Drafting(Step):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Drafts:
-        """As `forward`, but `choose` makes each draft; it reads logits in float32 or wider."""
+        """Return the drafts of a round, each made by `choose`, which reads logits in float32 or wider. Other arguments
+        as in `forward`."""
 
         def after(ids: Tensor, start: Tensor) -> Tensor:
             positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
@@ -203,8 +210,8 @@ class Drafting(Step):
 
 
 class Masked(NamedTuple):
-    """ids (A, n): the ids of the text that a slot lacks, then masks; begins (A,): the position of the first id; anchors
-    (A,): the column of the text's last token."""
+    """The inputs of a pass over masks. ids (A, n): the ids of the text that a slot lacks, then masks. begins (A,): the
+    position of the first id. anchors (A,): the column of the text's last token."""
 
     ids: Tensor
     begins: Tensor
@@ -212,13 +219,13 @@ class Masked(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """(A,): the text's last tokens."""
+        """Return the texts' last tokens (A,)."""
         return self.ids.gather(1, self.anchors.unsqueeze(1)).squeeze(1)
 
 
 class OnePass(Step):
-    """All drafts of a round in one pass, by temperature alone: the distributions at the anchor and at the masks after
-    it. greedy: the likeliest tokens, their distributions one-hot. term: as in `in_order`."""
+    """All drafts of a round in one pass, by temperature alone. It uses the distributions at the anchor and at the masks
+    after it. greedy: draft the likeliest tokens, with one-hot distributions. term: as in `in_order`."""
 
     def __init__(
         self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False, term: Term | None = None
@@ -229,7 +236,8 @@ class OnePass(Step):
     def forward(  # type: ignore[override]
         self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any
     ) -> Drafts:
-        """u (A, k) uniforms, temperature (A,) above 0; stored: angles, slots, keys and values as for a pass."""
+        """Return the drafts of a round. ids, begins, anchors: see `Masked`. u (A, k): uniforms. temperature (A,): above
+        0. stored: angles, slots, keys and values, as for a pass."""
         masked = Masked(ids, begins, anchors)
         logits = self.logits(masked, *stored)
         if self.term is not None:
@@ -241,22 +249,22 @@ class OnePass(Step):
         return draw(distributions, u), distributions
 
     def logits(self, masked: Masked, *stored: Any) -> Tensor:
-        """(A, k, V) at the anchor and the k - 1 masks after it, float32 at least."""
+        """Return the logits (A, k, V) at the anchor and the k - 1 masks after it, float32 at least."""
         positions = masked.begins.unsqueeze(1) + torch.arange(masked.ids.shape[1], device=masked.ids.device)
         (states,) = super().forward(masked.ids, positions, *stored)
         return wide(self._tensors(self.weights).head(behind(states, masked.anchors, self.k)))
 
 
 def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
-    """Values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
+    """Return the values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
     columns = anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
     return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), columns]
 
 
 def in_order(choose: Choose, logits: Tensor, anchor: Tensor, term: Term | None = None) -> Drafts:
-    """Drafts one after the other, from logits (A, k, V) of one pass. anchor (A,): the tokens before the first drafts;
-    term: what the token before each draft adds to its logits, None: no draft changes the logits of another. Settings
-    that read history may make a distribution depend on earlier drafts."""
+    """Return drafts made one after the other, from logits (A, k, V) of one pass. anchor (A,): the tokens before the
+    first drafts. term: adds a term for the token before each draft to its logits; None if no draft changes the logits
+    of another. Settings that read history may make a distribution depend on earlier drafts."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for one in logits.unbind(1):

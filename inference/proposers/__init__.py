@@ -1,4 +1,4 @@
-"""The proposers, one file for each kind of draft; `kinds.KINDS` lists them."""
+"""The proposers, one file per kind of draft. `kinds.KINDS` lists them."""
 
 from inference.proposers.independent import Independent
 from inference.proposers.kinds import KINDS, kind_of

@@ -1,4 +1,4 @@
-"""The interface between drafting and the engine: what a proposer receives and what it returns."""
+"""The interface between drafting and the engine. It defines what a proposer receives and what it returns."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ Numbers = Sequence[int] | Sequence[list[int]]  # for each row one number, or a l
 
 @dataclass(frozen=True)
 class Host:
-    """The engine that a proposer drafts for: `rows` slots for rows and `spare` slots for prompts that wait, ids in [0,
-    vocabulary), texts of at most `context` tokens. target: a proposer may use its embeddings, head, layers and
-    cache."""
+    """The engine that a proposer drafts for. rows: number of slots for rows. spare: number of slots for prompts that
+    wait. vocabulary: ids are in [0, vocabulary). context: the largest number of tokens per text. target: the target; a
+    proposer may use its embeddings, head, layers and cache."""
 
     rows: int
     spare: int
@@ -35,9 +35,9 @@ class Host:
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """What `Proposer.load` needs besides the folder: the target with its `compatibility.hash_target`, and the folder's
-    metadata, None for a folder that was not exported by this package. compile: whether passes are compiled, see
-    `Engine`. tokenizer: the target's, None if it is unknown."""
+    """The arguments of `Proposer.load` besides the folder. target, hashes: the target and its
+    `compatibility.hash_target`. metadata: the folder's metadata, None for a folder that was not exported by this
+    package. compile: whether passes are compiled, see `Engine`. tokenizer: the target's, None if it is unknown."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
@@ -47,24 +47,26 @@ class LoadArguments:
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft was trained to draft its likeliest tokens, or planned with a tree of likeliest children."""
+        """Return whether the draft was trained to draft its likeliest tokens, or planned with a tree of likeliest
+        children."""
         return self.metadata is not None and (
             self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The planned tree of drafts, as `Independent(shape=)` takes it; None: chains."""
+        """Return the planned tree of drafts, in the form of `Independent(shape=)`, or None for chains."""
         return None if self.metadata is None or self.metadata.tree is None else tuple(self.metadata.tree.parents)
 
 
 class Proposal(NamedTuple):
-    """x (A, N): drafted ids; q (A, N, V): the exact distributions they were drawn from; k: the number of drafts of each
-    row.
+    """The drafts of a round. x (A, N): drafted ids. q (A, N, V): the exact distributions they were drawn from. k: the
+    number of drafts per row. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i -
+    1.
 
-    A distribution of NaN says that the draft had no token there; entries after it, and entries past k_b, are ignored.
-    q None: every draft is deterministic, with a one-hot distribution. x and q may be on another device than the target;
-    the engine moves them. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent i - 1.
+    A distribution of NaN means that the draft had no token there. Entries after it, and entries past k_b, are ignored.
+    If q is None, every draft is deterministic, with a one-hot distribution. x and q may be on another device than the
+    target; the engine moves them.
     """
 
     x: Tensor
@@ -74,9 +76,9 @@ class Proposal(NamedTuple):
 
 
 class Siblings(NamedTuple):
-    """The nodes of one level of a tree that have children. most: the largest number of children. For each node: paths,
-    the nodes from the anchor down to it; first, the number of its first child; keys (n,), its column in a pass, 0 for
-    the anchor and i + 1 for node i, on the device of the draft."""
+    """The nodes of one level of a tree that have children. most: the largest number of children. paths: for each node,
+    the nodes from the anchor down to it. first: for each node, the number of its first child. keys (n,): for each node,
+    its column in a pass, on the device of the draft; 0 for the anchor and i + 1 for node i."""
 
     most: int
     paths: tuple[tuple[int, ...], ...]
@@ -87,11 +89,13 @@ class Siblings(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of a round.
 
-    valid: for each row, how many tokens of its text agree with the stored keys and values; 0: discard the whole slot,
-    it may contain NaN. accepted (A,) int64: accepted drafts of each row, on the target's device. states: layer -> (A,
-    K+1, D) of the target's pass: column 0 is the anchor, column j the j-th draft, along the accepted path of a tree; of
-    row b only columns 0 .. accepted_b have a meaning. The states are valid until the target's next pass; copy them if
-    they are needed later. path (A, D): the accepted nodes of each row's tree, -1 past the last; None for a chain.
+    valid: for each row, how many tokens of its text agree with the stored keys and values. 0 means that the slot may
+    contain NaN and must be discarded. accepted (A,): number of accepted drafts per row, int64, on the target's device.
+    path (A, D): the accepted nodes of each row's tree, -1 past the last; None for a chain.
+
+    states: layer -> (A, K+1, D), of the target's pass. Column 0 is the anchor, column j the j-th draft along the
+    accepted path. Only columns 0 .. accepted_b of row b have a meaning. The states are valid until the target's next
+    pass; copy them if they are needed later.
     """
 
     valid: Sequence[int]
@@ -101,92 +105,98 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round for a proposer: the texts so far, how many tokens to draft, and the only functions for distributions
-    and draws."""
+    """One round as a proposer sees it. It has the texts so far, how many tokens to draft, and the only functions for
+    distributions and draws."""
 
     k: list[int]
 
     @property
     def texts(self) -> Sequence[list[int]]:
-        """Prompt and emitted tokens of each row."""
+        """Return the prompt and the emitted tokens of each row."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, V) after `drafted` ids (A,) each -> distribution (A, V) under each row's sampling settings."""
+        """Return the distributions (A, V) under each row's sampling settings. logits (A, V): after `drafted`, ids (A,)
+        per draft."""
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy whole numbers to the device, one or equally many for each row. The round's first call also carries the
-        engine's own numbers, so that a round makes one copy. k: drafts of each row, if they differ from the round's
-        `k`. Returns the tensors by name, with the last token of each text as `anchor` (A, 1) and its position as `read`
-        (A,)."""
+        """Copy whole numbers to the device, one or equally many per row. The round's first call also carries the
+        engine's own numbers, so that a round makes one copy. k: drafts per row, if they differ from the round's `k`.
+
+        Returns the tensors by name, with the last token of each text as `anchor` (A, 1) and its position as `read`
+        (A,).
+        """
 
     @property
     def temperatures(self) -> list[float] | None:
-        """The temperature of each row, 0 for one-hot distributions, if distributions are softmax(logits / temperature)
-        and draws use the inverse CDF; None if `probs` or `draw` do more than that."""
+        """Return the temperature of each row, 0 for one-hot distributions. The distributions are then softmax(logits /
+        temperature), and draws use the inverse CDF. Return None if `probs` or `draw` do more than that."""
 
     @property
     def temperature(self) -> Tensor:
-        """The temperature of each row (A,), on the device, whatever the other settings are; a new tensor when rows come
-        or go."""
+        """Return the temperature of each row (A,), on the device, whatever the other settings are. The tensor is a new
+        one when rows come or go."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Uniforms (A, depths) and temperatures (A,) on the device."""
+        """Return uniforms (A, depths) and temperatures (A,), on the device."""
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Ids (A,) drawn from distribution (A, V) with the noise of this depth (0-based)."""
+        """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The next level of a tree of drafts: logits (A, n, V) after n nodes, x (A, M) drafted so far -> children
-        (A, n, m) in the order of verification, and the distributions (A, n, m, V) they were drawn from.
+        """Return the next level of a tree: children (A, n, m) in the order of verification, and the distributions (A,
+        n, m, V) they were drawn from. logits (A, n, V): after n nodes. x (A, M): drafted so far.
 
-        They are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest tokens
-        with one-hot distributions."""
+        The children are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
+        tokens with one-hot distributions.
+        """
 
     @property
     def shared(self) -> bool:
-        """Whether drafts are drawn with the same noise as the target's tokens."""
+        """Return whether drafts are drawn with the same noise as the target's tokens."""
 
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Ids (A,) drawn from distribution (A, V) with the noise of the target's tokens, at a depth (A,) of each
-        row."""
+        """Return ids (A,) drawn from distributions (A, V) with the noise of the target's tokens. depth (A,): the depth
+        of each row."""
 
     @property
     def reads_history(self) -> list[bool]:
-        """For each row, whether its settings read the text. If they do, `plain` does not give its distribution."""
+        """Return whether the settings of each row read the text. If they do, `plain` does not give the row's
+        distribution."""
 
     def plain(self, logits: Tensor) -> Tensor:
-        """Logits (A, ..., V) -> distributions (A, ..., V) for rows whose settings do not read the text."""
+        """Return the distributions (A, ..., V) for logits (A, ..., V), for rows whose settings do not read the text."""
 
     def inner(self, depths: int) -> Tensor:
-        """Uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance tests and
-        its last tokens. No other draw or test of the row uses them. Call `send` first."""
+        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance
+        tests and its last tokens. No other draw or test of the row uses them. Call `send` first."""
 
     def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
-        """Called when a dynamic tree selects the `count` largest of scores (A, ..., M), which are sums over `levels`
-        levels of log probabilities or logits. A check of the round records here which choices were close."""
+        """Report that a dynamic tree selects the `count` largest of scores (A, ..., M). The scores are sums over
+        `levels` levels of log probabilities or logits. This does nothing in an ordinary round. Exactness checks
+        override it to record which selections were nearly tied."""
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """The tensors, by name, that distributions and draws read; with `trees` also the tensors that draw children;
-        None if distributions or draws read more than tensors."""
+        """Return the tensors, by name, that distributions and draws read. Return None if they read more than tensors.
+        trees: also return the tensors that draw children."""
 
     def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """The same round, whose distributions and draws read `given`: other tensors with the names and shapes of
-        `inputs`."""
+        """Return the same round, but reading `given`: other tensors with the names and shapes of `inputs`."""
 
     @property
     def key(self) -> Hashable:
-        """Everything besides tensors that distributions and draws depend on."""
+        """Return a value that identifies everything besides tensors that distributions and draws depend on. Rounds with
+        equal keys can share a CUDA graph."""
 
     @property
     def steady(self) -> frozenset[str]:
-        """Names of those `inputs` whose values change only when the tensor is replaced."""
+        """Return the names of those `inputs` whose values change only when the tensor is replaced."""
 
 
 class RoundView:
-    """A round for one part of a proposer, to be subclassed. Methods that a subclass does not override call the round's.
-    k: drafts of each row. Implements `Round`."""
+    """A round for one part of a proposer, to be subclassed. It implements `Round`: methods that a subclass does not
+    override call those of the whole round. k: drafts per row."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k
@@ -254,16 +264,18 @@ class RoundView:
 
 
 class Proposer:
-    """Makes drafts. Slots [0, A) hold the active rows; all lists of rows are in this order.
+    """A maker of drafts. Each kind of draft is a subclass, which must define `propose` and those of the other methods
+    that it needs. Slots [0, A) hold the active rows; all lists of rows are in this order.
 
-    Each kind of draft is a subclass. It must define `propose`, and those of the other methods that it needs. A call
-    runs `open`; then `admit`, or `stage` and later `enter`, when prompts come; in each round `propose` and `commit`;
-    and `move` when rows leave.
+    An engine's call runs `open`. When prompts come, it runs `admit`, or `stage` and later `enter`. In each round it
+    runs `propose` and `commit`, and when rows leave, `move`.
+
     reads: the layers whose states the target's passes must return (see `passes.Pass`), () for none. greedy: whether it
     drafts the likeliest token, with a one-hot distribution. weights: the dtype of the draft's weights, None if it has
-    none. depths: the most drafts of a round, None for no limit. network_class: the class, with `from_pretrained`, of
-    the network in a draft folder of this kind; None: no weights. own_tokenizer: whether the folder's tokenizer may
-    differ from the target's. drafts_trees: whether the constructor takes `shape=`, the tree to draft.
+    none. depths: the largest number of drafts per round, None for no limit. network_class: the class, with
+    `from_pretrained`, of the network in a draft folder of this kind; None for no weights. own_tokenizer: whether the
+    folder's tokenizer may differ from the target's. drafts_trees: whether the constructor accepts `shape=`, the tree to
+    draft.
     """
 
     reads: tuple[int, ...] = ()
@@ -275,7 +287,7 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """A proposer from a draft folder of this kind (`proposers.KINDS`); `inference.load` calls it."""
+        """Return a proposer for a draft folder of this kind (`proposers.KINDS`). `inference.load` calls this."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
@@ -285,7 +297,7 @@ class Proposer:
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """The network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
+        """Return the network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
         `fits`."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
@@ -297,41 +309,42 @@ class Proposer:
 
     @property
     def context(self) -> int | None:
-        """After `open`: the longest text, in tokens, for which this proposer drafts; None for no limit."""
+        """Return the longest text, in tokens, for which this proposer drafts, or None for no limit. It is known after
+        `open`."""
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
-        """A causal LM, with slots for `rows` texts, whose distribution after a text is the proposer's at every depth,
-        so that one teacher-forced pass gives all distributions of the proposer. None if there is no such LM; then
-        forced rounds give them (`exactness.forced`)."""
+        """Return a causal LM, with slots for `rows` texts, whose distribution after a text is the proposer's at every
+        depth. One teacher-forced pass then gives all distributions of the proposer. Return None if there is no such LM;
+        then forced rounds give them (`exactness.forced`)."""
         return None
 
     def open(self, host: Host) -> None:
-        """Allocate slots for the host's rows and, after them, for its waiting prompts; drop the state of earlier
+        """Allocate slots for the host's rows and, after them, for its waiting prompts. Drop the state of earlier
         calls."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """New rows in slots low, low + 1, ...; all tokens of a prompt but its last may be stored now.
+        """Accept new rows in slots low, low + 1, ... All tokens of a prompt but its last may be stored now.
 
-        states: layer -> (A, n, D) of the target, column j at token j of a prompt; ignore columns from the prompt's last
-        token on. The states are valid until the target's next pass; copy them if they are needed later.
+        states: layer -> (A, n, D) of the target, column j for token j of a prompt. Ignore columns from the prompt's
+        last token on. The states are valid until the target's next pass; copy them if they are needed later.
         """
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """As `admit`, but in spare slots, for prompts that become rows later."""
+        """Accept prompts that become rows later. Arguments as in `admit`, but the slots are spare ones."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """The prompt staged in slot `source` becomes the row of slot `target`, which is the first free slot."""
+        """Make the prompt staged in slot `source` the row of slot `target`, which is the first free slot."""
 
     def propose(self, round: Round) -> Proposal:
-        """Draft up to round.k[b] tokens a row."""
+        """Draft up to round.k[b] tokens for each row b."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
         """Receive the outcome of the round, and drop the keys and values of rejected drafts."""
 
     def move(self, source: int, target: int) -> None:
-        """The last row, in slot `source`, moves to slot `target`; slot `source` is then free."""
+        """Move the last row from slot `source` to slot `target`. Slot `source` is then free."""
 
 
 class CompositeProposer(Proposer):
@@ -365,7 +378,7 @@ class CompositeProposer(Proposer):
 
 
 class SettingsNetwork(PreTrainedModel):
-    """The network of a kind without weights: only a config. Each kind sets the class of the config."""
+    """The network of a kind without weights. It has only a config, whose class each kind sets."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
@@ -374,9 +387,9 @@ class SettingsNetwork(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> Any:
-        """None."""
+        """Return None, since there are no weights."""
         return None
 
     def get_output_embeddings(self) -> Any:
-        """None."""
+        """Return None, since there are no weights."""
         return None

@@ -1,20 +1,21 @@
-"""A block draft: all tokens of a round in one pass, by layers that attend to the target's states (DFlash, 2602.06036).
+"""A block draft. It drafts all tokens of a round in one pass, by layers that attend to the target's states (DFlash,
+2602.06036).
 
-The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, are the keys and
-values of that token in every layer. The queries of a round are the anchor, which is the text's last token and not read
-by the target yet, and K masks after it. They attend to the context and to each other: to all of the block, or to the
-queries before them if the draft is causal. Mask i is at the position of draft i and predicts it.
+The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, give the keys and
+values of that token in every layer. The queries of a round are the anchor and K masks after it. The anchor is the
+text's last token, which the target has not read yet. The queries attend to the context and to each other: to all of the
+block, or only to earlier queries if the draft is causal. Mask i is at the position of draft i and predicts it.
 
-A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147), and a
-confidence head (`confidence`) predicts whether a draft is accepted. Names and shapes are those that engines load
-(`DFlashDraftModel`); the embedding is the target's, `mask_embedding` is ours.
+A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147). A confidence head
+(`confidence`) predicts whether a draft is accepted. Names and shapes are those that engines load (`DFlashDraftModel`).
+The embedding is the target's; `mask_embedding` is an addition of this project.
 
 Slot s of a cache has the keys and values of token s in all layers. A round first stores those of the accepted tokens,
 computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites.
 Slots hold the tokens that the target has read, all but the anchor: n tokens of a text use n - 1 slots.
 
-H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens a row, K
-drafts of a round, V vocabulary.
+H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens per row, K
+drafts per round, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,10 +37,10 @@ ARCHITECTURES = ["DFlashDraftModel"]
 
 
 class BlockConfig(EagleConfig):
-    """As `EagleConfig`; depths: drafts of a round, K. causal: whether a query attends to no later one. markov_rank: of
-    the Markov head, 0 for none. enable_confidence_head: whether the draft has a confidence head.
-    confidence_head_with_markov: whether that head reads rows of the Markov head too. dflash_config: `causal`, and the
-    layers by their outputs, as engines read them."""
+    """The config of a block draft. It extends `EagleConfig`. depths: drafts per round, K. causal: whether a query
+    attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. enable_confidence_head: whether
+    the draft has a confidence head. confidence_head_with_markov: whether that head also reads rows of the Markov head.
+    dflash_config: `causal`, and the layers by their outputs, in the form that engines read."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -59,7 +60,8 @@ class BlockConfig(EagleConfig):
 
 
 class BlockNetwork(FeatureNetwork):
-    """Decoder layers over the queries of a block. mask_embedding (H,): the embedding of a mask."""
+    """The network of a block draft: decoder layers over the queries of a block. mask_embedding (H,): the embedding of a
+    mask."""
 
     config_class: Any = BlockConfig
     _keep_in_fp32_modules_strict = {"confidence_head"}
@@ -76,7 +78,7 @@ class BlockNetwork(FeatureNetwork):
         self.post_init()
 
     def add_confidence_head(self) -> None:
-        """Add a confidence head, which is yet to be fitted, if the network has none."""
+        """Add a confidence head, not fitted yet, if the network has none."""
         if not self.config.enable_confidence_head:
             self.config.enable_confidence_head = True
             self.config.confidence_head_with_markov = bool(self.config.markov_rank)
@@ -87,8 +89,8 @@ class BlockNetwork(FeatureNetwork):
         return ConfidenceHead(self.config.hidden_size + rank)
 
     def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The probability (...) that each draft is accepted if all before it were. states (..., H): of the drafts'
-        masks. before (...): the token drafted before each, the anchor for the first. log_probs: as in
+        """Return the probability (...) that each draft is accepted if all before it were. states (..., H): of the
+        drafts' masks. before (...): the token drafted before each draft, the anchor for the first. log_probs: see
         `ConfidenceHead`."""
         rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
         confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
@@ -99,19 +101,20 @@ class BlockNetwork(FeatureNetwork):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n, 1, D): of
-        the tokens' positions, see `angles`."""
+        """Return keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n, 1,
+        D): of the tokens' positions, see `angles`."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
 
     def queries(self, embedded: Tensor, K: int) -> Tensor:
-        """Embeddings (..., H) of anchors -> (..., 1 + K, H) of their blocks."""
+        """Return the queries (..., 1 + K, H) of blocks whose anchors have these embeddings (..., H)."""
         masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Queries (A, n, H) -> the states (A, n, H) that `head` reads, by the attention of each layer."""
+        """Return the states (A, n, H) that `head` reads, for queries (A, n, H). attends: the attention of each
+        layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         states: Tensor = self.norm(x)
@@ -135,7 +138,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Projections, with a norm of each head's queries and keys."""
+    """The projections of a layer, with a norm of each head's queries and keys."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -155,11 +158,12 @@ class _Attention(nn.Module):
 
 
 class Block(Eagle):
-    """Drafts k tokens from one pass over a block of masks, for the target that its network was trained for.
+    """A proposer that drafts k tokens from one pass over a block of masks. It drafts for the target that its network
+    was trained for.
 
-    If the draft is not causal, a mask sees all masks of its block, so each round reads as many as in training, and a
-    row's distributions depend on nothing else in its batch. The config limits the number of drafts to that of training.
-    Arguments as in `Eagle`.
+    If the draft is not causal, a mask sees all masks of its block. Each round therefore reads as many masks as in
+    training, and a row's distributions do not depend on the other rows of its batch. The config limits the number of
+    drafts to that of training. Arguments as in `Eagle`.
     """
 
     network_class = BlockNetwork
@@ -172,7 +176,7 @@ class Block(Eagle):
         self.depths = network.config.depths
 
     def _masks(self, K: int) -> int:
-        """Masks of a pass that drafts K tokens."""
+        """Return the number of masks in a pass that drafts K tokens."""
         return K if self.network.config.causal else self.network.config.depths
 
     def _room_for(self, K: int) -> int:
@@ -196,7 +200,7 @@ class Block(Eagle):
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Store keys and values of tokens with the features (A, n, H); their ids do not matter."""
+        """Store keys and values of tokens with the features (A, n, H). Their ids do not matter."""
         context = self.network.context(features, *self._angles(window.positions))
         for layer, (k, v) in enumerate(context):
             self._store(layer, window, k, v)

@@ -1,4 +1,4 @@
-"""A draft conditioned on the temperature: one small causal LM for rows of any temperature.
+"""A draft conditioned on the temperature. One small causal LM drafts for rows of any temperature.
 
 The network is a causal LM with a scale for each temperature in its config (`KNOTS`); the states that the head reads are
 multiplied by the scale. The scale is one more module of the LM. The other weights keep their names, so the weights of
@@ -27,7 +27,7 @@ TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
 
 
 def put_scale(network: PreTrainedModel) -> nn.Module:
-    """Put a scale of 1 at every temperature of the LM's config on the LM, and return it."""
+    """Add a scale to the LM, with value 1 at every temperature of its config, and return the scale."""
     width = network.config.get_text_config().hidden_size
     scale = nn.Embedding(len(knots_of(network.config)), width, dtype=network.dtype, device=network.device)
     if not scale.weight.is_meta:
@@ -37,14 +37,14 @@ def put_scale(network: PreTrainedModel) -> nn.Module:
 
 
 class ConditionedNetwork(CausalLM):
-    """The network class of a conditioned draft folder: the LM with its scale. Raises ValueError for a config without
+    """The network class of a conditioned draft folder: an LM with its scale. Raises ValueError for a config without
     temperatures."""
 
     parts = (*CausalLM.parts, Part((KNOTS,), put_scale, required=True))
 
 
 def table_in(path: str | Path) -> Tensor:
-    """The scale (n, D) of a local folder. Raises ValueError if it has none."""
+    """Return the scale (n, D) of a local folder. Raises ValueError if it has none."""
     tensors = tensors_of(path)
     if TABLE not in tensors:
         raise ValueError(f"{path}: tensor {TABLE} is missing")
@@ -52,17 +52,17 @@ def table_in(path: str | Path) -> Tensor:
 
 
 def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
-    """Add a scale to the LM, 1 at every temperature before training, and return the LM. Raises ValueError for
-    temperatures that are empty, equal or not in rising order."""
+    """Add a scale to the LM, with value 1 at every temperature before training, and return the LM. Raises ValueError
+    unless the temperatures are at least one, different and in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
-        raise ValueError(f"temperatures {list(temperatures)}: at least one, each once, in rising order")
+        raise ValueError(f"temperatures {list(temperatures)}: give at least one, each once, in rising order")
     network.config.update({KNOTS: list(temperatures)})
     put_scale(network)
     return network
 
 
 def knots_of(config: PretrainedConfig) -> list[float]:
-    """The temperatures in a network's config. Raises ValueError if there are none."""
+    """Return the temperatures in a network's config. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
         raise ValueError(f"{KNOTS}: the config of a conditioned draft must list its temperatures")
@@ -70,14 +70,14 @@ def knots_of(config: PretrainedConfig) -> list[float]:
 
 
 class Scale:
-    """The scale of a network on its device, at any temperature."""
+    """The scale of a network on its device. `at` gives it for any temperature."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.table = network.get_parameter(TABLE)
         self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
 
     def at(self, temperature: Tensor) -> Tensor:
-        """The factors of the states that the head reads: temperature (...) -> (..., D), float32 at least."""
+        """Return the factors (..., D) of the states that the head reads, for temperatures (...); float32 at least."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -89,9 +89,10 @@ class Scale:
 
 
 class Conditioned(Independent):
-    """Drafts as `Independent`, but multiplies the states that the head reads by the scale of each row's temperature.
+    """A proposer like `Independent`, but the states that the head reads are multiplied by the scale of each row's
+    temperature.
 
-    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`;
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`.
     greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
     """
 
@@ -108,7 +109,8 @@ class Conditioned(Independent):
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """None: the distribution depends on the row's temperature, which teacher-forced passes do not have."""
+        """Return None, since the distribution depends on the row's temperature, which teacher-forced passes do not
+        have."""
         return None
 
     def open(self, host: Host) -> None:

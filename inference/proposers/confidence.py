@@ -1,8 +1,9 @@
-"""A confidence head: the probability that the next draft is accepted if all drafts before it were (DSpark, 2607.05147).
+"""A confidence head. It predicts whether the next draft is accepted if all drafts before it were (DSpark, 2607.05147).
 
-It reads what the draft's head reads at that depth, the row of the token drafted before if the draft has a Markov head,
-and four numbers of the draft's distribution q, see `measures`. It reads nothing of the token that it decides about. So
-a policy that ends a round by it changes no distribution that a draft is drawn from, and verification stays exact.
+It reads what the draft's head reads at that depth, and four numbers of the draft's distribution q, see `measures`. If
+the draft has a Markov head, it also reads the row of the token drafted before. It reads nothing of the token that it
+decides about. A policy that uses it to end a round therefore changes no distribution that a draft is drawn from, and
+verification stays exact.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ MEASURES = 4
 
 
 def measures(log_probs: Tensor) -> Tensor:
-    """log q (..., V) -> (..., 4): entropy of q (nats), probability of the likeliest token, its logarithm, and its
-    margin over the second likeliest token."""
+    """Return four numbers (..., 4) of log q (..., V): entropy of q (nats), probability of the likeliest token, its
+    logarithm, and its margin over the second likeliest token."""
     log_probs = wide(log_probs)
     first, second = log_probs.topk(2).values.unbind(-1)
     entropy = torch.special.entr(log_probs.exp()).sum(-1)
@@ -28,10 +29,10 @@ def measures(log_probs: Tensor) -> Tensor:
 
 
 class ConfidenceHead(nn.Module):
-    """Two linear maps to a logit, each usable alone. `proj` reads `width` numbers of the draft's state; its name
-    and shape are those that engines load. `with_q` reads the measures of q too.
+    """Two linear maps to a logit, each usable alone. `proj` reads `width` numbers of the draft's state; its name and
+    shape are those that engines load. `with_q` reads the measures of q too.
 
-    The weights are not trained with the draft's: they are fitted to the finished draft
+    The weights are not trained with the draft's. They are fitted to the finished draft
     (`cotrain.evaluation.confidence`), and stay float32 when the network is cast. Before that all probabilities are 1/2.
     """
 
@@ -46,15 +47,15 @@ class ConfidenceHead(nn.Module):
         return self.proj.in_features
 
     def forward(self, read: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """The draft's state (..., width) -> probabilities (...), in float32 at least. log_probs (..., V): log q at the
-        row's temperature, before any cut; None: the probability by the state alone."""
+        """Return probabilities (...) for the draft's states (..., width), in float32 at least. log_probs (..., V): log
+        q at the row's temperature, before any cut. If it is None, the probabilities follow from the states alone."""
         read, by = wide(read), self.proj
         if log_probs is not None:
             read, by = torch.cat((read, measures(log_probs).to(read)), -1), self.with_q
         return torch.sigmoid(F.linear(read, by.weight.to(read), by.bias.to(read)).squeeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply moves to a device but no casts."""
+        """Apply moves to a device, but no casts."""
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)

@@ -1,18 +1,18 @@
 """A feature draft: one decoder layer over the target's states of each token (EAGLE-3, Li et al. 2025, 2503.01840).
 
-Its input is a sequence of pairs. Pair s is the target's features of token s and the embedding of token s + 1; the
+Its input is a sequence of pairs. Pair s is the target's features of token s and the embedding of token s + 1. The
 output of one decoder layer over pairs 0 .. s predicts token s + 2. Features are states of three layers, joined by `fc`.
 For a token that the target has not read yet, the output of the draft's layer at the pair before is used instead. Names
-and shapes are those that engines load (`LlamaForCausalLMEagle3`); the embedding is the target's and not part of the
+and shapes are those that engines load (`LlamaForCausalLMEagle3`). The embedding is the target's and not part of the
 network.
 
 While serving, keys and values of pair s are in slot s of a cache of one layer. A round first stores the pairs of the
 accepted tokens, with the features of the target's pass. Then it drafts with pairs that have the draft's own features;
-the next round overwrites these. In a tree of drafts the pair of node i is in slot anchor + 1 + i, the anchor being the
-text's last pair (see `Tree`).
+the next round overwrites these. In a tree of drafts the pair of node i is in slot anchor + 1 + i. Here the anchor is
+the text's last pair (see `Tree`).
 
 H width of the target's states and of the draft, Vd tokens in the draft's vocabulary, V in the target's, A rows, n pairs
-a row, K drafts of a round.
+per row, K drafts per round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """The low, middle and high layer whose states the draft reads, for a target of L layers, numbered as in
-    `models.passes`: 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
+    """Return the low, middle and high layer whose states the draft reads, for a target of L layers. Numbered as in
+    `models.passes`, they are 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -54,16 +54,16 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:
-    """Layer numbers by inputs -> layer numbers by outputs: the input of layer i is the output of i - 1, or of -1, the
-    embeddings."""
+    """Convert layer numbers by inputs to layer numbers by outputs. The input of layer i is the output of layer i - 1;
+    for i = 0 it is the embeddings, numbered -1."""
     return [layer - 1 for layer in layers]
 
 
 class EagleConfig(PretrainedConfig):
-    """The config of a folder in the EAGLE-3 format. depths: how many drafts of a round it was trained for.
-    head_rank: the rank of a low-rank head, which the format does not have; None: a whole head.
+    """The config of a folder in the EAGLE-3 format. depths: how many drafts per round it was trained for. head_rank:
+    the rank of a low-rank head, which the format does not have; None for a whole head.
 
-    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. `eagle_config`: the
+    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: the
     same states for SGLang, as numbers of the layers whose outputs they are. If only `eagle_config` is given, its
     numbers mean inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
     """
@@ -109,7 +109,7 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
+        """Return the states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
@@ -142,11 +142,11 @@ class FeatureNetwork(PreTrainedModel):
         raise NotImplementedError(f"{type(self).__name__}.add_layers")
 
     def get_input_embeddings(self) -> Any:
-        """None: it reads the target's embeddings."""
+        """Return None, since the network reads the target's embeddings."""
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save, with the architecture name that engines load."""
+        """Save the network, with the architecture name that engines load."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -156,8 +156,8 @@ class FeatureNetwork(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's, or for a pruned
-        vocabulary of wrong ids."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's, or if a pruned
+        vocabulary has wrong ids."""
         same_sizes(self.config, target, where)
         layers = target.config.get_text_config().num_hidden_layers
         if max(self.config.layers) >= layers:
@@ -168,36 +168,39 @@ class FeatureNetwork(PreTrainedModel):
                 raise ValueError(f"{where}: tensor t2d: it does not mark the tokens that d2t names")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """The target's states (..., H) by layer -> features (..., H)."""
+        """Return the features (..., H) of the target's states (..., H), which are given by layer."""
         joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
-        """States (..., H) after `norm` -> logits (..., vocabulary), -inf for tokens outside the draft's vocabulary."""
+        """Return logits (..., vocabulary) of states (..., H) after `norm`. Tokens outside the draft's vocabulary get
+        -inf."""
         return self.spread(self.lm_head(states), vocabulary)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Logits (..., Vd) of the draft's tokens -> (..., vocabulary), -inf for tokens outside its vocabulary."""
+        """Return logits (..., vocabulary) from logits (..., Vd) of the draft's tokens. Tokens outside its vocabulary
+        get -inf."""
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread(logits, self.known, size)[..., :vocabulary]
 
     def term(self, vocabulary: int) -> Term | None:
-        """The function that gives the Markov head's term for the logits after a token; None without such a head."""
+        """Return the function that gives the Markov head's term for the logits after a token, or None without such a
+        head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
     @property
     def known(self) -> Tensor:
-        """The target's ids (Vd,) of the tokens in the draft's vocabulary."""
+        """Return the target's ids (Vd,) of the tokens in the draft's vocabulary."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @torch.no_grad()
     def know(self, ids: Sequence[int], rows: Tensor | None = None) -> None:
-        """Set the draft's vocabulary to these target ids, Vd in ascending order; rows (V, H): initial weights of the
-        head, of all target ids."""
+        """Set the draft's vocabulary to these Vd target ids, in ascending order. rows (V, H): initial weights of the
+        head, for all target ids."""
         chosen = torch.tensor(list(ids), device=self.lm_head.weight.device)
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         self.t2d.zero_()[chosen] = True
@@ -205,14 +208,15 @@ class FeatureNetwork(PreTrainedModel):
             fill(self.lm_head, rows[chosen.to(rows.device)].to(chosen.device))
 
     def lower_head(self, rank: int) -> None:
-        """Replace a whole head by the nearest product of this rank. Raises ValueError for a rank above its sizes."""
+        """Replace a whole head by the nearest product of this rank. Raises ValueError for a rank above the smaller
+        size."""
         whole = self.lm_head.weight.detach()
         head = projection(self.config.hidden_size, len(whole), rank).to(whole.device, whole.dtype)
         fill(head, whole)
         self.lm_head, self.config.head_rank = head, rank
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (..., 1, D) at positions (...); the sign of the rotation is in sin."""
+        """Return cos and sin (..., 1, D) at positions (...). `sin` carries the sign of the rotation."""
         size = self.config.head_dim
         steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
         turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
@@ -221,7 +225,7 @@ class FeatureNetwork(PreTrainedModel):
 
 
 class EagleNetwork(FeatureNetwork):
-    """One decoder layer over pairs."""
+    """The network of a feature draft: one decoder layer over pairs."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -231,8 +235,8 @@ class EagleNetwork(FeatureNetwork):
         self.midlayer = _Layer(config)
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Embeddings and features of pairs (A, n, H) -> (A, n, H), which `head` reads after `norm` and which replace
-        the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
+        """Return the output (A, n, H) for embeddings and features of pairs (A, n, H). `head` reads it after `norm`, and
+        it replaces the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
         size = self.config.head_dim
@@ -243,7 +247,7 @@ class EagleNetwork(FeatureNetwork):
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm in the precision of its weight: float32 in mixed-precision training."""
+    """An RMS norm in the precision of its weight, which is float32 in mixed-precision training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -284,7 +288,7 @@ class Gated(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(A, n, heads, D) rotated by the angles of its positions."""
+    """Rotate x (A, n, heads, D) by the angles of its positions."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -292,11 +296,12 @@ FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stor
 
 
 class Eagle(Proposer):
-    """Drafts with an `EagleNetwork` for the target that it was trained for, on the target's device.
+    """A proposer that drafts with an `EagleNetwork`. It drafts for the target that the network was trained for, on the
+    target's device.
 
     It drafts nothing for a text of one token, since the target has read no token yet. greedy: draft the likeliest
-    tokens, with one-hot distributions. compile: whether rounds on a GPU are CUDA graphs; None: if the target's passes
-    are. shape: the trees to draft, as in `Independent`; None: chains.
+    tokens, with one-hot distributions. compile: whether rounds on a GPU are CUDA graphs; None if they are for the
+    target. shape: the trees to draft, as in `Independent`; None for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -318,8 +323,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """A proposer from a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if the
-        target's sizes differ."""
+        """Return a proposer for a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if
+        the target's sizes differ."""
         network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -389,12 +394,12 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows with such
-        numbers end or get no drafts."""
+        """Return the features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows
+        with such numbers end or get no drafts."""
         return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """The drafts of a round; rows without a pair get none."""
+        """Return the drafts of a round. Rows without a pair get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -414,12 +419,13 @@ class Eagle(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _room_for(self, K: int) -> int:
-        """Number of slots that a round of K depths needs after the pairs that are not stored yet."""
+        """Return the number of slots that a round of K depths needs after the pairs that are not stored yet."""
         return self.branching.room if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
-        """For the pairs that slots lack: ids of their second tokens (A, width), features (A, width, H), `pairs` (A,),
-        the position of the first pair, and `only` (A,), the column of the last pair; later columns are not read."""
+        """Return the inputs for the pairs that slots lack: ids of their second tokens (A, width), and features (A,
+        width, H). Also return `pairs` (A,), the position of the first pair, and `only` (A,), the column of the last
+        pair; later columns are not read."""
         tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
@@ -430,8 +436,8 @@ class Eagle(Proposer):
         return given | {"features": self.features[: len(k), :width]}
 
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, but by a CUDA graph recorded for these shapes; None if distributions read more than
-        tensors."""
+        """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None if distributions
+        read more than tensors."""
         inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
         if inputs is None or self.replays is None:
@@ -446,7 +452,7 @@ class Eagle(Proposer):
         return drafts
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
+        """Return the drafts of K depths and the distributions they were drawn from, as a function of tensors."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         A, anchor = len(ids), pairs + only
@@ -463,7 +469,7 @@ class Eagle(Proposer):
         return one_by_one(K, logits, follow, by_round(round, self.greedy))
 
     def _logits(self, output: Tensor) -> Tensor:
-        """Output of the layer (A, n, H) -> (A, n, V)."""
+        """Return logits (A, n, V) for outputs (A, n, H) of the layer."""
         return self.network.head(self.network.norm(output), self.vocabulary)
 
     @property
@@ -472,7 +478,7 @@ class Eagle(Proposer):
         return self.host.vocabulary
 
     def _slots(self, limit: int) -> int:
-        """Make room for `limit` slots; returns how many of them to read."""
+        """Make room for `limit` slots, and return how many of them to read."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
         if self.table is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -480,21 +486,21 @@ class Eagle(Proposer):
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """The output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the window's
-        slots and reads the slots up to its limit."""
+        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the
+        window's slots and reads the slots up to its limit."""
         attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
         embedded = self.embedding(ids).to(features.dtype)
         return self.network.layer(embedded, features, *self._angles(window.positions), attend)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
+        """Return cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
         assert self.table is not None
         cos, sin = (part[positions] for part in self.table)
         return cos, sin
 
     def _attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Attention of a layer that stores the new keys and values in the window's slots, then reads the slots up to
-        its limit under a mask (A, 1, n, limit) to add to scores."""
+        """Return the attention of a layer. It stores the new keys and values in the window's slots, then reads the
+        slots up to the window's limit. mask (A, 1, n, limit): added to the scores."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -540,13 +546,14 @@ class Eagle(Proposer):
         self.waiting.pop()
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy a row's slot; its entry in the lists is at `target` already."""
+        """Copy a row's slot. The row's entry in the lists is already at `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
-    """The slots of the pairs of n drafts a row. anchor (A,): slots of the texts' last pairs; limit: slots to read."""
+    """Return the window of the pairs of n drafts per row. anchor (A,): slots of the texts' last pairs. limit: number of
+    slots to read."""
     if nodes.tree is None:
         return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
     return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

@@ -1,11 +1,11 @@
-"""Early exit: the target's first layers draft, on the target's own keys and values.
+"""Early exit. The target's first layers draft, on the target's own keys and values.
 
 The draft reads the keys and values that the target's first layers stored for the text, so nothing is computed or stored
 twice. Drafts are written into the target's slots. The pass that verifies them overwrites their keys and values before
-it reads any, so the text is the same as without a draft, to the bit.
+it reads them, so the text is the same as without a draft, to the bit.
 
 The weights of a draft are a norm and low-rank changes of the first layers, which apply to drafts only. The draft model
-is built from the target's modules and tensors; changed weights are copies, so the target is not changed.
+is built from the target's modules and tensors. Changed weights are copies, so the target is not changed.
 
 L layers, r the rank, D width.
 """
@@ -38,9 +38,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class ExitConfig(PretrainedConfig):
-    """num_hidden_layers: decoder layers of the target that draft. rank: of the low-rank change of each of their
-    projections, 0 for no change. depths: how many drafts of a round it was trained for. projections: name in a layer
-    -> (out, in)."""
+    """The config of an early exit. num_hidden_layers: number of the target's decoder layers that draft. rank: rank of
+    the change of each projection, 0 for no change. depths: how many drafts per round it was trained for. projections:
+    name in a layer -> (out, in)."""
 
     model_type = "cotrain_early_exit"
 
@@ -59,7 +59,8 @@ class ExitConfig(PretrainedConfig):
 
 
 class Change(nn.Module):
-    """up @ down is added to a weight (out, in) (LoRA: Hu et al. 2021, 2106.09685); 0 before training."""
+    """A low-rank change of a weight (out, in): up @ down is added to it (LoRA: Hu et al. 2021, 2106.09685). It is 0
+    before training."""
 
     def __init__(self, out: int, inside: int, rank: int) -> None:
         super().__init__()
@@ -68,7 +69,8 @@ class Change(nn.Module):
 
 
 class ExitNetwork(PreTrainedModel):
-    """norm (D,): the weight of the exit's norm. layers: the `Change` of each projection of each layer."""
+    """The weights of an early exit. norm (D,): the weight of the exit's norm. layers: the `Change` of each projection
+    of each layer."""
 
     config_class = ExitConfig
     base_model_prefix = "exit"
@@ -81,7 +83,7 @@ class ExitNetwork(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: `__init__` initialised them."""
+        """Do nothing, since `__init__` has initialised the weights."""
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's."""
@@ -96,10 +98,10 @@ class ExitNetwork(PreTrainedModel):
                                  "only serve the target that it was made for")  # fmt: skip
 
     def get_input_embeddings(self) -> Any:
-        """None: it uses the target's."""
+        """Return None, since the target's embeddings are used."""
 
     def get_output_embeddings(self) -> Any:
-        """None: it uses the target's."""
+        """Return None, since the target's head is used."""
 
 
 def _changes(config: ExitConfig) -> nn.ModuleDict:
@@ -112,8 +114,7 @@ def _key(name: str) -> str:
 
 
 class Changed(nn.Module):
-    """A projection with its change from column `first` of a pass on; columns before it use the target's weight
-    alone."""
+    """A projection with its change from column `first` of a pass on. Earlier columns use the target's weight alone."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -128,11 +129,11 @@ class Changed(nn.Module):
 
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
-    """The untrained exit after the first `layers` decoder layers: it applies the target's norm and head to the states
-    there. Raises ValueError for layers that the target lacks."""
+    """Return the untrained exit after the first `layers` decoder layers. It applies the target's norm and head to the
+    states there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     if not 0 < layers <= len(blocks):
-        raise ValueError(f"an exit after {layers} layers of a target of {len(blocks)}: give 1 .. {len(blocks)}")
+        raise ValueError(f"an exit after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}")
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
@@ -143,13 +144,13 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
 
 
 def projections(block: nn.Module) -> dict[str, list[int]]:
-    """The projections of a decoder layer: name -> [out, in]."""
+    """Return the projections of a decoder layer: name -> [out, in]."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """The norm after the decoder layers: the body's last module, other than the layers, with a weight of the model's
-    width. Raises ValueError if there is none."""
+    """Return the norm after the decoder layers. It is the body's last module, other than the layers, with a weight of
+    the model's width. Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
         if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
@@ -158,8 +159,8 @@ def final_norm(model: PreTrainedModel) -> Any:
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the target's embeddings, first `layers` decoder layers, norm and head: new modules that share the
-    target's tensors."""
+    """Return a model of the target's embeddings, first `layers` decoder layers, norm and head. Its modules are new, and
+    share the target's tensors."""
     shared = [*target.parameters(), *target.buffers()]
     model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
     del decoder_layers(model)[layers:]
@@ -171,8 +172,8 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """The target's first layers with the network's changes as trainable parameters; columns of a pass before `first`
-    use the unchanged layers."""
+    """Return the target's first layers with the network's changes as trainable parameters. Columns of a pass before
+    `first` use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -186,7 +187,8 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """The target's first layers with the network's changes, added to copies of the weights in the target's dtype.
+    """Return the target's first layers with the network's changes, added to copies of the weights in the target's
+    dtype.
 
     The result is cached, and built again when the network or the target has changed. Projections that are not plain
     `Linear` (quantised ones) have the change as a module.
@@ -211,7 +213,7 @@ def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _added(plain: nn.Linear, change: Change) -> nn.Linear:
-    """The projection with its change in its weight."""
+    """Return the projection with its change added to its weight."""
     wide = torch.promote_types(plain.weight.dtype, torch.float32)
     down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
     plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # the module is a copy
@@ -223,10 +225,10 @@ def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 class EarlyExit(Independent):
-    """Drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip: Elhoushi et al.
-    2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
+    """A proposer that drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip:
+    Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
-    With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
+    With changes, the distribution of a draft depends on its depth. Keys and values of earlier drafts come from the
     changed layers, those of the text from the target. greedy, compile, shape: as in `Independent`. Raises ValueError
     for another target.
     """
@@ -244,7 +246,7 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
+        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
         differ."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
@@ -258,7 +260,7 @@ class EarlyExit(Independent):
 
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
-            raise ValueError("EarlyExit drafts with the layers of its own target: make it with the engine's model")
+            raise ValueError("EarlyExit: its target is not the engine's model: make it with that model")
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:
@@ -268,20 +270,20 @@ class EarlyExit(Independent):
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Nothing: the target stores prompts."""
+        """Do nothing, since the target stores prompts."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Nothing: the target stores prompts."""
+        """Do nothing, since the target stores prompts."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """Nothing: the target moves its slots."""
+        """Do nothing, since the target moves its slots."""
 
     def propose(self, round: Round) -> Proposal:
         self.stored = [len(text) - 1 for text in round.texts]
         return super().propose(round)
 
     def commit(self, outcome: Outcome) -> None:
-        """Nothing: drafts are overwritten."""
+        """Do nothing, since drafts are overwritten."""
 
     def move(self, source: int, target: int) -> None:
-        """Nothing: the target moves its slots."""
+        """Do nothing, since the target moves its slots."""

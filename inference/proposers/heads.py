@@ -1,9 +1,9 @@
 """Draft heads on the target's newest state: Medusa (Cai et al. 2024, 2401.10774) and Hydra (Ankner et al. 2024,
-2402.05109), their networks as they are trained and served, and the proposers.
+2402.05109). This module has their networks, for training and for serving, and the proposers.
 
 Head j predicts the token j + 2 positions after the token whose state it reads. The newest state of a round is that of
 the token before the anchor, so head 0 predicts the first new token. The target's own head makes the logits. Medusa's
-heads see neither the anchor nor each other's drafts; Hydra's heads also read the embeddings of the j + 1 tokens
+heads see neither the anchor nor each other's drafts. Hydra's heads also read the embeddings of the j + 1 tokens
 between: the anchor and the drafts before their own.
 
 K heads or drafts, L blocks of each head, D width of the target's states, N states, A rows, V vocabulary.
@@ -32,8 +32,8 @@ Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids af
 
 
 class MedusaConfig(PretrainedConfig):
-    """hidden_size D and vocab_size of the target; num_heads K; num_hidden_layers L: vLLM's keys. markov_rank: of the
-    Markov head, 0 for none."""
+    """The config of Medusa heads. hidden_size D, vocab_size: of the target. num_heads K, num_hidden_layers L: vLLM's
+    keys. markov_rank: rank of the Markov head, 0 for none."""
 
     model_type = "medusa"
 
@@ -47,7 +47,7 @@ class MedusaConfig(PretrainedConfig):
 
 
 class HydraConfig(MedusaConfig):
-    """num_hidden_layers: hidden layers of each head, always 1."""
+    """The config of Hydra heads. num_hidden_layers: hidden layers of each head, always 1."""
 
     model_type = "hydra"
 
@@ -56,7 +56,7 @@ class HydraConfig(MedusaConfig):
 
 
 class HeadsNetwork(PreTrainedModel):
-    """The common part of both kinds of heads: the sizes of the target, and no embeddings."""
+    """The common part of both kinds of heads. It has the sizes of the target, and no embeddings."""
 
     base_model_prefix = ""
 
@@ -65,29 +65,29 @@ class HeadsNetwork(PreTrainedModel):
         self.markov_head: MarkovHead | None = None  # of the kinds that have one
 
     def get_input_embeddings(self) -> Any:
-        """None: the heads read the target's states."""
+        """Return None, since the heads read the target's states."""
         return None
 
     def get_output_embeddings(self) -> Any:
-        """None: the target's head makes the logits."""
+        """Return None, since the target's head makes the logits."""
         return None
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: `__init__` initialises them."""
+        """Do nothing, since `__init__` initialises the weights."""
 
     @property
     def depths(self) -> int:
-        """The most drafts of a round."""
+        """Return the largest number of drafts per round."""
         return int(self.config.num_heads)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from the heads'."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from those of the heads."""
         same_sizes(self.config, target, where)
 
 
 class MedusaNetwork(HeadsNetwork):
-    """weight (K, L, D, D), bias (K, L, D): x + silu(W x + b), block after block. Before training they are zero: then
-    every head returns the state unchanged."""
+    """The Medusa heads. Each block computes x + silu(W x + b), with weight (K, L, D, D) and bias (K, L, D). Both are
+    zero before training, so that every head returns the state unchanged."""
 
     config_class = MedusaConfig
 
@@ -101,8 +101,8 @@ class MedusaNetwork(HeadsNetwork):
         self.post_init()
 
     def states(self, newest: Tensor, heads: int) -> Tensor:
-        """newest (N, D) -> the states (heads, N, D) of the first `heads` heads, for the target's head; one batched
-        product per block."""
+        """Return the states (heads, N, D) of the first `heads` heads for the target's head, from newest (N, D). There
+        is one batched product per block."""
         x = newest.to(self.weight.dtype).expand(heads, *newest.shape)
         for weight, bias in zip(self.weight[:heads].unbind(1), self.bias[:heads].unbind(1), strict=True):
             x = x + F.silu(torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)))
@@ -110,11 +110,11 @@ class MedusaNetwork(HeadsNetwork):
 
 
 class HydraNetwork(HeadsNetwork):
-    """Head j of state s and embeddings e_0 .. e_j, each scaled to a mean square of 1: s + U_j silu(W_j s + b_j +
-    sum_i V_ij e_i). U is zero before training: then every head returns the state unchanged.
+    """The Hydra heads. Head j of state s and embeddings e_0 .. e_j, each scaled to a mean square of 1, gives s + U_j
+    silu(W_j s + b_j + sum_i V_ij e_i). U is zero before training, so that every head returns the state unchanged.
 
-    Token i (the anchor is token 0) is added to the sums of heads i, i + 1, ... by one product. state, out (K, D, D);
-    bias (K, D); tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
+    Token i (the anchor is token 0) is added to the sums of heads i, i + 1, ... by one product. state, out (K, D, D): W
+    and U. bias (K, D): b. tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
     """
 
     config_class = HydraConfig
@@ -129,26 +129,29 @@ class HydraNetwork(HeadsNetwork):
         self.post_init()
 
     def read_state(self, newest: Tensor, heads: int) -> Tensor:
-        """newest (N, D) -> sums (heads, N, D) of the first `heads` heads, before any token is added."""
+        """Return the sums (heads, N, D) of the first `heads` heads for newest (N, D), before a token is added."""
         x = newest.to(self.state.dtype).expand(heads, *newest.shape)
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """The sums (n, N, D) of heads i, i + 1, ... after adding token i, whose embeddings are (N, D) or (n, N, D)."""
+        """Return the sums (n, N, D) of heads i, i + 1, ... after adding token i. embedded: its embeddings, (N, D) or
+        (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
     def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
-        """The state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its tokens."""
+        """Return the state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its
+        tokens."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
 
 
 class DraftHeads(Proposer):
-    """Drafts with heads on the state of the token before the anchor, the newest one when a round begins.
+    """A proposer that drafts with heads on the state of the token before the anchor, the newest one when a round
+    begins.
 
-    network: the heads, used without a change; greedy: draft argmax q with a one-hot distribution instead of drawing
-    from q. shape: the trees to draft, as in `Independent`; None: chains. A prompt of one token has no state, so its
+    network: the heads, used without a change. greedy: draft argmax q with a one-hot distribution instead of drawing
+    from q. shape: the trees to draft, as in `Independent`; None for chains. A prompt of one token has no state, so its
     first round drafts nothing. If the target's passes are CUDA graphs (`graphs`), all drafts of a round are one graph.
     """
 
@@ -167,8 +170,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """A proposer from a draft folder. Raises the errors of `load_draft`, and ValueError for a target of other
-        sizes."""
+        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
+        differ."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -181,8 +184,8 @@ class DraftHeads(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Raises ValueError if the target's sizes differ from the heads', and for a shape that the heads cannot
-        draft."""
+        """Allocate the states. Raises ValueError if the target's sizes differ from those of the heads, and for a shape
+        that the heads cannot draft."""
         target = host.target
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
@@ -221,19 +224,19 @@ class DraftHeads(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
-        """Drafts of K depths and the distributions they were drawn from; a function of tensors."""
+        """Return the drafts of K depths and the distributions they were drawn from, as a function of tensors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both are
-        functions of tensors alone."""
+        """Return the logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both
+        are functions of tensors alone."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """As `_drafted`, but by a CUDA graph recorded for these shapes; None without graphs, or if distributions and
-        draws read more than tensors."""
+        """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None without graphs, or
+        if distributions and draws read more than tensors."""
         inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
         if inputs is None or self.replays is None:
             return None
@@ -257,7 +260,7 @@ class DraftHeads(Proposer):
 
 
 class Medusa(DraftHeads):
-    """Heads that see neither the anchor nor earlier drafts: all nodes at one depth of a tree have the same
+    """A proposer whose heads see neither the anchor nor earlier drafts. All nodes at one depth of a tree have the same
     distribution, unless a Markov head adds a term for the token before."""
 
     network_class: Any = MedusaNetwork
@@ -270,8 +273,8 @@ class Medusa(DraftHeads):
 
 
 class Hydra(DraftHeads):
-    """Heads that see the anchor and earlier drafts. A draft needs four small products; all nodes at one depth of a tree
-    are computed in the same four products."""
+    """A proposer whose heads see the anchor and earlier drafts. A draft needs four small products; all nodes at one
+    depth of a tree are computed in the same four products."""
 
     network_class: Any = HydraNetwork
 

@@ -1,4 +1,4 @@
-"""Look-up combined with a draft model: in each round a gate decides for each row which of the two drafts.
+"""Look-up combined with a draft model. In each round a gate decides for each row which of the two drafts.
 
 The gate compares expected rates of tokens, from counts on held-out text. It reads the length of the match (how many
 last tokens of the text occurred earlier) and its source, the text itself or a datastore. Both depend on earlier text
@@ -30,10 +30,12 @@ WEIGHT = 8.0  # the estimate for matches one token shorter counts as much as thi
 
 @dataclass(frozen=True)
 class Gate:
-    """lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted), source 0 being the row's own text and
-    1 a datastore, n = 0 .. LONGEST the length of the match; model[source][n][j]: the same for the model's drafts at
-    such matches. step: the time of one draft of the model; column: the time that one more draft adds to the target's
-    pass; both relative to a plain target step.
+    """The acceptance rates and costs from which the choice between look-up and model follows.
+
+    lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted). Source 0 is the row's own text and source
+    1 a datastore; n = 0 .. LONGEST is the length of the match. model[source][n][j]: the same for the model's drafts at
+    such matches. step: the time of one draft of the model. column: the time that one more draft adds to the target's
+    pass. Both times are relative to a plain target step.
     """
 
     lookup: Sequence[Sequence[Sequence[float]]]
@@ -43,15 +45,15 @@ class Gate:
 
     @classmethod
     def uncalibrated(cls, depths: int = 16) -> "Gate":
-        """Default values without counts: acceptance 0.7 for a model and n / (n + 2) for a look-up, and a draft step of
-        a tenth of a target step."""
+        """Return default values without counts. Acceptance is 0.7 for a model and n / (n + 2) for a look-up; a draft
+        step costs a tenth of a target step."""
         lookup = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
         model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
         return cls([lookup, lookup], [model, model], 0.1, 0.02)
 
     def looked_up(self, match: Match, k: int) -> int:
-        """How many of a look-up's drafts to use: the number with the highest rate of tokens, or 0 (the model drafts k)
-        if the model's rate is higher."""
+        """Return how many of a look-up's drafts to use: the number with the highest rate of tokens. Return 0 if the
+        rate is higher when the model drafts k."""
         source, n = int(match.stored), min(match.length, LONGEST)
         drafted = sum(self.model[source][n][:k])
         best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
@@ -64,12 +66,12 @@ class Gate:
         return best
 
     def to_json(self) -> dict[str, Any]:
-        """The gate as config.json holds it, with the look-up's table under `found`."""
+        """Return the gate in the form of config.json, with the look-up's table under `found`."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Raises ValueError for keys that are missing or unknown."""
+        """Return the gate that config.json describes. Raises ValueError for keys that are missing or unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
             raise ValueError(f"gate: keys missing or unknown: {', '.join(sorted(odd))}")
@@ -81,8 +83,8 @@ _KEYS = {"lookup": "found"}  # field of `Gate` -> its key in config.json, where 
 
 @dataclass(frozen=True)
 class HeldOutPosition:
-    """A position of a held-out text. match: the result of look-up there; right: how many of its drafts are the text's
-    next tokens; accepted: how many of the model's drafts the round that began there accepted, None if no round began
+    """A position of a held-out text. match: the result of look-up there. right: how many of its drafts are the text's
+    next tokens. accepted: how many of the model's drafts the round that began there accepted, None if no round began
     there."""
 
     match: Match
@@ -91,12 +93,12 @@ class HeldOutPosition:
 
 
 def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
-    """The gate counted at positions of held-out text that the target generated under the settings to be served.
+    """Return the gate counted at positions of held-out text that the target generated under the settings to be served.
 
-    A look-up's draft has probability 1 under q, so the share of positions at which the text has the drafted token is
-    its acceptance rate. Counts of look-up for matches of n tokens are smoothed towards the counts for n - 1 tokens,
-    counts of the model towards those of all positions, see `WEIGHT`. depths: most drafts of a round, of look-up or the
-    model.
+    A look-up's draft has probability 1 under q, so its acceptance rate is the share of positions at which the text has
+    the drafted token. Counts of look-up for matches of n tokens are smoothed towards the counts for n - 1 tokens.
+    Counts of the model are smoothed towards those of all positions, see `WEIGHT`. depths: the largest number of drafts
+    per round, of look-up or the model.
     """
     cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for position in positions:
@@ -122,8 +124,8 @@ def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
 
 
 def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
-    """For each cell and depth, P(all drafts up to that depth are accepted). The estimate of the previous cell counts as
-    much as `WEIGHT` rounds; `first` is the estimate before the first cell."""
+    """Return, for each cell and depth, P(all drafts up to that depth are accepted). The estimate of the previous cell
+    counts as much as `WEIGHT` rounds; `first` is the estimate before the first cell."""
     shares, before = [], first
     for cell in counts:
         before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
@@ -132,10 +134,10 @@ def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]
 
 
 class Hybrid(CompositeProposer):
-    """Drafts by `Retrieval`, or by `model` if the gate says so (as Hu et al. 2024, 2411.10666, join SAM decoding with a
-    model).
+    """A proposer that drafts by `Retrieval`, or by `model` if the gate says so. Hu et al. 2024, 2411.10666, join SAM
+    decoding with a model in the same way.
 
-    The gate decides before anything is drawn, from earlier text alone. So each row's drafts are drawn from the
+    The gate decides before a token is drawn, from earlier text alone. Each row's drafts are therefore drawn from the
     distributions that are returned: one-hot for look-up, else the model's. The model does not run for rows that use
     look-up; it reads their new tokens when it next drafts for them. The model drafts chains.
     """
@@ -148,7 +150,7 @@ class Hybrid(CompositeProposer):
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
-        """A copy with copies of the parts, so that the two share no state."""
+        """Return a copy with copies of the parts, so that the two share no state."""
         return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
@@ -157,12 +159,13 @@ class Hybrid(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
-        """Load an independent draft; `lookup` in its config.json holds the settings of look-up, gate included."""
+        """Return a hybrid for the folder of an independent draft. `lookup` in its config.json holds the settings of
+        look-up, with the gate."""
         return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
-        """A hybrid of `model` and of the look-up with the settings `lookup` of a config."""
+        """Return a hybrid of `model` and of the look-up with the settings `lookup` of a config."""
         gate = lookup.get("gate")
         return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
@@ -204,7 +207,7 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Ids drawn from `probs`, but for rows that use look-up the draft of look-up."""
+        """Return ids drawn from `probs`. Rows that use look-up get the draft of look-up instead."""
         if self.sure is not None and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
@@ -216,9 +219,9 @@ class PartialRound(RoundView):
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
-    """One proposal with the drafts of look-up and of the model; the drafts of a row come from only one of them.
+    """Return one proposal with the drafts of look-up and of the model. Each row has the drafts of only one of them.
 
-    Raises ValueError for a tree: all rows of a round have one shape of drafts.
+    Raises ValueError for a tree, since all rows of a round have one shape of drafts.
     """
     if drawn.tree is not None:
         raise ValueError("Hybrid: its model drafts trees; give it one that drafts chains")
@@ -235,5 +238,5 @@ def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
 
 
 def _wider(x: Tensor, width: int) -> Tensor:
-    """x (A, n, ...) -> (A, width, ...), padded with zeros: a row's drafts end before them."""
+    """Pad x (A, n, ...) with zeros to (A, width, ...). The zeros lie after a row's last draft."""
     return x if x.shape[1] == width else torch.cat((x, x.new_zeros(x.shape[0], width - x.shape[1], *x.shape[2:])), 1)

@@ -1,4 +1,4 @@
-"""An independent draft: a small causal LM that drafts with one pass per token, or all drafts in one call."""
+"""An independent draft. A small causal LM drafts with one pass per token, or makes all drafts in one call."""
 
 from collections.abc import Sequence
 from os import PathLike, fspath
@@ -21,13 +21,13 @@ from inference.sampling import certain
 
 
 class Independent(Proposer):
-    """Drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
+    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
 
-    model: a transformers model, used without a change, or a path / hub id. greedy: draft argmax q with a one-hot
+    model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
     distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
-    `compiled`) or CUDA graphs (see `graphs`); None: only on a GPU. int8: whether the weights are rounded to 8 bits, see
-    `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
-    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled; None: chains.
+    `compiled`) or CUDA graphs (see `graphs`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
+    see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
+    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled. None for chains.
     """
 
     network_class: Any = CausalLM
@@ -40,7 +40,7 @@ class Independent(Proposer):
         int8: bool = False, shape: TreeShape = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
-            raise ValueError(f"model: a draft model or its path, not {model!r}")
+            raise ValueError(f"model must be a draft model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.branching = trees_of(shape)
@@ -54,7 +54,7 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """A proposer from a draft folder. Raises the errors of `load_draft`; warns if the draft was trained for a
+        """Return a proposer for a draft folder. Raises the errors of `load_draft`. Warns if the draft was trained for a
         target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
@@ -70,7 +70,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """The dtype of the weights, or int8."""
+        """Return the dtype of the weights, or int8."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -97,8 +97,8 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft: all at once if
-        the model is compiled, else step by step.
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft. If the model is
+        compiled, all drafts are made at once, else step by step.
 
         A row longer than the draft's context gets no drafts.
         """
@@ -128,16 +128,16 @@ class Independent(Proposer):
         return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the padding are
-        not used."""
+        """Return the logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the
+        padding are not used."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """For each row: the ids that its slot lacks, the index of the last of them, their first slot, and the slot of
-        the first draft. For a row without drafts that last slot is the end of its stored tokens, since there may be no
-        room after the text."""
+        """Return four numbers per row: the ids that its slot lacks, the index of the last of them, their first slot,
+        and the slot of the first draft. For a row without drafts, the slot of the first draft is the end of its stored
+        tokens, since there may be no room after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
@@ -145,12 +145,12 @@ class Independent(Proposer):
         return {"lacking": padded(tails), "only": only, "stored": self.stored, "follows": follows}
 
     def _on_device(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors on the draft's own device."""
+        """Return the tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
-        """Drafts of trees, with one pass per level. If passes are CUDA graphs, all levels are always drafted, since
-        each tree needs its own graph."""
+        """Return the drafts of trees, made with one pass per level. If passes are CUDA graphs, all levels are always
+        drafted, since each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
@@ -167,8 +167,9 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """All drafts by one call of a compiled model. None if the model has no such call, if texts are near the end of
-        its context, or if distributions need more than a temperature and passes are no CUDA graphs."""
+        """Return all drafts from one call of a compiled model. Return None if the model has no such call, or if texts
+        are near the end of its context. Return None too if distributions need more than a temperature and passes are no
+        CUDA graphs."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -217,8 +218,9 @@ class Independent(Proposer):
 
 
 def _load(path: str) -> PreTrainedModel:
-    """A local folder is loaded as a draft folder; anything else is a hub id, of a causal LM with or without modules of
-    ours. Raises ValueError for tensors that are missing or of other shapes than config.json says."""
+    """Return the model at a path. A local folder is loaded as a draft folder. Any other path is the hub id of a causal
+    LM, with or without modules of ours. Raises ValueError for tensors that are missing or of other shapes than
+    config.json says."""
     if Path(path).is_dir():
         return widened(load_draft(path)[0])
     loaded: Any = CausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True)

@@ -1,4 +1,4 @@
-"""The kinds of draft by the name that the metadata of a draft folder gives them; each is imported on first use."""
+"""The kinds of draft, by the name in a draft folder's metadata. Each kind is imported on first use."""
 
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,7 @@ KINDS = {  # name -> module:class
 
 
 def kind_of(name: str) -> Any:
-    """The class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown one."""
+    """Return the class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown kind."""
     if name not in KINDS:
         raise ValueError(f"kind: there is no {name!r} proposer; there are {', '.join(KINDS)}")
     module, _, name = KINDS[name].partition(":")

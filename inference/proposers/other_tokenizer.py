@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: texts are converted to its ids, and it drafts the tokens that both vocabularies
+"""A draft with another tokenizer. Texts are converted to its ids, and it drafts the tokens that both vocabularies
 share.
 
 A rows, V vocabulary of the target, Vd of the draft.
@@ -30,9 +30,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class OtherTokenizer(Proposer):
-    """An independent draft of another vocabulary (Timor et al. 2025, token-level intersection, 2502.05202): its
-    distribution is the draft model's over the shared tokens (equal byte strings), renormalised under the row's
-    settings. Drafts are drawn from exactly this distribution, so the text's distribution is the target's.
+    """A proposer for an independent draft of another vocabulary (Timor et al. 2025, token-level intersection,
+    2502.05202). Its distribution is the draft model's over the shared tokens (equal byte strings), renormalised under
+    the row's settings. Drafts are drawn from exactly this distribution, so the text's distribution is the target's.
 
     model: the draft model, with its own ids. shared, converter: see `between`. greedy, compile: as in `Independent`.
     """
@@ -66,16 +66,15 @@ class OtherTokenizer(Proposer):
         greedy: bool = False,
         compile: bool | None = None,
     ) -> "OtherTokenizer":
-        """A proposer from a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens are no
-        byte strings, or that share no token."""
+        """Return a proposer for a draft, its tokenizer and the target's. Raises ValueError for tokenizers whose tokens
+        are no byte strings, or that share no token."""
         shared = SharedTokens.of(target_tokenizer, tokenizer)
         return cls(model, shared, TextConverter(target_tokenizer, tokenizer), greedy, compile)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "OtherTokenizer":
-        """A proposer from a Hugging Face folder with a tokenizer of its own. Raises ValueError for a draft folder of a
-        kind that holds no causal LM, for weights that cannot be read, and if the folder or the target has no
-        tokenizer."""
+        """Return a proposer for a Hugging Face folder with its own tokenizer. Raises ValueError if the folder's kind
+        holds no causal LM, if the weights cannot be read, or if the folder or the target has no tokenizer."""
         require_class(read(folder), cls.network_class)
         model, problems, _ = load_weights(folder, network=cls.network_class)
         tokenizer = load_tokenizer(folder)
@@ -123,7 +122,7 @@ class OtherTokenizer(Proposer):
             self.rows[target] = last
 
     def commit(self, outcome: Outcome) -> None:
-        """Count no draft as stored: the longer text may convert to other draft ids."""
+        """Count no draft as stored, since the longer text may convert to other draft ids."""
         valid = [len(ids) if length else 0 for ids, length in zip(self.rows, outcome.valid, strict=True)]
         self.inner.commit(Outcome(valid, outcome.accepted, {}))
 
@@ -142,7 +141,7 @@ class OtherTokenizer(Proposer):
 
 
 class DraftVocabularyRound(RoundView):
-    """A round for a draft of another vocabulary: texts and draws in the draft's ids, distributions over the
+    """A round for a draft of another vocabulary. Its texts and draws are in the draft's ids, its distributions over the
     target's."""
 
     def __init__(self, round: Round, texts: list[list[int]], k: list[int], to_target: Tensor, to_draft: Tensor) -> None:
@@ -155,32 +154,31 @@ class DraftVocabularyRound(RoundView):
 
     @property
     def temperatures(self) -> None:
-        """None: distributions depend on more than a temperature."""
+        """Return None, since distributions depend on more than a temperature."""
         return None
 
     def on(self, given: Mapping[str, Tensor]) -> "DraftVocabularyRound":
         return DraftVocabularyRound(self.round.on(given), self.converted, self.k, self.to_target, self.to_draft)
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Logits (A, Vd) -> distribution (A, V): tokens that the draft lacks have no mass."""
+        """Return the distributions (A, V) for logits (A, Vd). Tokens that the draft lacks have no mass."""
         padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # the last column: not shared
         return self.round.probs(padded[:, self.to_draft], [self.to_target[x] for x in drafted])
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Draft ids (A,) of tokens drawn from distribution (A, V)."""
+        """Return the draft ids (A,) of tokens drawn from distributions (A, V)."""
         return self.to_draft[self.round.draw(probs, depth)].clamp(max=len(self.to_target) - 1)
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Pairs (target id, draft id) of equal byte strings, with each id in at most one pair, and the pairs of end
-    tokens."""
+    """Pairs (target id, draft id) of equal byte strings, and the pair of end tokens. Each id is in at most one pair."""
 
     pairs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> "SharedTokens":
-        """Raises ValueError when no token is shared."""
+        """Return the shared tokens of two tokenizers. Raises ValueError if no token is shared."""
         theirs, ours = _by_bytes(target), _by_bytes(draft)
         pairs = {theirs[name]: ours[name] for name in theirs.keys() & ours.keys()}
         if not pairs:
@@ -190,8 +188,8 @@ class SharedTokens:
         return cls(tuple(sorted(pairs.items())))
 
     def tables(self, vocabulary: int, own: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target id
-        (vocabulary,), `own` if it has none."""
+        """Return two tables: the target id of each draft id (own,), 0 if it has none; and the draft id of each target
+        id (vocabulary,), `own` if it has none."""
         to_target = torch.zeros(own, dtype=torch.int64)
         to_draft = torch.full((vocabulary,), own, dtype=torch.int64)
         pairs = torch.tensor([pair for pair in self.pairs if pair[0] < vocabulary and pair[1] < own]).view(-1, 2)
@@ -200,7 +198,7 @@ class SharedTokens:
 
 
 def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """The id of each byte string. If several ids have it, prefer one that is not a single-byte token, then the
+    """Return the id of each byte string. If several ids have it, prefer one that is not a single-byte token, then the
     smallest."""
     strings, names = byte_strings(tokenizer), {number: name for name, number in tokenizer.get_vocab().items()}
     order = sorted(strings, key=lambda number: (_BYTE.fullmatch(names[number]) is not None, number), reverse=True)
@@ -208,8 +206,8 @@ def _by_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
 
 
 def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes of each id except special ones, for byte-level BPE and SentencePiece. Raises ValueError for other
-    tokenizers, whose tokens are not parts of the text."""
+    """Return the bytes of each id except special ones, for byte-level BPE and SentencePiece. Raises ValueError for
+    other tokenizers, whose tokens are not parts of the text."""
     decoders = _decoders(tokenizer)
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace", "Replace"}:
         raise ValueError(
@@ -228,7 +226,7 @@ def byte_strings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Types of the decoding steps, from tokens to text."""
+    """Return the types of the tokenizer's decoding steps, from tokens to text."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(core.to_str())["decoder"] if core is not None else None
     steps = (decoder or {}).get("decoders", [decoder] if decoder else [])
@@ -243,16 +241,18 @@ def _bytes(name: str, table: Mapping[str, int] | None) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The printable characters that stand for bytes in byte-level BPE (Radford et al. 2019)."""
+    """Return the printable characters that represent bytes in byte-level BPE (Radford et al. 2019), each with its
+    byte."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class TextConverter:
-    """Converts texts of target ids to draft ids. The part before the last `WINDOW` tokens is converted once and cached,
-    up to a position at which a word begins, so the time of a round does not grow with the text. If the draft's
-    tokenizer gives other ids for the parts of a text than for the whole, the whole text is converted each time."""
+    """A converter of texts from target ids to draft ids. The part before the last `WINDOW` tokens is converted once and
+    cached, up to a position at which a word begins. The time of a round therefore does not grow with the text. If the
+    draft's tokenizer gives other ids for the parts of a text than for the whole, the whole text is converted each time.
+    """
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.draft, self.bytes = draft, byte_strings(target)
@@ -270,7 +270,7 @@ class TextConverter:
         self.cache = {id(text): self.cache[id(text)] for text in texts if id(text) in self.cache}
 
     def __call__(self, text: list[int]) -> list[int]:
-        """Draft ids of a text, the start token first, without a partial character at its end."""
+        """Return the draft ids of a text, the start token first. A partial character at the text's end is omitted."""
         cached, count, ids = self.cache.get(id(text), (text, 0, self.begin))
         if cached is not text or count > len(text):
             count, ids = 0, self.begin
@@ -281,14 +281,14 @@ class TextConverter:
         return ids + self._encode(self._text(text[count:]))
 
     def whole(self, text: Sequence[int]) -> bool:
-        """Whether a text ends with a whole character."""
+        """Return whether a text ends with a whole character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(self._joined(text[-4:]))
         return not decoder.getstate()[0]
 
     def _cut(self, text: list[int], low: int) -> int:
-        """The last position at which a word begins, from `low` on and before the last `WINDOW` tokens; `low` if there
-        is none, or if fewer than two windows of tokens follow it."""
+        """Return the last position at which a word begins, from `low` on and before the last `WINDOW` tokens. Return
+        `low` if there is none, or if fewer than two windows of tokens follow it."""
         if not self.local or len(text) - low < 2 * WINDOW:
             return low
         positions = range(len(text) - WINDOW, low, -1)

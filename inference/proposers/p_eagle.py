@@ -1,11 +1,11 @@
 """A feature draft that predicts all tokens of a round in one pass, at masks after the text (P-EAGLE, 2602.01469).
 
-The network is an `EagleNetwork` with one more vector. The text's last pair is followed by masks: pairs that have the
+The network is an `EagleNetwork` with one more vector. Masks follow the text's last pair. A mask is a pair with the
 learnt `mask_hidden` in place of the target's states, and a token of the vocabulary, `pard_token`, in place of the next
-one. Names and shapes are those that vLLM loads.
+token. Names and shapes are those that vLLM loads.
 
-A rows, n pairs a row, `width` the most pairs that a slot lacks, K drafts of a round, H width of the target's states and
-of the draft, V vocabulary.
+A rows, n pairs per row, `width` the largest number of pairs that a slot lacks, K drafts per round, H width of the
+target's states and of the draft, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from inference.proposers.trees import TreeShape, from_one_pass
 
 
 class PEagleConfig(EagleConfig):
-    """As `EagleConfig`. pard_token: the id whose embedding a mask has, None before training sets it. markov_rank: of
-    the Markov head, 0 for none."""
+    """The config of a P-EAGLE draft. It extends `EagleConfig`. pard_token: the id whose embedding a mask has, None
+    before training sets it. markov_rank: rank of the Markov head, 0 for none."""
 
     def __init__(self, pard_token: int | None = None, markov_rank: int = 0, **settings: Any) -> None:
         self.pard_token, self.markov_rank = pard_token, markov_rank
@@ -34,8 +34,8 @@ class PEagleConfig(EagleConfig):
 
 
 class PEagleNetwork(EagleNetwork):
-    """mask_hidden (3H,): the states of a mask, which `fc` joins as it does the target's. They start near 1, the size of
-    states: a norm follows `fc`, and a small input would have large gradients."""
+    """The network of a P-EAGLE draft. mask_hidden (3H,): the states of a mask, which `fc` joins like the target's. They
+    start near 1, the size of states: a norm follows `fc`, and a small input would have large gradients."""
 
     config_class: Any = PEagleConfig
 
@@ -47,24 +47,24 @@ class PEagleNetwork(EagleNetwork):
 
     @property
     def mask(self) -> int:
-        """The id of a mask. Raises ValueError if the config has none."""
+        """Return the id of a mask. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
             raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:
-        """(H,): the features of a mask's pair."""
+        """Return the features (H,) of a mask's pair."""
         features: Tensor = self.fc(self.mask_hidden)
         return features
 
 
 class PEagle(Eagle):
-    """Drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
+    """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
     The distribution at depth j depends on the text and j masks, not on earlier drafts, so all nodes at one depth of a
     tree have the same distribution. A round stores masks after the text's pairs; the next round overwrites them. The
-    config limits the number of drafts to that of training. Arguments as in `Eagle`; raises ValueError for a network
-    whose config names no mask.
+    config limits the number of drafts to that of training. Arguments as in `Eagle`. Raises ValueError if the network's
+    config names no mask.
     """
 
     network_class = PEagleNetwork
@@ -82,7 +82,7 @@ class PEagle(Eagle):
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
-        """Logits (A, K, V) at the text's last pair and the K - 1 masks after it; given: see `_given`."""
+        """Return the logits (A, K, V) at the text's last pair and the K - 1 masks after it. given: see `_given`."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
         text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text

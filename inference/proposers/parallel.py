@@ -1,4 +1,4 @@
-"""A parallel draft: a small causal LM that predicts all tokens of a round in one pass, at masks after the text."""
+"""A parallel draft. A small causal LM predicts all tokens of a round in one pass, at masks after the text."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -20,13 +20,15 @@ MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a m
 
 
 class Parallel(Independent):
-    """Drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
+    """A proposer that drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
 
     The distribution at depth j depends on the text and j masks, not on earlier drafts. Each draft is drawn from its
     distribution, so verification is exact. The next round overwrites keys and values of masks. The config limits the
-    number of drafts to that of training. Trees need only the same pass: all nodes at one depth have the same
-    distribution. With a Markov head (`markov`) the token before each draft adds to its logits, so drafts are drawn in
-    order from the same pass. Arguments as in `Independent`; raises ValueError for a model whose config names no mask.
+    number of drafts to that of training. Trees need only the same pass, since all nodes at one depth have the same
+    distribution.
+
+    With a Markov head (`markov`) the token before each draft adds a term to its logits, so drafts are drawn in order
+    from the same pass. Arguments as in `Independent`. Raises ValueError if the model's config names no mask.
     """
 
     scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
@@ -48,7 +50,7 @@ class Parallel(Independent):
         return None  # the distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
-        """A row longer than the draft's own context gets no drafts."""
+        """Draft up to round.k[b] tokens for each row. A row longer than the draft's own context gets no drafts."""
         most = [min(self.most, self.lm.context - len(text)) for text in round.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
@@ -67,16 +69,16 @@ class Parallel(Independent):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
 
     def _logits(self, masked: Masked, begins: list[int], k: int) -> Tensor:
-        """(A, k, V) at the anchor and the k - 1 masks after it."""
+        """Return the logits (A, k, V) at the anchor and the k - 1 masks after it."""
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
 
     def commit(self, outcome: Outcome) -> None:
-        """Commit without a path: slots hold only text, since no pass reads nodes."""
+        """Commit without a path. Slots hold only text, since no pass reads nodes."""
         super().commit(outcome._replace(path=None))
 
     def _masked(self, texts: Sequence[list[int]], k: list[int], depths: int) -> dict[str, Any]:
-        """For each row, the ids that its slot lacks, then masks up to the last mask of the longest row. A row without
-        drafts has its last id in their place, which is written after its text."""
+        """Return, for each row, the ids that its slot lacks, then masks up to the last mask of the longest row. A row
+        without drafts has its last id in their place, which is written after its text."""
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         width = max(map(len, tails)) + depths - 1
@@ -87,7 +89,7 @@ class Parallel(Independent):
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """The id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
+    """Return the id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
     them."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:

@@ -1,4 +1,4 @@
-"""The target in fewer bits as its own draft, without training; the acceptance rate depends on the rounding alone."""
+"""A draft that is the target in fewer bits. It needs no training; its acceptance rate depends on the rounding alone."""
 
 import copy
 from pathlib import Path
@@ -22,7 +22,7 @@ BITS = ("int8", "nf4")
 
 
 class QuantisedConfig(PretrainedConfig):
-    """bits: one of `BITS`."""
+    """The config of a quantised draft. bits: one of `BITS`."""
 
     model_type = "cotrain_quantised"
 
@@ -32,19 +32,20 @@ class QuantisedConfig(PretrainedConfig):
 
 
 class QuantisedNetwork(SettingsNetwork):
-    """No weights, only `QuantisedConfig`: the draft's weights are computed from the target's."""
+    """A network without weights. It has only a `QuantisedConfig`; the draft's weights are computed from the
+    target's."""
 
     config_class = QuantisedConfig
 
 
 class Quantised(Independent):
-    """Drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), with a separate KV
-    cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+    """A proposer that drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314). It
+    has a separate KV cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
     int8 uses the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise the rounded weights are
     in the target's dtype; then the distribution is the same except for the rounding of sums, but passes are no faster.
     nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`. Raises ValueError for other bits and for a
-    target that is quantised itself.
+    target that is itself quantised.
     """
 
     network_class: Any = QuantisedNetwork
@@ -75,12 +76,12 @@ class Quantised(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
-        """The folder holds no weights; its config.json names the bits."""
+        """Return a draft with the bits that the folder's config.json names. The folder holds no weights."""
         return cls.of_settings(arguments, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """A draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
+        """Return a draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -88,7 +89,7 @@ class Quantised(Independent):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raises for a target that is quantised itself."""
+        """Raise ValueError, beginning with `where`, for a target that is itself quantised."""
         if quantised(target.config):
             raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
 
@@ -101,9 +102,9 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedMod
 
 
 def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
-    """A copy of the target whose projections are rounded to `bits`, in the target's dtype; the embeddings are not
-    rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The copy is
-    cached, and made again when the target has changed."""
+    """Return a copy of the target whose projections are rounded to `bits`, in the target's dtype. The embeddings are
+    not rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The
+    copy is cached, and made again when the target has changed."""
     copies = _COPIES.setdefault(target, {})
     if bits not in copies or not copies[bits][0].holds(target):
         copies[bits] = Stamp(target, addresses=False, values=True), _quantised_copy(target, bits)
@@ -121,8 +122,8 @@ def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
 
 
 def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
-    """weight (out, in) rounded to numbers that `bits` can represent, in its own dtype: int8 with one scale a row, see
-    `int8_rows`; nf4 with one scale for 64 values (Dettmers et al. 2023, 2305.14314)."""
+    """Round a weight (out, in) to numbers that `bits` can represent, in its own dtype. int8 has one scale per row, see
+    `int8_rows`. nf4 has one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         numbers, scale = int8_rows(weight)
         return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)

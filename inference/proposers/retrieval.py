@@ -1,5 +1,6 @@
-"""Drafts from look-up, without a model: the tokens that followed an earlier occurrence of the text's suffix, in the
-text itself or in a corpus."""
+"""Drafts from look-up, without a model. They are the tokens that followed an earlier occurrence of the text's suffix,
+in the text itself or in a corpus.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Ro
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """A proposal of deterministic drafts, each row padded with the last id of its text."""
+    """Return a proposal of deterministic drafts. Each row is padded with the last id of its text."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -23,10 +24,10 @@ def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
 
 
 class NGram(Proposer):
-    """Drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding).
+    """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding).
 
-    Tries n = max_n .. 1, and for each n the most recent earlier occurrence. Drafts are deterministic.
-    Raises ValueError when max_n < 1.
+    It tries n = max_n .. 1, and for each n the most recent earlier occurrence. Drafts are deterministic. Raises
+    ValueError if max_n < 1.
     """
 
     def __init__(self, max_n: int = 3) -> None:
@@ -37,7 +38,7 @@ class NGram(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "NGram":
-        """The folder holds no settings."""
+        """Return a proposer with default settings, since the folder holds none."""
         return cls()
 
     def open(self, host: Host) -> None:
@@ -53,12 +54,12 @@ class NGram(Proposer):
         return index if index and index.text is text else NGramIndex(text, self.max_n)
 
     def look_up(self, text: list[int], k: int) -> list[int]:
-        """At most k tokens that followed the latest earlier occurrence of the text's longest matching suffix."""
+        """Return at most k tokens that followed the latest earlier occurrence of the text's longest matching suffix."""
         return NGramIndex(text, self.max_n).look_up(k)
 
 
 class NGramIndex:
-    """The latest position of each n-gram of a growing text: each round adds the n-grams that end in its new tokens."""
+    """The latest position of each n-gram of a growing text. Each round adds the n-grams that end in its new tokens."""
 
     def __init__(self, text: list[int], max_n: int) -> None:
         self.text, self.max_n = text, max_n
@@ -66,7 +67,7 @@ class NGramIndex:
         self.length = 1  # tokens whose n-grams are in the index, except n-grams that end in the last token
 
     def look_up(self, k: int) -> list[int]:
-        """See `NGram.look_up`."""
+        """Return what `NGram.look_up` returns."""
         text = self.text
         for end in range(self.length, len(text)):  # n-grams of tokens before `end`
             for n in range(1, min(self.max_n, end) + 1):
@@ -80,7 +81,7 @@ class NGramIndex:
 
 
 class LookupConfig(PretrainedConfig):
-    """lookup: the least length `shortest` of a match, and the folder of a datastore or None."""
+    """The config of look-up. lookup: the least length `shortest` of a match, and the folder of a datastore or None."""
 
     model_type = "lookup"
 
@@ -90,18 +91,19 @@ class LookupConfig(PretrainedConfig):
 
 
 class LookupNetwork(SettingsNetwork):
-    """A network without weights: it has only a `LookupConfig`."""
+    """A network without weights. It has only a `LookupConfig`."""
 
     config_class = LookupConfig
 
 
 class Retrieval(Proposer):
-    """Drafts the tokens that followed the longest suffix of a text that occurred earlier: in the row's text, by a
-    suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252).
-    The longer match is used; of equal ones, that in the row's text. Drafts are deterministic.
+    """A proposer that drafts the tokens that followed the longest suffix of a text that occurred earlier. Earlier
+    occurrences are in the row's text, from a suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a
+    datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal ones, the one in the row's text.
+    Drafts are deterministic.
 
-    datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError when
-    shortest < 1.
+    datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError if shortest
+    < 1.
     """
 
     network_class = LookupNetwork
@@ -116,22 +118,23 @@ class Retrieval(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
-        """A proposer from a draft folder, with the settings `lookup` of its config.json."""
+        """Return a proposer for a draft folder, with the settings `lookup` of its config.json."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Also raises the errors of `of_settings`."""
+        """Raise ValueError, beginning with `where`, for a datastore with ids that the target lacks; and the errors of
+        `of_settings`."""
         retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
         retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """A proposer with the look-up settings of a config."""
+        """Return a proposer with the look-up settings of a config."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
-        """Raises ValueError for a datastore with ids that the target lacks."""
+        """Drop the state of earlier calls. Raises ValueError for a datastore with ids that the target lacks."""
         self.check_vocabulary(host.vocabulary, "Retrieval")
         self.rows, self.staged = [], {}
 
@@ -159,11 +162,11 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """The match of each row's text, with at most k_b drafts."""
+        """Return the match of each row's text, with at most k_b drafts."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """The match of a text; row: the automaton of the text, or of an earlier part of it."""
+        """Return the match of a text. row: the automaton of the text, or of an earlier part of it."""
         row.follow(text)
         own = row.look_up(k, self.shortest)
         if not self.datastore or own.length >= self.datastore.about.depth:
@@ -172,7 +175,7 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """The matches before each token of a text that followed a prompt."""
+        """Return the matches before each token of a text that followed a prompt."""
         row, whole, matches = SuffixAutomaton(), list(prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

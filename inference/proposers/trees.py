@@ -1,4 +1,4 @@
-"""Drafts trees level by level and chains token by token, for every kind of draft that runs a model.
+"""Drafting of trees level by level and of chains token by token, for every kind of draft that runs a model.
 
 A kind of draft provides the logits after the text, and a pass over the nodes of a level (`Follow`). The shape decides
 which nodes and children each row has. `StaticTrees` has a fixed shape. In `DynamicTrees` the distributions of each row
@@ -23,10 +23,10 @@ from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_o
 
 
 class Nodes(NamedTuple):
-    """Drafts that one pass reads, all of one depth.
+    """The drafts that one pass reads. All of them have one depth.
 
-    depth: 1 or more. above (1 or A, n): for each node, the index of its parent among the nodes of the pass before; None
-    if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    depth: 1 or more. above (1 or A, n): for each node, the index of its parent among the nodes of the previous pass;
+    None if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
     """
 
     depth: int
@@ -34,7 +34,8 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Values (A, m, ...) of the nodes of the pass before -> (A, n, ...) of these nodes' parents."""
+        """Return the values (A, n, ...) of these nodes' parents, from the values (A, m, ...) of the nodes of the
+        previous pass."""
         if self.above is None:
             return values
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
@@ -45,8 +46,8 @@ Follow = Callable[[Tensor, Nodes], Tensor]
 
 
 def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
-    """A chain: K drafts (A, K) in turn and the distributions (A, K, V) they were drawn from; logits (A, V) after the
-    texts."""
+    """Draft a chain, one token after the other. Returns drafts (A, K) and the distributions (A, K, V) they were drawn
+    from. logits (A, V): after the texts."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth in range(K):
@@ -58,7 +59,8 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
 
 
 def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
-    """A `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node."""
+    """Return a `Follow` for logits (A, K, V) of one pass. Entry j is for all nodes of depth j; the term of each node is
+    added."""
 
     def follow(ids: Tensor, nodes: Nodes) -> Tensor:
         of_depth = logits[:, nodes.depth : nodes.depth + 1]
@@ -68,8 +70,8 @@ def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """The logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass. anchor
-    (A,): the tokens before the first drafts."""
+    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass.
+    anchor (A,): the tokens before the first drafts."""
     first = logits[:, 0]
     return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
 
@@ -78,8 +80,9 @@ def from_one_pass(
     round: Round, logits: Tensor, shape: "StaticTrees | DynamicTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a shape, or
-    chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
+    """Return drafts and the distributions they were drawn from, given logits (A, K, V) of one pass. They are trees of a
+    shape, or chains. anchor (A,): the last tokens of the texts. term: adds a term for the token before each draft to
+    its logits."""
     if shape:
         return shape.grown(round, logits.shape[1], *after_anchor(logits, anchor, term), greedy)
     return in_order(by_round(round, greedy), logits, anchor, term)
@@ -87,9 +90,9 @@ def from_one_pass(
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Sizes of a dynamic shape. nodes: number of nodes that a round verifies; depth: levels; width: how many nodes of a
-    level the draft reads; children: of each node that is read. Raises ValueError for sizes below 1 and for more nodes
-    than a pass supports."""
+    """The sizes of a dynamic shape. nodes: number of nodes that a round verifies. depth: number of levels. width: how
+    many nodes of a level the draft reads. children: number of children per node that is read. Raises ValueError for
+    sizes below 1 and for more nodes than a pass supports."""
 
     nodes: int
     depth: int
@@ -102,26 +105,26 @@ class Dynamic:
                 raise ValueError(f"shape: {name}={value} must be at least 1")
         for name, value in {"nodes": self.nodes, "(depth - 1) * width": (self.depth - 1) * self.width}.items():
             if value > MOST_NODES:
-                raise ValueError(f"shape: {name} is {value}; at most {MOST_NODES} nodes are read at once")
+                raise ValueError(f"shape: {name} is {value}; a pass reads at most {MOST_NODES} nodes")
 
 
 TreeShape = Sequence[int] | Dynamic | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | DynamicTrees | None":
-    """The drafter of trees of a shape; None for chains. Raises the errors of `StaticTrees`."""
+    """Return the drafter of trees of a shape, or None for chains. Raises the errors of `StaticTrees`."""
     if isinstance(shape, Dynamic):
         return DynamicTrees(shape)
     return StaticTrees(shape) if shape else None
 
 
 class StaticTrees:
-    """Trees of a static shape, drafted with one pass a level.
+    """A drafter of trees with a static shape. It runs one pass per level.
 
     parents: node i has parent parents[i] < i, -1 for the anchor; siblings are verified in their order. Nodes are
-    renumbered level by level (`parents` of this object), siblings stay in order. depth: levels. counts: nodes within
-    each depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for a tree without nodes,
-    for a node before its parent and for more nodes than a pass supports.
+    renumbered level by level (`parents` of this object), and siblings stay in order. depth: number of levels. counts:
+    number of nodes within each depth 0 .. depth. trees: the shape down to each depth 1 .. depth. Raises ValueError for
+    a tree without nodes, for a node before its parent and for more nodes than a pass supports.
     """
 
     unread = 0  # nodes of an accepted path, above the last level, that the draft may not have read
@@ -136,27 +139,29 @@ class StaticTrees:
         self.trees = [Tree(self.parents[:count]) for count in self.counts[1:]]
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
-        """Raise ValueError if a node has more children than there are tokens, and for more levels than `depths`."""
+        """Raise ValueError if a node has more children than there are tokens, or if there are more levels than
+        `depths`."""
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
-            raise ValueError(f"shape: a node has {most} children, the vocabulary {vocabulary} tokens; leave some out")
+            raise ValueError(f"shape: a node has {most} children, but there are {vocabulary} tokens: give it fewer")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """The number of nodes of each row, if it drafts k levels: all nodes of these levels."""
+        """Return the number of nodes of each row that drafts k levels: all nodes of these levels."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device, in addition to the number of nodes of each row: none."""
+        """Return the numbers that `grown` needs on the device, besides the number of nodes of each row. A static shape
+        needs none."""
         return {}
 
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) they were drawn from; a
-        function of tensors. logits (A, V) after each text. likeliest: children are the likeliest tokens, else drawn
-        without replacement (see `Round.children`)."""
+        """Return the nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) they were
+        drawn from. This is a function of tensors. logits (A, V): after each text. likeliest: children are the likeliest
+        tokens; otherwise they are drawn without replacement (see `Round.children`)."""
         x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         steps = _steps(self.parents, logits.device)
         for level, step in enumerate(steps[:depth]):
@@ -170,20 +175,21 @@ class StaticTrees:
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """The accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass read."""
+        """Return the accepted nodes path (A, D), with -1 for nodes of the last of `depth` levels, which no pass
+        read."""
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
-        """The proposal of rows that draft k levels, from the results of `grown`."""
+        """Return the proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
 
 
 class LevelStep(NamedTuple):
     """A level of a static shape.
 
-    Of the level above it has the nodes with children, and their indices in that level (None: all of its nodes). Of each
-    of its own nodes it has the index of the parent among those, and the number of siblings before it; above (1, n) as
-    in `Nodes`.
+    siblings: the nodes of the level above that have children. inner: their indices in that level, None for all of its
+    nodes. parent: for each node of this level, the index of its parent among those nodes. rank: for each node, the
+    number of siblings before it. above (1, n): as in `Nodes`.
     """
 
     siblings: Siblings
@@ -193,12 +199,12 @@ class LevelStep(NamedTuple):
     above: Tensor
 
     def of_parents(self, logits: Tensor) -> Tensor:
-        """Logits of a level -> logits of the nodes of that level that have children."""
+        """Return the logits of those nodes of the level above that have children, given the logits of that level."""
         return logits if self.inner is None else logits.index_select(1, self.inner)
 
 
 def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its nodes numbered level by level, siblings in their order."""
+    """Return the shape with its nodes numbered level by level, siblings in their order."""
     depths = depths_of(parents)
     order = sorted(range(len(parents)), key=depths.__getitem__)
     number = {node: index for index, node in enumerate(order)}
@@ -207,7 +213,7 @@ def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, ...]:
-    """Cached by shape, so that no round copies it to the device again."""
+    """Return the levels of a shape. The result is cached by shape, so that no round copies it to the device again."""
     steps: list[LevelStep] = []
     above: tuple[int, ...] = (-1,)
     paths: dict[int, tuple[int, ...]] = {-1: ()}
@@ -228,8 +234,8 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, .
 
 
 class DynamicTrees:
-    """The counterpart of `StaticTrees` for a `Dynamic` shape. depth: levels. widths: nodes of each pass, the anchor's
-    pass first. counts: candidates within each depth 0 .. depth.
+    """A drafter of trees with a `Dynamic` shape, the counterpart of `StaticTrees`. depth: number of levels. widths:
+    nodes of each pass, the anchor's pass first. counts: candidates within each depth 0 .. depth.
 
     A candidate's score is the log probability of its path under the draft. One pass per level reads the `width`
     candidates of highest score, and each of them gives `children` candidates for the next level. Of all candidates, the
@@ -252,25 +258,27 @@ class DynamicTrees:
         self.passes: Tensor
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
-        """Raise ValueError for more children than tokens, and for more levels than `depths`."""
+        """Raise ValueError if a node has more children than there are tokens, or if there are more levels than
+        `depths`."""
         if self.shape.children > vocabulary:
-            raise ValueError(f"shape: a node has {self.shape.children} children, the vocabulary {vocabulary} tokens")
+            raise ValueError(f"shape: children={self.shape.children}, but there are {vocabulary} tokens: give fewer")
         if depths is not None and self.depth > depths:
-            raise ValueError(f"shape: its trees have {self.depth} levels, the draft has {depths}; leave some out")
+            raise ValueError(f"shape: its trees have {self.depth} levels, the draft at most {depths}: give fewer")
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """Nodes of each row that drafts k levels."""
+        """Return the number of nodes of each row that drafts k levels."""
         return [min(self.counts[min(levels, self.depth)], self.shape.nodes) for levels in k]
 
     def numbers(self, k: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers that `grown` needs on the device: the levels of each row."""
+        """Return the numbers that `grown` needs on the device: the levels of each row."""
         return {"levels": list(k)}
 
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each text. No node
-        of a row is deeper than the row's own levels. `likeliest` is ignored: children are always the likeliest."""
+        """Return ids and parents (A, N) of the nodes in at most `depth` levels, given logits (A, V) after each text. No
+        node of a row is deeper than the row's own levels. `likeliest` is ignored, since children are always the
+        likeliest tokens."""
         levels, candidates = round.send()["levels"].to(logits.device), Candidates(logits, round)
         above, C = logits.unsqueeze(1), self.shape.children
         for level in range(depth):
@@ -282,16 +290,18 @@ class DynamicTrees:
         return x, parents
 
     def proposal(self, k: Sequence[int], x: Tensor, parents: Tensor) -> Proposal:
-        """The proposal of rows that draft k levels, from the results of `grown`."""
+        """Return the proposal of rows that draft k levels, from the results of `grown`."""
         return Proposal(x, None, self.nodes(k), Tree(parents))
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """The accepted nodes path (A, D), by their numbers among the nodes that were read; -1: not read, or no node."""
+        """Return the accepted nodes path (A, D), by their numbers among the nodes that were read. -1 means not read, or
+        no node."""
         return torch.where(path < 0, -1, self.passes.gather(1, path.clamp(min=0)))
 
 
 class Candidates:
-    """The candidates of one round's dynamic tree: ids x, scores and parents (A, M), level after level."""
+    """The candidates of one round's dynamic tree. x, score, parents (A, M): their ids, scores and parents, level after
+    level."""
 
     def __init__(self, logits: Tensor, round: Round) -> None:
         A, self.round = len(logits), round
@@ -302,7 +312,8 @@ class Candidates:
         self.level, self.depth = 0, 0  # candidates before the newest level; its depth
 
     def add(self, logits: Tensor, C: int, allowed: Tensor) -> None:
-        """C children of each node of the last pass, logits (A, w, V); none for rows that are not allowed (A,)."""
+        """Add C children of each node of the last pass. logits (A, w, V): of that pass. allowed (A,): the rows that get
+        children."""
         self.round.left_out(logits, C, 1)
         score = child_scores(self.reading, wide(logits).softmax(-1).clamp(max=1), C).flatten(1)
         score = torch.where(allowed.unsqueeze(1), score.nan_to_num(-torch.inf, neginf=-torch.inf), -torch.inf)
@@ -312,7 +323,7 @@ class Candidates:
         self.parents = torch.cat((self.parents, self.above.repeat_interleave(C, 1)), 1)
 
     def expand(self, width: int, C: int) -> tuple[Tensor, Nodes]:
-        """The candidates (A, width) of the newest level that the next pass reads."""
+        """Return the candidates (A, width) of the newest level that the next pass reads."""
         self.round.left_out(self.score[:, self.level :], width, self.depth)
         chosen = best(self.score[:, self.level :], width)
         above, before = chosen // C, self.within.shape[1] - self.above.shape[1]  # read before the last pass
@@ -323,7 +334,8 @@ class Candidates:
         return self.x.gather(1, self.above), Nodes(self.depth, above, Tree(self.within))
 
     def select(self, N: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The N likeliest, (A, N) each: ids, parents, and their numbers among the nodes that were read or -1."""
+        """Return the N likeliest candidates, (A, N) each: ids, parents, and their numbers among the nodes that were
+        read, or -1."""
         self.round.left_out(self.score, N, self.depth)
         nodes, parents = pruned(self.parents, self.score, N)
         order = torch.arange(self.read.shape[1], device=nodes.device).expand_as(self.read)

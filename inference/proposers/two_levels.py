@@ -1,9 +1,9 @@
-"""Two levels: a small draft model drafts for the rounded target (the target in fewer bits), which verifies these
-guesses exactly and drafts for the target.
+"""A draft on two levels. A small draft model drafts for the rounded target (the target in fewer bits), which verifies
+these guesses exactly and drafts for the target.
 
-Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target,
-so that distribution is the q of the proposal; the small draft affects only speed (three models in a row, as in
-TriForce: Sun et al. 2024, 2404.11912).
+Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target, so
+that distribution is the q of the proposal. The small draft affects only speed (three models in a row, as in TriForce:
+Sun et al. 2024, 2404.11912).
 
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
@@ -33,13 +33,13 @@ UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack
 
 
 class TwoLevels(CompositeProposer):
-    """Drafts with `model`, the rounded target, in inner rounds: `small` guesses `inner` tokens and `rule` (token, block
-    or match) verifies them. An inner round gives its accepted guesses and one token more. A round of the target runs as
-    many inner rounds as it needs; every drafted token is used.
+    """A proposer that drafts with `model`, the rounded target, in inner rounds. In each, `small` guesses `inner` tokens
+    and `rule` (token, block or match) verifies them. An inner round gives its accepted guesses and one more token. A
+    round of the target runs as many inner rounds as it needs; every drafted token is used.
 
-    For rows whose settings read the text (penalties, bans, processors) only the model drafts, one token at a time,
-    because their settings need every token before and rows advance at different speeds. Raises ValueError for a small
-    draft that reads the target, and for a wrong rule or number of guesses.
+    For rows whose settings read the text (penalties, bans, processors) only the model drafts, one token at a time.
+    Their settings need every earlier token, and rows advance at different speeds. Raises ValueError for a small draft
+    that reads the target, and for a wrong rule or number of guesses.
     """
 
     network_class: Any = CausalLM
@@ -54,12 +54,13 @@ class TwoLevels(CompositeProposer):
         self.greedy, self.parts = model.greedy, (model, small)
 
     def __copy__(self) -> "TwoLevels":
-        """A copy with copies of the parts, since rounds change the parts' counts of stored tokens."""
+        """Return a copy with copies of the parts, since rounds change the parts' counts of stored tokens."""
         return TwoLevels(copy(self.model), copy(self.small), self.guesses, self.rule.name)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
-        """From a draft folder; `two_levels` in its config.json holds the bits and the guesses of an inner round."""
+        """Return a proposer for a draft folder. `two_levels` in its config.json holds the bits and the guesses per
+        inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
@@ -73,11 +74,11 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """The rounded target: every draft has its distribution, whatever was guessed."""
+        """Return the rounded target. Every draft has its distribution, whatever was guessed."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
-        """Run inner rounds until each row has its drafts; a row longer than the model's context gets no drafts."""
+        """Run inner rounds until each row has its drafts. A row longer than the model's context gets no drafts."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
@@ -87,8 +88,8 @@ class TwoLevels(CompositeProposer):
         return outer.proposal()
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
-        """The small draft guesses, one pass of the rounded target gives the distributions at the guesses, and both
-        models keep the accepted tokens in their slots."""
+        """Run one inner round: the small draft guesses, and one pass of the rounded target gives the distributions at
+        the guesses. Both models keep the accepted tokens in their slots."""
         inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))
@@ -99,8 +100,8 @@ class TwoLevels(CompositeProposer):
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
-        """Logits (A, n+1, V) of the rounded target after each text and after each guess; the same pass reads the ids
-        that the slots lack."""
+        """Return the logits (A, n+1, V) of the rounded target after each text and after each guess. The same pass reads
+        the ids that the slots lack."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -117,10 +118,11 @@ class TwoLevels(CompositeProposer):
 
 
 class OuterDrafts:
-    """The drafts of a round so far. k: number of drafts wanted for each row; width: see `InnerRound`.
+    """The drafts of a round so far. k: number of drafts wanted per row. width: see `InnerRound`.
 
-    texts: the texts with their drafts; done: number of drafts of each row so far; x (A, K + width), q (A, K + width,
-    V): drafts and their distributions; entries past `done` have no meaning."""
+    texts: the texts with their drafts. done: number of drafts of each row so far. x (A, K + width), q (A, K + width,
+    V): drafts and their distributions; entries past `done` have no meaning.
+    """
 
     def __init__(self, round: Round, k: list[int], width: int) -> None:
         self.round, self.k, self.width = round, k, width
@@ -131,8 +133,8 @@ class OuterDrafts:
         self.q: Tensor
 
     def _numbers(self) -> Tensor:
-        """Uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the last of
-        them."""
+        """Return the uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the
+        last of them."""
         if not self.uniforms.numel():
             self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
         return self.uniforms
@@ -142,7 +144,7 @@ class OuterDrafts:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """The next inner round. stored: tokens of each text that the model's slots hold."""
+        """Return the next inner round. stored: number of tokens of each text that the model's slots hold."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
         wanted = [0 if reads or not left else min(guesses, left - 1)
@@ -153,8 +155,8 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Logits (A, n+1, V) after the texts and guesses -> distributions p. Rows whose settings read the text have no
-        guesses, so each of them gets one token per inner round."""
+        """Return the distributions p for logits (A, n+1, V) after the texts and guesses. Rows whose settings read the
+        text have no guesses, so each of them gets one token per inner round."""
         p = self.round.plain(logits)
         if not any(self.history):
             return p
@@ -193,7 +195,7 @@ class OuterDrafts:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """How many tokens of each text the model's slots hold after the pass: all but the last one, if the text
+        """Return how many tokens of each text the model's slots hold after the pass: all but the last one, if the text
         grew."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
@@ -203,7 +205,7 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """The rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
+    """Return the rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
     uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
@@ -212,13 +214,13 @@ def inner_rule(name: str) -> Rule:
 
 
 class InnerRound(RoundView):
-    """One exact inner round: the small draft's guesses, verified with the distributions of the rounded target. Every
-    token that is emitted has the rounded target's distribution given the text before it. The q of the outer round is
-    that distribution, not the small draft's.
+    """One exact inner round. The distributions of the rounded target verify the small draft's guesses. Every token that
+    is emitted has the rounded target's distribution given the text before it. The q of the outer round is that
+    distribution, not the small draft's.
 
-    round: the outer round, which drafts `asked` tokens a row. texts: of each row, with its `done` drafts so far; k: how
-    many tokens the small draft guesses. width: how many numbers of a stream an inner round may use; inner rounds that
-    begin at different tokens use different numbers. uniforms: returns the uniforms of all inner rounds. numbers:
+    round: the outer round, which drafts `asked` tokens per row. texts: of each row, with its `done` drafts so far. k:
+    how many tokens the small draft guesses. width: how many numbers of a stream an inner round may use; inner rounds
+    that begin at different tokens use different numbers. uniforms: returns the uniforms of all inner rounds. numbers:
     further numbers for the first copy of the small draft to the device.
     """
 
@@ -237,19 +239,19 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """As `Round.send`, but with the draft lengths of the outer round instead of the small draft's `k`."""
+        """Call `Round.send` with the draft lengths of the outer round instead of the small draft's `k`."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
 
     @property
     def done(self) -> Tensor:
-        """Tokens drafted so far (A,)."""
+        """Return the number of tokens drafted so far (A,)."""
         return self.send()["done"]
 
     @cached_property
     def streams(self) -> Tensor:
-        """Uniforms (3, A, width) of this inner round."""
+        """Return the uniforms (3, A, width) of this inner round."""
         columns = self.done.unsqueeze(1) * self.width + torch.arange(self.width, device=self.done.device)
         return self.uniforms().gather(2, columns.expand(3, -1, -1))
 
@@ -257,29 +259,28 @@ class InnerRound(RoundView):
         return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Distributions without the settings that read the text: the small draft guesses nothing for rows that have
-        such settings."""
+        """Return distributions without the settings that read the text. The small draft guesses nothing for rows that
+        have such settings."""
         return self.round.plain(logits)
 
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
 
     def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """Draw with the noise of the target's tokens. Rows with all their drafts go on drawing, so the depth is limited
-        to the last one."""
+        """Draw with the noise of the target's tokens. Rows with all their drafts continue to draw, so the depth is
+        limited to the last one."""
         return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
 
     def inputs(self, trees: bool = False) -> None:
-        """None: a CUDA graph cannot read the progress of each row."""
+        """Return None, since a CUDA graph cannot read the progress of each row."""
 
     def length(self, k: list[int]) -> Tensor:
-        """Guesses of each row (A,) on the device."""
+        """Return the number of guesses of each row (A,), on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
-        """Verify the guesses x (A, n), drawn from q (A, n, V), with the distributions p (A, n+1, V) of the rounded
-        target after the text and after each guess. Returns accepted (A,) and the token (A,) after the accepted
-        guesses."""
+        """Verify the guesses. x (A, n): drawn from q (A, n, V). p (A, n+1, V): the distributions of the rounded target
+        after the text and after each guess. Returns accepted (A,) and the token (A,) after the accepted guesses."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.round.shared:
@@ -288,7 +289,8 @@ class InnerRound(RoundView):
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that the rounded target draws with the shared noise, see `chain.coupled`."""
+        """Return the accepted guesses and the next token if the rounded target draws with the shared noise, see
+        `chain.coupled`."""
         y = torch.stack([self._shared(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
         accepted = same.to(torch.int64).cumprod(1).sum(1)

@@ -1,1 +1,1 @@
-"""Reports: their data and their table, and replays of single generations."""
+"""Reports. This package builds their data and their table, and records single generations for replay."""

@@ -1,4 +1,4 @@
-"""The data of a report: a plain dict that can be written as JSON.
+"""The data of a report. It is a plain dict that can be written as JSON.
 
 `SCHEMA` is the whole format. A report has
 
@@ -14,7 +14,7 @@
     exactness     figures and lines of the verdict (`inference.exactness.verdict`), None if it was not checked
     extra         further entries of the caller, by name
 
-Seconds are wall seconds; NaN and infinity become None.
+Seconds are wall seconds. NaN and infinity become None.
 """
 
 import json
@@ -147,7 +147,7 @@ def validate(report: Mapping[str, Any]) -> None:
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """Validate, then write as JSON atomically."""
+    """Validate the report, then write it as JSON atomically."""
     validate(report)
     write_atomic(Path(path), json.dumps(report, indent=2, allow_nan=False) + "\n")
 
@@ -165,7 +165,7 @@ def build(
     verdict: Verdict | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Report:
-    """The report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
+    """Return the report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
     target, draft: names to print. Raises ValueError for names of arms that were not timed.
     """
@@ -249,7 +249,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity to None, at any depth; keys to strings."""
+    """Replace NaN and infinity by None, at any depth, and convert keys to strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

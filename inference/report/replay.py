@@ -1,12 +1,13 @@
-"""The replay of a generation, round by round: the drafts, their probabilities and their outcome.
+"""The replay of a generation. It records, round by round, the drafts, their probabilities and their outcome.
 
-`SCHEMA` is the whole format. rule: the verification rule; rows: the text of each prompt, in the order of the call;
-rounds: for each round, the rows that were decoded in it. The drafts of a row are the nodes of a tree: a node's parent
-is an earlier node, or -1 for the text so far; in a chain node i has parent i - 1. Each draft has p and q, its
-probability under target and draft at its position; ratio, p / q, 0 if p is 0; u, the uniform that the rule compared
-with it, None if the rule uses none (coupled) or did not test this draft; state, one of `STATES`. last: the token after
-the accepted ones, "corrected" after a rejection, "bonus" if a whole path was accepted or nothing was drafted; None if
-the row ended before it.
+`SCHEMA` is the whole format. rule: the verification rule. rows: the text of each prompt, in the order of the call.
+rounds: for each round, the rows that were decoded in it. The drafts of a row are the nodes of a tree. A node's parent
+is an earlier node, or -1 for the text so far; in a chain node i has parent i - 1.
+
+Each draft has: p and q, its probability under target and draft at its position; ratio, p / q, 0 if p is 0; u, the
+uniform that the rule compared with it, None if the rule uses none (coupled) or did not test this draft; state, one of
+`STATES`. last: the token after the accepted ones, None if the row ended before it. Its kind is "corrected" after a
+rejection, and "bonus" if a whole path was accepted or nothing was drafted.
 """
 
 import json
@@ -39,9 +40,9 @@ SCHEMA: dict[str, Any] = {
 
 
 class Recorder:
-    """A recorder for `Engine(record=)` that stores the first `most` rounds of the engine's last call.
+    """A recorder for `Engine(record=)`. It stores the first `most` rounds of the engine's last call.
 
-    While it records, a round's one copy from the device holds three numbers more per draft; texts are decoded in
+    While it records, a round's one copy from the device holds three more numbers per draft. Texts are decoded in
     `replay`, after the call.
     """
 
@@ -51,19 +52,19 @@ class Recorder:
         self.rounds: list[list[TracedRow]] = []
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """A call begins; drop the rounds of the call before."""
+        """Begin a call, and drop the rounds of the previous call."""
         self.rule, self.rounds = rule, []
         self.prompts = [row.text[: row.prompt] for row in rows]
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:  # fmt: skip
-        """A round ended, see `trace.RoundRecorder`."""
+        """Record a round that has ended, see `trace.RoundRecorder`."""
         if len(self.rounds) < self.most:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
 
     def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
-        """The record in the format `SCHEMA`; without a tokenizer, texts are the ids."""
+        """Return the record in the format `SCHEMA`. Without a tokenizer, texts are the ids."""
         texts = [list(prompt) for prompt in self.prompts]
         rounds = []
         for traced in self.rounds:
@@ -76,7 +77,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """One row of a round; anchor: the last token of the row's text before the round."""
+    """Return one row of a round. anchor: the last token of the row's text before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []
@@ -97,21 +98,22 @@ def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase |
 
 
 def _rejected(row: TracedRow) -> set[int]:
-    """Nodes that were tested and rejected: children of the last accepted node, and siblings that come before an
-    accepted node."""
+    """Return the nodes that were tested and rejected: children of the last accepted node, and siblings that come before
+    an accepted node."""
     above = [-1, *row.path]
     accepted_child = dict(zip(above, [*row.path, row.drafted], strict=True))
     return {i for i in range(row.drafted) if row.parents[i] in accepted_child and i < accepted_child[row.parents[i]]}
 
 
 def _number(bits: int) -> float | None:
-    """The float64 of these bits; None for NaN, which marks a missing number."""
+    """Return the float64 with these bits, or None for NaN, which marks a missing number."""
     value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value if value == value else None
 
 
 def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", before: int | None = None) -> str:
-    """The text of ids after the token `before`: some tokenizers drop a space at the beginning of a text."""
+    """Return the text of ids after the token `before`, since some tokenizers drop a space at the beginning of a
+    text."""
     if tokenizer is None:
         return " ".join(map(str, ids))
     if before is None:
@@ -121,8 +123,8 @@ def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", befor
 
 
 def validate(replay: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that does not fit `SCHEMA`, has an impossible state, kind, row or parent,
-    or is an accepted draft whose parent is not accepted."""
+    """Raise ValueError naming the first key that does not fit `SCHEMA`, or has an impossible state, kind, row or
+    parent. An accepted draft whose parent is not accepted is an error too."""
     conform(replay, SCHEMA, "replay")
     if replay["format"] != FORMAT:
         raise ValueError(f"replay.format is {replay['format']}, this version reads {FORMAT}")
@@ -143,10 +145,10 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
             raise ValueError(f"{name}.drafts[{i}].state is {draft['state']!r}, not one of {', '.join(STATES)}")
         above = row["drafts"][draft["parent"]]["state"] if draft["parent"] >= 0 else "accepted"
         if draft["state"] == "accepted" != above:
-            raise ValueError(f"{name}.drafts[{i}] is accepted, draft {draft['parent']} before it is {above}")
+            raise ValueError(f"{name}.drafts[{i}] is accepted, but its parent, draft {draft['parent']}, is {above}")
 
 
 def write(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate, then write as JSON atomically."""
+    """Validate the replay, then write it as JSON atomically."""
     validate(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

@@ -1,4 +1,4 @@
-"""Checking a nested dict against a description of it, without a library."""
+"""A check of a nested dict against a description of it. It needs no library."""
 
 import math
 from collections.abc import Mapping
@@ -8,24 +8,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Maybe:
-    """None, or what `of` describes."""
+    """A schema for None, or for what `of` describes."""
 
     of: Any
 
 
 @dataclass(frozen=True)
 class Many:
-    """A dict with any string keys, all of whose values fit `of`."""
+    """A schema for a dict with any string keys, all of whose values fit `of`."""
 
     of: Any
 
 
 def conform(value: Any, schema: Any, name: str) -> None:
-    """Raise ValueError naming the first entry of value that does not fit the schema.
+    """Raise ValueError naming the first entry of `value` that does not fit the schema.
 
-    schema: a type (float takes whole numbers, never NaN or infinity; object takes anything), `Maybe`, `Many`,
-    a list of one schema for lists of any length, or a dict of schemas whose keys are all required and the
-    only ones.
+    A schema is a type, `Maybe`, `Many`, a list or a dict. The type float accepts whole numbers, but not NaN or
+    infinity; object accepts everything. A list of one schema describes lists of any length. The keys of a dict of
+    schemas are all required, and no others are allowed.
     """
     if isinstance(schema, Maybe):
         if value is not None:

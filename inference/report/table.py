@@ -1,11 +1,11 @@
-"""A report as aligned plain text."""
+"""A report as aligned plain text. `table` writes the whole report, `comparison` one line per report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report as aligned plain text, with the formulas of its terms underneath."""
+    """Return the report as aligned plain text, with the formulas of its terms underneath."""
     parts = [
         headline(report),
         _head(report),
@@ -19,8 +19,8 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Reports of one target, by name, one line each: draft length or tree, tokens per target call, speed-up over plain
-    decoding in the same run with its 95 % interval, and whether decoding is exact."""
+    """Return the reports of one target as a table with one line per report. A line has draft length or tree, tokens per
+    target call, speed-up over plain decoding in the same run with its 95 % interval, and whether decoding is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
@@ -39,7 +39,7 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """The result in a line: the speed-up, its regime, the drafting, and whether the engine is exact."""
+    """Return the result in one line: the speed-up, its regime, the drafting, and whether the engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
@@ -62,7 +62,7 @@ speed-up = tokens per wall second / those of the other arm, end tokens ignored s
 
 
 def _drafting(report: Mapping[str, Any]) -> str:
-    """The policy, or the number of nodes of a tree."""
+    """Return the policy, or the number of nodes of a tree."""
     tree = (report.get("extra") or {}).get("planned_shape")
     return f"trees of {len(tree)} nodes" if tree else str(report["settings"]["policy"])
 
@@ -104,7 +104,7 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """A sentence for a speed-up that is at most 1, or whose interval contains 1."""
+    """Return a sentence for a speed-up that is at most 1, or whose interval contains 1."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
     low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
     if high < 1:
@@ -131,13 +131,13 @@ def _depths(report: Mapping[str, Any]) -> str:
 
 
 def _phases(report: Mapping[str, Any]) -> str:
-    """A table of phases in milliseconds per round, for all rows of a round together. Prefill is outside the rounds, so
-    its total is given."""
+    """Return a table of phases in milliseconds per round, for all rows of a round together. Prefill is outside the
+    rounds, so its total is given."""
     counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
     if not counted:
         return ""
     names = [phase for phase in next(iter(counted.values()))["phases"] if phase != "prefill"]
-    rows = [["milliseconds a round", *names, "rounds", "prefill in all"]]
+    rows = [["milliseconds per round", *names, "rounds", "total prefill"]]
     for name, arm in counted.items():
         spent = [f"{1000 * arm['phases'][phase] / arm['rounds']:.3f}" for phase in names]
         rows.append([name, *spent, str(arm["rounds"]), f"{1000 * arm['phases']['prefill']:.1f}"])
@@ -154,7 +154,8 @@ def _number(value: float | None) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns two spaces apart, the first `left` ones flush left, the others flush right."""
+    """Return the rows with columns two spaces apart. The first `left` columns are flush left, the others flush
+    right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     lines = ("  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)) for row in rows)

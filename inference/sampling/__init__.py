@@ -1,4 +1,4 @@
-"""Settings of a request, logits to distributions, and draws from distributions by given uniforms."""
+"""Sampling: settings of a request, logits to distributions, and draws from distributions by given uniforms."""
 
 from inference.sampling.distributions import (
     Truncate,

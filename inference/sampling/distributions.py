@@ -1,4 +1,4 @@
-"""Logits to distributions, and draws from distributions by given uniforms.
+"""Distributions from logits, and draws from distributions by given uniforms.
 
 B rows, V vocabulary. Logits are divided by a temperature in one place, `_scaled`. `probs_at` and `log_probs_at` call
 it: for rows with one setting (`probs`) or several (`Regimes`), for drafts of one pass (`models.step`) and for the
@@ -18,18 +18,18 @@ Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V), -in
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in its own dtype, float32 at least."""
+    """Return x in its own dtype, float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
-    """softmax of the logits after temperature, top-k, top-p and min-p, in the order and with the ties of
-    transformers' warpers; temperature 0 gives the one-hot distribution of the first maximum.
+    """Return the softmax of the logits after temperature, top-k, top-p and min-p. Their order and ties are those of
+    transformers' warpers. Temperature 0 gives the one-hot distribution of the first maximum.
 
-    logits (..., V), after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one
-    setting, or one for each entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least;
-    logits without a distribution (NaN, +inf, or -inf alone) give NaN throughout. Raises ValueError if the number of
-    settings is not the number of rows.
+    logits (..., V): after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one
+    setting, or one per entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least. Logits
+    without a distribution (NaN, +inf, or only -inf) give NaN throughout. Raises ValueError if the number of settings is
+    not the number of rows.
     """
     if isinstance(sampling, Sampling):
         return probs_of(wide(logits), sampling)
@@ -46,7 +46,7 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
 
 def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`probs` of one regime: logits (..., V), float32 at least."""
+    """Return `probs` under one setting, for logits (..., V), float32 at least."""
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -63,14 +63,14 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
-    """softmax(truncate(logits / temperature)): logits (..., V), float32 at least; temperature: above 0, one number, or
-    one for each entry of the first dimension; truncate: sets logits to -inf. Returns (..., V)."""
+    """Return softmax(truncate(logits / temperature)) (..., V), for logits (..., V), float32 at least. temperature:
+    above 0, one number, or one per entry of the first dimension. truncate: sets logits to -inf."""
     scaled = _scaled(logits, temperature)
     return (truncate(scaled) if truncate else scaled).softmax(-1)
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """log `probs_at`, computed as a log-softmax."""
+    """Return the logarithm of `probs_at`, computed as a log-softmax."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 
@@ -81,18 +81,19 @@ def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def is_missing(probs: Tensor) -> Tensor:
-    """Which distributions (..., V) are missing, NaN throughout, because the logits allow no token: (...) bool."""
+    """Return which distributions (..., V) are missing, (...) bool. A missing distribution is NaN throughout, because
+    the logits allow no token."""
     return probs[..., 0].isnan()
 
 
 def by_row(values: Tensor, like: Tensor) -> Tensor:
-    """(A,) -> (A, 1, ..., 1), as many dimensions as `like`; floating-point values in its dtype."""
+    """Reshape values (A,) to (A, 1, ..., 1), with as many dimensions as `like`. Floating-point values get its dtype."""
     values = values.to(like.dtype) if values.is_floating_point() else values
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def certain(logits: Tensor) -> Tensor:
-    """One-hot distributions (..., V) of the first maximum; NaN throughout if that is not finite."""
+    """Return one-hot distributions (..., V) of the first maximum, or NaN throughout if the maximum is not finite."""
     ids = logits.argmax(-1, keepdim=True)
     top = logits.gather(-1, ids)
     none = top - top  # 0, or NaN
@@ -100,19 +101,22 @@ def certain(logits: Tensor) -> Tensor:
 
 
 def one_hot(ids: Tensor, like: Tensor) -> Tensor:
-    """ids (...) -> (..., V) one-hot distributions with the V, dtype and device of `like` (..., V)."""
+    """Return one-hot distributions (..., V) of ids (...), with the V, dtype and device of `like` (..., V)."""
     return torch.zeros_like(like).scatter_(-1, ids.unsqueeze(-1), 1.0)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """-inf below the k-th largest logit; ties with it stay (Fan et al. 2018, 1805.04833)."""
+    """Set logits below the k-th largest to -inf. Ties with it stay (Fan et al. 2018, 1805.04833)."""
     return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
-    """-inf on the tail whose mass, summed from the least likely token, is at most 1 - p; the likeliest token always
-    stays (Holtzman et al. 2020, 1904.09751). The order of equal logits is that of torch.sort, called as in
-    transformers; it depends on the row alone. rest: 1 - p of each row, if rows differ."""
+    """Set the logits of the tail to -inf. The tail's mass, summed from the least likely token, is at most 1 - p; the
+    likeliest token always stays (Holtzman et al. 2020, 1904.09751).
+
+    The order of equal logits is that of torch.sort, called as in transformers; it depends on the row alone. rest: 1 - p
+    per row, if rows differ.
+    """
     ascending, order = logits.sort(dim=-1, descending=False)
     gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
     gone[..., -1] = False
@@ -120,17 +124,19 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
 
 def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """-inf on tokens less likely than p times the likeliest one (Nguyen et al. 2024, 2407.01082)."""
+    """Set the logits of tokens less likely than p times the likeliest one to -inf (Nguyen et al. 2024, 2407.01082)."""
     probs = logits.softmax(-1)
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF: the first token with mass whose cumulative probability exceeds u, strictly.
+    """Draw from distributions by the inverse CDF. probs (..., V). u (...): uniforms in [0, 1). Returns ids (...),
+    int64.
 
-    probs (..., V), u (...) in [0, 1) -> ids (...) int64. The sum is in float64 and u is multiplied by the total, so
-    mass lost to rounding is not added to one token. If nothing exceeds u, the last token with mass is returned. A token
-    of probability 0 is never returned, whatever the rounding of a parallel scan.
+    The token drawn is the first one with mass whose cumulative probability exceeds u, strictly. The sum is in float64,
+    and u is multiplied by the total. If the probabilities sum to slightly less than 1, the last token therefore does
+    not get the missing mass. If no cumulative probability exceeds u, the last token with mass is returned. A token of
+    probability 0 is never returned, whatever the rounding of a parallel scan.
     """
     cdf = probs.to(torch.float64).cumsum(-1)  # (..., V)
     total = cdf[..., -1:]
@@ -142,7 +148,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
-    """The first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
+    """Return the first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
     mass = probs > 0
     hit = mass & (cdf > bound)
     last = probs.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
@@ -150,8 +156,8 @@ def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
 
 
 class Regimes:
-    """Temperature, top-k, top-p and min-p of A rows as tensors on the device, and the distributions under them: the
-    same as `probs` gives row by row, with the same order and ties. Making an object copies to the device."""
+    """Temperature, top-k, top-p and min-p of A rows as tensors on the device. The distributions under them are those
+    that `probs` gives row by row, with the same order and ties. Making an object copies to the device."""
 
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
@@ -171,7 +177,8 @@ class Regimes:
         self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits (A, ..., V) -> distributions (A, ..., V), float32 at least; NaN throughout if the logits have none.
+        """Return distributions (A, ..., V) for logits (A, ..., V), float32 at least; NaN throughout if the logits have
+        none.
 
         Raises ValueError for another number of rows.
         """
@@ -187,19 +194,19 @@ class Regimes:
 
     @property
     def key(self) -> Hashable:
-        """Everything that the distributions of `on` depend on except its tensors."""
+        """Return everything that the distributions of `on` depend on except its tensors."""
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that distributions are computed from, by name."""
+        """Return the tensors that distributions are computed from, by name."""
         return {
             "temperature": self.temperature, "min_p": self.min_p, "greedy": self.greedy, "top_k": self.top_k,
             "divisor": self.divisor, "nucleus": self.nucleus, "tail": self.tail,
         }  # fmt: skip
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
-        """The same computation on other tensors with the names and shapes of `tensors()`: the settings of any rows with
-        this `key`."""
+        """Return the same computation on other tensors with the names and shapes of `tensors()`. They may be the
+        settings of other rows with this `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
         other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
@@ -209,12 +216,12 @@ class Regimes:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether all rows have the same settings and temperature 0."""
+        """Return whether all rows have the same settings and temperature 0."""
         return self.alike is not None and self.alike.temperature == 0
 
     @property
     def _rounded(self) -> int:
-        """The largest top-k, up to a power of two."""
+        """Return the largest top-k, rounded up to a power of two."""
         return self.max_top_k and 1 << (self.max_top_k - 1).bit_length()
 
     def _cut(self, logits: Tensor) -> Tensor:
@@ -226,7 +233,7 @@ class Regimes:
         return keep_min_p(logits, by_row(self.min_p, logits)) if self.any_min_p else logits
 
     def _top_k(self, logits: Tensor) -> Tensor:
-        """-inf below the k-th largest of each row; k = 0 keeps all."""
+        """Set logits below the k-th largest of each row to -inf; k = 0 keeps all."""
         V = logits.shape[-1]
         k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
         largest = logits.topk(min(self.max_top_k, V), dim=-1).values

@@ -1,11 +1,11 @@
-"""Counter-based random numbers: pure functions of a key, independent of the order of calls and of the batch.
+"""Counter-based random numbers. They are pure functions of a key, independent of the order of calls and of the batch.
 
 A uniform is keyed by (seed, row, start, depth, stream); start is the number of tokens the row had emitted when the
 round began. Block and traversal verification read numbers past the token at which they stop. If the key lacked the
 start, the next round would use those numbers again, which would bias the text. Gumbel noise is keyed by (seed, row,
-position, token) alone: the coupled rule needs the same noise wherever rounds begin.
+position, token) alone, since the coupled rule needs the same noise wherever rounds begin.
 
-The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, the same bits on every device.
+The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, with the same bits on every device.
 """
 
 import struct
@@ -22,7 +22,7 @@ INNER = (7, 8, 9)  # draft, acceptance and last-token streams of rounds that a p
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of word modulo 2^64."""
+    """Return the int64 that has the bits of `word` modulo 2^64."""
     return (word + 2**63) % 2**64 - 2**63
 
 
@@ -32,12 +32,12 @@ SECOND = _signed(0x94D049BB133111EB)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; int64's own shift copies the sign."""
+    """Shift right logically. The shift of int64 itself copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser, a bijection of 64-bit words."""
+    """Apply the finaliser of splitmix64, a bijection of 64-bit words."""
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND
     return x ^ _shifted(x, 31)
@@ -49,23 +49,24 @@ def _absorb(state: Tensor, word: Tensor) -> Tensor:
 
 
 def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
-    """States (S, B) after seed, stream and row."""
+    """Return the states (S, B) of the hash after seed, stream and row."""
     state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
     stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
     return _absorb(_absorb(state, stream), row)
 
 
 def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
-    """Uniforms in [0, 1) with 53 bits, a function of (seed, row, start, depth, stream) and of nothing else.
+    """Return uniforms in [0, 1) with 53 bits. They are a function of (seed, row, start, depth, stream) alone.
 
-    row (B,) ids, start (B,) tokens emitted when the round began, depth (D,) depths or tree nodes, all int64;
-    stream one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
+    row (B,): ids. start (B,): tokens emitted when the round began. depth (D,): depths or tree nodes. All are int64.
+    stream: one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
     """
     return uniforms(seed, row, start, depth, (stream,))[0]
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """`uniform` of several streams -> (S, B, D) in one call, which takes no longer than the call for one stream."""
+    """Return `uniform` of several streams -> (S, B, D) in one call, which takes no longer than the call for one
+    stream."""
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
@@ -76,7 +77,7 @@ class Uniforms:
     depends on its kernel launches and hardly on its size.
 
     seed: that of the call. device: that of the numbers. A round calls `offsets` on the host, then `fill` if `offsets`
-    says so, then `at` on the device. So only one number for each row is copied to the device.
+    says so, then `at` on the device. Only one number per row is thus copied to the device.
     """
 
     STARTS = 64  # filled at once
@@ -90,7 +91,8 @@ class Uniforms:
         self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
-        """Streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, depths 0 .. depths - 1 -> (S, A, D)."""
+        """Return streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, for depths 0 .. depths - 1 -> (S, A,
+        D)."""
         offsets, fresh = self.offsets(rows, starts, depths)
         if fresh:
             row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
@@ -98,7 +100,7 @@ class Uniforms:
         return self.at(torch.tensor(offsets, device=self.device), depths)
 
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
-        """The offset of each row's numbers in the table, and whether `fill` must be called first."""
+        """Return the offset of each row's numbers in the table, and whether `fill` must be called first."""
         covered = rows == self.rows and depths <= self.table.shape[-1]
         since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
         fresh = min(since) < 0 or max(since) >= self.span
@@ -115,25 +117,26 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Numbers (S, A, depths) at `offsets` (A,)."""
+        """Return the numbers (S, A, depths) at `offsets` (A,)."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
-    """Standard Gumbel noise -log(-log u), a function of (seed, row, position, token); always finite.
+    """Return standard Gumbel noise -log(-log u), a function of (seed, row, position, token). It is always finite.
 
-    row (B,), position (B, n) in the generated text, int64; V the vocabulary. Returns (B, n, V) float64 on row's device.
+    row (B,), position (B, n): in the generated text, int64. V: size of the vocabulary. Returns (B, n, V) float64 on
+    row's device.
     """
     return gumbel_after(gumbel_states(seed, row), position, V)
 
 
 def gumbel_states(seed: int, row: Tensor) -> Tensor:
-    """The part (B,) of the hash of `gumbel` that depends on seed and row (B,) alone."""
+    """Return the part (B,) of `gumbel`'s hash that depends on seed and row (B,) alone."""
     return _start(seed, (NOISE,), row)[0]
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
-    """`gumbel` of rows with the `gumbel_states` (B,)."""
+    """Return `gumbel` of rows with these `gumbel_states` (B,)."""
     state = _absorb(states.unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
@@ -141,23 +144,24 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
-    """States (B,) of the noise that draws children of a tree's nodes, for rows (B,) that had emitted start (B,) tokens
-    when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the anchor."""
+    """Return states (B,) of the noise that draws children of a tree's nodes. start (B,): tokens that the rows (B,) had
+    emitted when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the
+    anchor."""
     return states_at(branch_states(seed, row), start)
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """The part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
+    """Return the part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
 def states_at(states: Tensor, start: Tensor) -> Tensor:
-    """`children_states` of rows with the `branch_states` (B,) in rounds that begin at start (B,)."""
+    """Return `children_states` of rows with these `branch_states` (B,), in rounds that begin at start (B,)."""
     return _absorb(states, start)
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A stable id in [0, 2^63) for each prompt: blake2b of its token ids and its number among equal prompts."""
+    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids and its number among equal prompts."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in map(tuple, prompts):

@@ -1,4 +1,4 @@
-"""The sampling settings of a request."""
+"""The sampling settings of a request. `Sampling` holds and checks them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -40,16 +40,16 @@ COLDEST = 1e-5  # divided by a lower temperature, logits overflow float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of a request, applied in the order of transformers, with its ties.
+    """The sampling settings of a request, applied in the order of transformers and with its ties.
 
-    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: number of tokens kept, plus ties with the
-    last one; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
-    repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and
-    text. presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of
-    tokens generated so far, without the prompt. logit_bias: token id -> number added to its logit.
-    banned: token-id sequences that never occur in full. min_new_tokens: no end token before so many tokens.
-    stop: strings, stop_ids: token ids that end the text. processors: callables (ids (1, T), logits (1, V))
-    -> logits (1, V), as transformers' LogitsProcessor, pure functions of the prefix.
+    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: number of tokens to keep, besides ties with
+    the last one; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
+    repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and text.
+    presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of tokens generated
+    so far, without the prompt. logit_bias: token id -> number added to its logit. banned: token-id sequences that never
+    occur in full. min_new_tokens: the number of new tokens before which no end token occurs. stop: strings that end the
+    text. stop_ids: token ids that end the text. processors: callables (ids (1, T), logits (1, V)) -> logits (1, V), the
+    form of transformers' LogitsProcessor; they must be pure functions of the prefix.
 
     Raises ValueError naming the field and its value.
     """
@@ -90,10 +90,10 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
-        """The settings of a transformers generation config. (An engine does not call this: of the config it reads only
-        the end tokens.)
+        """Return the settings of a transformers generation config. An engine does not call this, because it reads only
+        the end tokens of the config.
 
-        Without do_sample the temperature is 0; an unset top_k is 50, as in transformers. Raises ValueError naming a
+        Without do_sample the temperature is 0. An unset top_k is 50, as in transformers. Raises ValueError naming a
         setting that has no counterpart here.
         """
         foreign = [name for name, plain in _NO_COUNTERPART.items() if getattr(config, name, None) not in (None, *plain)]
@@ -125,7 +125,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Whether a value is a whole number, True and False not counted, of at least `least` and less than `below`."""
+    """Return whether a value is a whole number of at least `least` and less than `below`. True and False do not
+    count."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

@@ -1,9 +1,9 @@
 """Settings that read the text so far: penalties, biases, banned words, minimum length, processors of the user.
 
-A rows, n positions a row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
-presence, frequency, banned, minimum length, processors. `process` is the reference, one position at a time. `Penalties`
-computes the same for all active rows of an engine at once, on the device. Only processors are called position by
-position (`apply_processors`), with ids read from the device.
+A rows, n positions per row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
+presence, frequency, banned, minimum length, processors. `process` is the reference and handles one position at a time.
+`Penalties` computes the same for all active rows of an engine at once, on the device. Only processors are called
+position by position (`apply_processors`), with ids read from the device.
 """
 
 import math
@@ -27,7 +27,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tok
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether any setting reads the text, so that the distribution depends on more than the model's logits."""
+    """Return whether a setting reads the text, so that the distribution depends on more than the model's logits."""
     return bool(
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0
@@ -46,12 +46,15 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """The logits after each row's history-dependent settings, before `sampling.probs`. Reference of `Penalties`.
+    """Return the logits after each row's settings that read the text, before `sampling.probs`. This is the reference of
+    `Penalties`.
 
-    logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included; new: how many of
-    each were generated, drafts included; sampling: one or n; eos_ids: end tokens, which have no mass before
-    min_new_tokens, like `stop_ids`. Returns (n, V) in the logits' dtype, float32 at least; the input is not changed.
-    Raises ValueError if lengths differ, an id is outside the vocabulary, or the settings forbid every token of a row.
+    logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included. new: how many ids of
+    each history were generated, drafts included. sampling: one or n settings. eos_ids: end tokens, which have no mass
+    before min_new_tokens, like `stop_ids`.
+
+    Returns (n, V) in the logits' dtype, float32 at least; the input is not changed. Raises ValueError if lengths
+    differ, if an id is outside the vocabulary, or if the settings forbid every token of a row.
     """
     n = logits.shape[0]
     regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
@@ -71,27 +74,27 @@ def process(
 
 
 def presence(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Subtract the penalty from the logits of the tokens in ids (T,), once each: logits (1, V)."""
+    """Subtract the penalty from the logits (1, V) of the tokens in ids (T,), once per token."""
     return logits - penalty * (_counts(ids, logits) > 0)
 
 
 def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Subtract the penalty from the logits of the tokens in ids (T,), once an occurrence: logits (1, V)."""
+    """Subtract the penalty from the logits (1, V) of the tokens in ids (T,), once per occurrence."""
     return logits - penalty * _counts(ids, logits)
 
 
 def _counts(ids: Tensor, logits: Tensor) -> Tensor:
-    """Occurrences (V,) in the dtype of the logits."""
+    """Return how often each id occurs, (V,), in the dtype of the logits."""
     return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
 
 
 def _generated(ids: Tensor, new: int) -> Tensor:
-    """The last `new` ids of (1, T), as (new,)."""
+    """Return the last `new` ids of (1, T), as (new,)."""
     return ids[0, ids.shape[1] - new :]
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """The steps that these settings need, in order."""
+    """Return the steps that these settings need, in order."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -116,8 +119,8 @@ def _plain(processor: Callable[[Tensor, Tensor], Tensor]) -> Step:
 
 
 def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor) -> Tensor:
-    """What a processor of the user returns for a text (1, T) and its logits (1, V). Raises ValueError if that is not
-    (1, V): another shape would be broadcast in silence."""
+    """Return what a user's processor returns for a text (1, T) and its logits (1, V). Raises ValueError if the result
+    is not (1, V), since another shape would be broadcast silently."""
     result = processor(ids, scores)
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -141,8 +144,8 @@ def _require_a_token(logits: Tensor) -> None:
 
 
 class Row(Protocol):
-    """The attributes of a row (`inference.request.Request`) that settings read: its text, the length of its prompt, its
-    settings, and the ids that end it."""
+    """The attributes of a row (`inference.request.Request`) that settings read. They are its text, the length of its
+    prompt, its settings, and the ids that end it."""
 
     @property
     def text(self) -> list[int]: ...
@@ -182,7 +185,7 @@ class Penalties:
             self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
-        """Ids of each text that are not counted yet, padded with -1 to one width."""
+        """Return the ids of each text that are not counted yet, padded with -1 to one width."""
         if not self.penalised:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
@@ -190,7 +193,7 @@ class Penalties:
         return _padded(ids, -1)
 
     def tails(self) -> list[list[int]]:
-        """The last ids of each text that bans read, padded with -1 on the left."""
+        """Return the last ids of each text that bans read, padded with -1 on the left."""
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
@@ -199,8 +202,9 @@ class Penalties:
             self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
     def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
-        """logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K) -> (A, n, V),
-        float32 at least. tails (A, L) as `tails`; emitted (A,) tokens generated before the drafts."""
+        """Return the logits (A, n, V), float32 at least, after these settings. logits: at the positions after first,
+        first + 1, ... of the drafted ids x (A, K). tails (A, L): from `tails`. emitted (A,): tokens generated before
+        the drafts."""
         out, n = wide(logits), logits.shape[1]
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
@@ -216,11 +220,11 @@ class Penalties:
 
     @property
     def key(self) -> Hashable:
-        """Everything that `apply` depends on except its arguments and `tensors`."""
+        """Return everything that `apply` depends on except its arguments and `tensors`."""
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `apply` reads, by name."""
+        """Return the tensors that `apply` reads, by name."""
         tensors = {
             "bias": self.bias, "ends": self.ends, "repetition": self.repetition, "presence": self.presence,
             "frequency": self.frequency, "least": self.least, "words": self.words, "prompt": self.prompt,
@@ -229,7 +233,7 @@ class Penalties:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
-        """The same settings, read from other tensors of the names and shapes of `tensors()`."""
+        """Return the same settings, but reading other tensors with the names and shapes of `tensors()`."""
         other = copy(self)
         other.bias, other.ends, other.words = tensors.get("bias"), tensors.get("ends"), tensors.get("words")
         other.repetition, other.presence = tensors["repetition"], tensors["presence"]
@@ -238,7 +242,8 @@ class Penalties:
         return other
 
     def _penalise(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """counts (A, n, V): occurrences of each id among the generated ones before each position."""
+        """Apply the repetition, presence and frequency penalties. counts (A, n, V): how often each id occurs among the
+        generated ones before each position."""
         assert self.prompt is not None
         there, dtype = counts > 0, logits.dtype
         factor = self.repetition.to(dtype)
@@ -248,7 +253,7 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Occurrences of each id among the drafts before each position: (A, n, V)."""
+        """Return how often each id occurs among the drafts before each position, (A, n, V)."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
@@ -256,7 +261,8 @@ class Penalties:
         return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
-        """-inf on ids that would complete a banned word: text (A, L + K), tails and drafts; words as `_words`."""
+        """Set the logits of ids that would complete a banned word to -inf. text (A, L + K): tails and drafts. words:
+        from `_words`."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
@@ -270,7 +276,8 @@ class Penalties:
         return logits.flatten().scatter_add(0, flat.flatten(), ban.flatten()).view_as(logits)
 
     def _words(self) -> Tensor | None:
-        """All banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the left."""
+        """Return all banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the
+        left."""
         words = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
         if not words:
             return None
@@ -280,12 +287,12 @@ class Penalties:
         return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
     def _ends(self, ends: list[frozenset[int]]) -> Tensor | None:
-        """The ids (A, V) that end a row with a minimum length; None if no row has one."""
+        """Return which ids (A, V) end a row with a minimum length, or None if no row has a minimum length."""
         table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ends])
         return None if table is None else table > 0
 
     def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:
-        """Numbers by id of each row as a float32 table (A, V); None if no row has any."""
+        """Return the numbers by id of each row as a float32 table (A, V), or None if there are no numbers."""
         numbers = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
         if not numbers:
             return None
@@ -306,7 +313,7 @@ def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
 
 
 def _last(ids: list[int], width: int) -> list[int]:
-    """The last `width` ids, padded with -1 on the left."""
+    """Return the last `width` ids, padded with -1 on the left."""
     tail = ids[len(ids) - width :] if width < len(ids) else ids
     return [-1] * (width - len(tail)) + tail
 
@@ -320,8 +327,8 @@ def apply_processors(
     first: int,
     messages: dict[int, str],
 ) -> Tensor:
-    """Logits (A, n, V) at the positions after first, first + 1, ... of the drafted ids x (A, K), after the processors
-    of the rows `own`; a new tensor.
+    """Return the logits (A, n, V) after the processors of the rows `own`, as a new tensor. They are at the positions
+    after first, first + 1, ... of the drafted ids x (A, K).
 
     A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
     mass. If a processor raises, the error is stored in `messages` by row, and every token at that position gets -inf.
@@ -340,7 +347,8 @@ def apply_processors(
 
 
 def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
-    """Call the processors of one row, which overwrites `scores_here` (1, V). Returns False if one of them raised."""
+    """Call the processors of one row and overwrite `scores_here` (1, V) with the result. Returns False if a processor
+    raised."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server: completions of prompts, and vLLM's counters of drafts."""
+"""A client of an OpenAI-compatible server. It requests completions of prompts and reads vLLM's counters of drafts."""
 
 import json
 import os
@@ -21,7 +21,8 @@ POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Completion:
-    """text; ids of its tokens, None from a server that does not send them; finish: "stop" or "length"."""
+    """The answer to one prompt. text: the new text. ids: ids of its tokens, None from a server that does not send them.
+    finish: "stop" or "length"."""
 
     text: str
     ids: list[int] | None
@@ -30,7 +31,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Served:
-    """Counters of a server: rounds that drafted, tokens drafted, tokens accepted, and tokens accepted at each depth."""
+    """The counters of a server. rounds: rounds that drafted. drafted, accepted: numbers of tokens. by_depth: tokens
+    accepted at each depth."""
 
     rounds: int
     drafted: int
@@ -48,14 +50,14 @@ class Served:
 
     @property
     def tau(self) -> float:
-        """Tokens per target call, over calls that verified drafts; nan before any."""
+        """Return tokens per target call, over calls that verified drafts; nan before the first."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
 class Client:
-    """url: the server's root, with or without /v1. model: its name on the server, None for the first in the list. key:
-    the API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, with the address and the answer,
-    for a server that does not answer or rejects a request."""
+    """A client of one server. url: the server's root, with or without /v1. model: its name on the server, None for the
+    first in the list. key: the API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, with the
+    address and the answer, if the server does not answer or rejects a request."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
         self.root = url.rstrip("/").removesuffix("/v1")
@@ -73,7 +75,7 @@ class Client:
         at_once: int = 8,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Continue every prompt (strings or ids) with one seed for each, and at most `at_once` requests at a time.
+        """Continue every prompt (strings or ids) with one seed per prompt. At most `at_once` requests run at a time.
 
         ignore_eos: texts end by length only; only vLLM has this field. Raises ValueError for sampling settings that no
         request can express.
@@ -95,7 +97,8 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def counted(self) -> Served | None:
-        """The drafting counters since the server started, from its Prometheus page; None if it shows none."""
+        """Return the drafting counters since the server started, from its Prometheus page, or None if the page shows
+        none."""
         counts: dict[str, int] = {}
         depths: dict[int, int] = {}
         for name, labels, value in COUNTER.findall(self._read("/metrics")):
@@ -125,7 +128,7 @@ class Client:
 
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
-    """The counters once they stop changing: a server updates its page some time after it answers."""
+    """Return the counters once they stop changing. A server updates its page some time after it answers."""
     counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
     while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)
@@ -136,7 +139,8 @@ def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> 
 
 
 def _request(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request; fields that OpenAI's API lacks are sent only if their values are not the defaults."""
+    """Return the fields of a request. Fields that OpenAI's API lacks are sent only if their values are not the
+    defaults."""
     default = Sampling()
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):

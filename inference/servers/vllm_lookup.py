@@ -27,7 +27,7 @@ FOLDER = "COTRAIN_DRAFT"  # names the draft folder; without it, look-up in the t
 
 
 class Lookup:
-    """The proposer of vLLM's method `custom_class` (0.32, V1 runner)."""
+    """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -40,13 +40,13 @@ class Lookup:
         self.rows = [SuffixAutomaton() for _ in range(rows)]
 
     def load_model(self, model: Any) -> None:
-        """Does nothing; vLLM's runner for CPUs calls this on every proposer."""
+        """Do nothing. vLLM's runner for CPUs calls this on every proposer."""
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts of each row, none for rows without new ids. sampled: the new ids of each row; token_ids (rows, n): the
-        first lengths[b] are row b's text, new ids included."""
+        """Return the drafts of each row; rows without new ids get none. sampled: the new ids of each row. token_ids
+        (rows, n): the first lengths[b] are row b's text, new ids included."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 
@@ -61,14 +61,14 @@ class Lookup:
 
 
 class Greedy:
-    """Drafts a model's likeliest tokens, with one slot for each row."""
+    """A drafter of a model's likeliest tokens, with one slot per row."""
 
     def __init__(self, folder: str, rows: int, context: int) -> None:
         self.lm = LM(widened(load_draft(folder)[0]), rows, context=context)
         self.stored: list[list[int]] = [[] for _ in range(rows)]  # ids that each slot holds
 
     def drafts(self, row: int, text: list[int], k: int) -> list[int]:
-        """k tokens after a text, fewer near the end of the model's context."""
+        """Return k tokens after a text, fewer near the end of the model's context."""
         at, fed = min(common_prefix(self.stored[row], text), len(text) - 1), list(text)
         drafted: list[int] = []
         for _ in range(min(k, self.lm.context - len(text))):

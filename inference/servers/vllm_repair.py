@@ -1,4 +1,6 @@
-"""A patch for a bug of vLLM 0.32 on a CPU. Imports nothing of this project: vLLM lives in an environment of its own."""
+"""A patch for a bug of vLLM 0.32 on a CPU. It imports nothing of this project, because vLLM lives in its own
+environment.
+"""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""vLLM's own server, patched for a CPU: `PYTHON vllm_serve.py --model TARGET --port 8000 ...` instead of `vllm serve`.
+"""vLLM's own server, patched for a CPU. Run `PYTHON vllm_serve.py --model TARGET --port 8000 ...` instead of `vllm
+serve`.
 
-Runs inside a vLLM installation and imports nothing of this project. The processes that the server starts run this
+It runs inside a vLLM installation and imports nothing of this project. The processes that the server starts run this
 module first, under another name, so that they are patched too.
 """
 

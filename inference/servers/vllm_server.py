@@ -1,5 +1,6 @@
-"""A vLLM installation as an arm of a timing: a separate process, with vLLM's Python interpreter, that answers one
-request at a time."""
+"""A vLLM installation as an arm of a timing. It is a separate process, with vLLM's Python interpreter, that answers one
+request at a time.
+"""
 
 import json
 import subprocess
@@ -19,10 +20,11 @@ SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still 
 
 
 class Server:
-    """vLLM with a target folder and, if given, a speculative_config; see `vllm_worker` for the requests.
+    """A process that runs vLLM with a target folder and, if given, a speculative_config. See `vllm_worker` for the
+    requests.
 
-    python: the interpreter of the environment with vLLM. Raises RuntimeError, with the last lines of vLLM's log, when
-    it does not start or ends early.
+    python: the interpreter of the environment with vLLM. Raises RuntimeError, with the last lines of vLLM's log, if
+    vLLM does not start or ends early.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Server:
         if not line:
             self.process.wait()
             tail = self.log.read_text(errors="replace").splitlines()[-8:]
-            raise RuntimeError("vllm ended: " + "\n".join(tail))
+            raise RuntimeError("vLLM has ended; the last lines of its log: " + "\n".join(tail))
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -76,22 +78,23 @@ class Server:
 def draft_model(
     folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
 ) -> dict[str, Any]:
-    """speculative_config of a draft that is a causal LM, or of another method of vLLM. The draft samples or is greedy
-    as in training; vLLM's default is greedy. parallel: all tokens in one pass, at the mask token of the draft's
-    config.json."""
+    """Return vLLM's speculative_config for a draft that is a causal LM, or for another `method` of vLLM. The draft
+    samples if it was trained for sampling, else it is greedy; vLLM's default is greedy. parallel: draft all tokens in
+    one pass, at the mask token of the draft's config.json."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
     config = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
     return config | ({"parallel_drafting": True} if parallel else {})
 
 
 def custom_class(k: int) -> dict[str, Any]:
-    """speculative_config of look-up, with or without a model; the environment names its folder, see `vllm_lookup`."""
+    """Return vLLM's speculative_config for look-up, with or without a model. An environment variable names the draft
+    folder, see `vllm_lookup`."""
     return {"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", "num_speculative_tokens": k}
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """A server as an arm; seconds are measured inside vLLM, without the transfer. Raises ValueError for sampling
-    settings other than the temperature."""
+    """Return an arm that runs on a server. Seconds are measured inside vLLM, without the transfer. Raises ValueError
+    for sampling settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:

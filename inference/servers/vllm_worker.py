@@ -1,9 +1,10 @@
-"""Runs inside a vLLM installation, as `PYTHON vllm_worker.py SETTINGS`: one request a line in, one answer a line out.
+"""A worker process that runs inside a vLLM installation, as `PYTHON vllm_worker.py SETTINGS`. It reads one request per
+line and writes one answer per line.
 
-SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, the most requests at once;
-context, the most tokens of one. A request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its
-answer: {"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line out is {"version": ...}. Imports
-nothing of this project: vLLM lives in an environment of its own.
+SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, the largest number of requests
+at once; context, the largest number of tokens per request. A request: {"prompts": lists of ids, "max_new_tokens",
+"temperature", "seed"}; its answer: {"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line of the
+output is {"version": ...}. The module imports nothing of this project, because vLLM lives in its own environment.
 """
 
 import json
@@ -23,7 +24,7 @@ if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's
 
 
 def counters(llm: Any) -> tuple[int, int]:
-    """Rounds that drafted, and drafts accepted, since the engine started."""
+    """Return the number of rounds that drafted, and of drafts accepted, since the engine started."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     drafts, accepted = (int(values.get(name, 0)) for name in names)

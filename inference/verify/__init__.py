@@ -1,4 +1,4 @@
-"""Verification rules as pure functions; each rule of a chain of drafts is in `chain`, of a tree in `tree`."""
+"""Verification rules as pure functions. The rules for chains of drafts are in `chain`, those for trees in `tree`."""
 
 from inference.verify.chain import Verification, block, coupled, match, token
 from inference.verify.tree import TreeVerification, traversal, tree

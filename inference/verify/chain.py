@@ -1,11 +1,13 @@
-"""Verification rules for chains as pure functions: from distributions, drafts and uniforms to the number of accepted
-drafts and the distribution of the token after them.
+"""Verification rules for chains, as pure functions. From distributions, drafts and uniforms they compute the number of
+accepted drafts and the distribution of the token after them.
 
-B rows, K drafted at most, V vocabulary. p (B, K+1, V) target distributions, q (B, K, V) draft distributions, both after
-`sampling.probs`; x (B, K) drafted ids; u uniforms in [0, 1); k (B,) drafted per row, K when None.
-p[b, k_b] is row b's bonus distribution; entries past k_b are not read and may be NaN. Draft i (1-based) is tested with
-u[:, i-1] and passes if u < threshold, strictly: a token of p = 0 is rejected even at u = 0. The round emits x[:,
-:accepted], then one token drawn from `probs`. Computed in the inputs' dtype, float32 at least.
+B rows, K the largest number of drafts, V vocabulary. p (B, K+1, V): target distributions. q (B, K, V): draft
+distributions. Both are after `sampling.probs`. x (B, K): drafted ids. u: uniforms in [0, 1). k (B,): drafts per row, K
+if None.
+
+p[b, k_b] is row b's bonus distribution. Entries past k_b are not read and may be NaN. Draft i (1-based) is tested with
+u[:, i-1] and passes if u < threshold, strictly, so a token with p = 0 is rejected even at u = 0. The round emits x[:,
+:accepted], then one token drawn from `probs`. Results have the inputs' dtype, float32 at least.
 """
 
 from typing import NamedTuple
@@ -17,17 +19,19 @@ from inference.sampling import draw, one_hot, wide
 
 
 class Verification(NamedTuple):
-    """accepted (B,) int64 drafts accepted; probs (B, V) of the token emitted after them, summing to 1."""
+    """The result of a rule. accepted (B,): number of drafts accepted, int64. probs (B, V): distribution of the token
+    emitted after them, summing to 1."""
 
     accepted: Tensor
     probs: Tensor
 
 
 def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Accept x_i if u_i < p(x_i)/q(x_i), stop at the first rejection, then emit from norm(max(p - q, 0)), or
-    from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
+    """Accept x_i if u_i < p(x_i)/q(x_i), and stop at the first rejection. Then emit from norm(max(p - q, 0)), or from p
+    after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
 
-    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). Residual mass 0 gives p itself.
+    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). If the residual has no mass, the next token is drawn from p
+    itself.
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
@@ -35,11 +39,12 @@ def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 
 def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Block verification (Sun et al. 2024, 2403.10444): never fewer tokens than `token` in expectation.
+    """Verify the block as a whole (Sun et al. 2024, 2403.10444). In expectation it emits at least as many tokens as
+    `token`.
 
-    w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0);
-    h_i = R_i / (R_i + 1 - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0 if there is
-    none), then emit from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes and edge cases as in `token`.
+    w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0); h_i = R_i / (R_i + 1
+    - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0 if there is none). Then emit
+    from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes and edge cases as in `token`.
     """
     k, drafted = _drafted(x, k)
     w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
@@ -50,10 +55,10 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 
 def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Sample and compare: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The distribution is the
-    one-hot of y at the rejection, or of the bonus draw after k acceptances.
+    """Sample from the target and compare. y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The
+    distribution is the one-hot of y at the rejection, or of the bonus draw after k acceptances.
 
-    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is not drawn: its distribution is p.
+    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is not drawn, and its distribution is p.
     """
     y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
     k, drafted = _drafted(x, k)
@@ -67,9 +72,9 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
-    """Gumbel coupling: y_i = argmax(log p_i + g_i); accept while y_i = x_i. The distribution is the one-hot of the next
-    y. So the text is that of plain decoding with this noise, whatever the drafts; drafts x_i = argmax(log q_i + g_i)
-    are accepted most often.
+    """Accept drafts that equal the target's own draws with Gumbel noise: y_i = argmax(log p_i + g_i), while y_i = x_i.
+    The distribution is the one-hot of the next y. The text is therefore that of plain decoding with this noise,
+    whatever the drafts. Drafts x_i = argmax(log q_i + g_i) are accepted most often.
 
     p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
     """
@@ -80,31 +85,31 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verific
 
 
 def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """k (B,) and which of the K columns have a draft (B, K)."""
+    """Return k (B,), and which of the K columns have a draft (B, K)."""
     B, K = x.shape
     k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
     return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Number of drafts that passed before the first that failed: (B, K) -> (B,)."""
+    """Return the number of drafts that passed before the first that failed: (B, K) -> (B,)."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 
 def _at(x: Tensor, i: Tensor) -> Tensor:
-    """x[b, i_b]: (B, n, ...) -> (B, ...)."""
+    """Return x[b, i_b]: (B, n, ...) -> (B, ...)."""
     return x[torch.arange(x.shape[0], device=x.device), i]
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
-    """p(x_i)/q(x_i) (B, K), 0 if p(x_i) is 0."""
+    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0."""
     at = torch.where(drafted, x, 0).unsqueeze(-1)
     px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
     return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
 
 
 def _weights(ratios: Tensor) -> Tensor:
-    """w_0 .. w_K of `block`: (B, K) -> (B, K+1)."""
+    """Return w_0 .. w_K of `block`: (B, K) -> (B, K+1)."""
     w = [torch.ones_like(ratios[:, :1])]
     for ratio in ratios.split(1, dim=1):
         w.append(torch.where(w[-1] > 0, (w[-1] * ratio).clamp(max=1), 0.0))
@@ -112,23 +117,23 @@ def _weights(ratios: Tensor) -> Tensor:
 
 
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """max(w p - q, 0): p, q (..., V), w (...) -> (..., V)."""
+    """Return max(w p - q, 0): p, q (..., V), w (...) -> (..., V)."""
     return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """h = R / (R + 1 - w), R = sum max(w p - q, 0): p, q (..., V), w (...) -> (...)."""
+    """Return h = R / (R + 1 - w) with R = sum max(w p - q, 0): p, q (..., V), w (...) -> (...)."""
     return continued(_excess(p, q, w).sum(-1), w)
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """R / (R + 1 - w) with 0/0 = 1; R is the residual mass, in the shape of w. 1 - w is computed first: for peaked
-    distributions R is so small that R + 1 would lose its digits."""
+    """Return R / (R + 1 - w) with 0/0 = 1. R is the residual mass, in the shape of w. 1 - w is computed first: for
+    peaked distributions R is so small that R + 1 would lose its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """norm(max(w_n p_n - q_n, 0)), w = 1 if None; p_n if n = k or no mass is left: (B, V)."""
+    """Return norm(max(w_n p_n - q_n, 0)), with w = 1 if None; or p_n if n = k or no mass is left: (B, V)."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

@@ -1,4 +1,4 @@
-"""A rule that changes the text's distribution, `verify="lossy_typical"`: its report says "exactness: no"."""
+"""A rule that changes the text's distribution, `verify="lossy_typical"`. Its report says "exactness: no"."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from inference.verify.tree import Parents, TreeVerification, steps_of, subtrees,
 def lossy_typical(
     p: Tensor, x: Tensor, parents: Parents, k: Tensor | None = None, *, epsilon: float = 0.09, delta: float = 0.3
 ) -> TreeVerification:
-    """Typical acceptance of Medusa (Cai et al. 2024, 2401.10774): NOT exact, its texts do not have the target's
-    distribution.
+    """Verify by the typical acceptance of Medusa (Cai et al. 2024, 2401.10774). It is NOT exact: its texts do not have
+    the target's distribution.
 
-    A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, H the entropy in nats. The path ends at the
-    deepest node (the first of equals) that passes with all its ancestors, and p after it is the distribution of the
-    next token. No draft distribution and no random number is read. Shapes as in `tree`.
+    A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, with H the entropy in nats. The path ends at
+    the deepest node (the first of equals) that passes with all its ancestors. The next token has the distribution p
+    after that node. No draft distribution and no random number is read. Shapes as in `tree`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)

@@ -1,10 +1,11 @@
-"""The exact number of target calls expected for a text with chains of drafts, from two log-probabilities per token.
+"""The exact number of target calls expected for a text with chains of drafts. It follows from two log-probabilities per
+token.
 
 Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
-that depends on (text, t) alone. So the starts of rounds form a Markov chain on positions, and one recursion gives the
-mean and the variance of their number (formula in each docstring).
+that depends on (text, t) alone. The starts of rounds therefore form a Markov chain on positions, and one recursion
+gives the mean and the variance of their number (formula in each docstring).
 
-B rows, T positions, k drafts of a round, K their maximum, L tokens of a row's text. r (B,T): probability min(1, q/p)
+B rows, T positions, k drafts per round, K their maximum, L tokens of a row's text. r (B,T): probability min(1, q/p)
 that the text's token t is accepted. r (B,T,K): entry j is the same for token t as draft j (0-based) of the round that
 starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token. Tokens past a
 row's length are never read.
@@ -41,43 +42,44 @@ __all__ = [
 
 
 def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """l = log q(x) - log p(x) of text tokens x, any shape; -inf if q(x) = 0, even if p(x) = 0 as well."""
+    """Return l = log q(x) - log p(x) of text tokens x, in their shape. It is -inf if q(x) = 0, even if p(x) = 0 as
+    well."""
     never = logq_x == -torch.inf
     difference = wide(logq_x).masked_fill(never, 0) - wide(logp_x).masked_fill(never, 0)
     return difference.masked_fill(never, -torch.inf)
 
 
 def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """r = min(1, q(x) / p(x)) of text tokens x, any shape; 0 if q(x) = 0. Differentiable.
+    """Return r = min(1, q(x) / p(x)) of text tokens x, in their shape; 0 if q(x) = 0. It is differentiable.
 
-    The probability that the emitted token x was an accepted draft under the token rule: q(x) min(1, p(x)/q(x)) / p(x)
-    (Leviathan et al. 2023, arXiv 2211.17192).
+    r is the probability that the emitted token x was an accepted draft under the token rule: q(x) min(1, p(x)/q(x)) /
+    p(x) (Leviathan et al. 2023, arXiv 2211.17192).
     """
     return l_from(logp_x, logq_x).clamp(max=0).exp()
 
 
 def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """P(a round that starts at t accepts at least n drafts) under the token rule -> (B,T,K+1).
+    """Return P(a round that starts at t accepts at least n drafts) under the token rule -> (B,T,K+1).
 
-    prod_{j<n} r[t+j, j], n = 0..K; 0 past the round's own k and past the text's last token.
-    k: drafts of a round, an int, or an integer tensor (B,) or (B,T) (of the round that starts at t).
-    Raises ValueError when r has fewer depths than k or lengths exceed T.
+    It is prod_{j<n} r[t+j, j], n = 0..K; 0 past the round's own k and past the text's last token. k: drafts of a round,
+    an int, or an integer tensor (B,) or (B,T) (of the round that starts at t). Raises ValueError if r has fewer depths
+    than k or lengths exceed T.
     """
     products = torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1)
     return _within(F.pad(products, (1, 0), value=1.0), k)
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`reach` under block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+    """Return `reach` under block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
 
-    min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
+    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
     """
     sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
     return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
 
 
 def starts(reach: Tensor) -> Tensor:
-    """Probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
+    """Return the probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
     """
@@ -91,35 +93,36 @@ def starts(reach: Tensor) -> Tensor:
 
 
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach` (B,T,K+1)."""
+    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach`
+    (B,T,K+1)."""
     return _count(starts(reach), lengths)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
+    """Return the variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
     return _moments(reach, lengths)[1]
 
 
 def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
+    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
     return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
 
 
 def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls for each text under the token rule -> (B,): sum over t < L of P(round at t).
+    """Return the expected target calls of each text under the token rule -> (B,): sum over t < L of P(round at t).
 
-    lengths (B,) tokens of each text, default T. k = 0 gives lengths. Differentiable in r.
+    lengths (B,): tokens of each text, T if None. k = 0 gives lengths. The result is differentiable in r.
     """
     return calls_from(reach(r, k, lengths), lengths)
 
 
 def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`expected_calls` under block verification, from l = log q - log p -> (B,)."""
+    """Return `expected_calls` under block verification, from l = log q - log p -> (B,)."""
     return calls_from(reach_block(l, k, lengths), lengths)
 
 
 def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Variance of the number of target calls for each text, token rule -> (B,), calls squared.
+    """Return the variance of the number of target calls of each text, under the token rule -> (B,), in calls squared.
 
     Only acceptance is random. Rows are independent: the variance of a sum is the sum of the variances.
     """
@@ -127,36 +130,37 @@ def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) ->
 
 
 def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`calls_variance` under block verification -> (B,)."""
+    """Return `calls_variance` under block verification -> (B,)."""
     return variance_from(reach_block(l, k, lengths), lengths)
 
 
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
+    """Return tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
     return tau_from(reach(r, k, lengths), lengths)
 
 
 def tau_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`tau` under block verification."""
+    """Return `tau` under block verification."""
     return tau_from(reach_block(l, k, lengths), lengths)
 
 
 def prefix(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """P(accept drafts 1..i) over the expected rounds, token rule -> (K,); see `depths_from`."""
+    """Return P(accept drafts 1..i) over the expected rounds, under the token rule -> (K,); see `depths_from`."""
     return depths_from(reach(r, k, lengths), k, lengths)[0]
 
 
 def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """P(accept draft i given all before) over the expected rounds, token rule -> (K,); see `depths_from`."""
+    """Return P(accept draft i given all before) over the expected rounds, under the token rule -> (K,); see
+    `depths_from`."""
     return depths_from(reach(r, k, lengths), k, lengths)[1]
 
 
 def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """P(accept drafts 1..i), and P(accept draft i given all before), over the expected rounds -> (K,) each.
+    """Return P(accept drafts 1..i), and P(accept draft i given all before), over the expected rounds -> (K,) each.
 
     Rounds are weighted by the probability of their start: sum_t s_t reach_i / sum_t s_t over the rounds that draft
-    depth i inside the text. The first result is NaN at a depth that no round drafts, the second at one that no round
-    tries.
+    depth i inside the text. The first result is NaN at a depth that no round drafts. The second is NaN at a depth that
+    no round tries.
     """
     depths = torch.arange(1, reach.shape[-1], device=reach.device)
     ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i
@@ -167,10 +171,11 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance (B,) of the rounds that remain at t = 0, backwards from the end of the text.
+    """Return the mean and the variance (B,) of the rounds that remain at t = 0, computed backwards from the end of the
+    text.
 
-    E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2): total variance, never
-    negative; E[C^2] - E[C]^2 would cancel.
+    E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2). This form of the total
+    variance is never negative; E[C^2] - E[C]^2 would cancel.
     """
     jumps, end = _jumps(reach), _lengths(reach, lengths)
     mean = variance = torch.zeros_like(jumps[:, 0])  # (B,K+1) of positions t+1 .. t+K+1
@@ -184,7 +189,7 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _jumps(reach: Tensor) -> Tensor:
-    """P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1); the next round starts n + 1 tokens later."""
+    """Return P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1 tokens later."""
     return reach - F.pad(reach[..., 1:], (0, 1))
 
 
@@ -202,14 +207,14 @@ def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
-    """Zero the depths (last axis, numbered from `first`) beyond the k of each round."""
+    """Set the depths (last axis, numbered from `first`) beyond the k of each round to zero."""
     limit = torch.as_tensor(k, device=values.device)
     limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
     return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
 
 
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
-    """values[b,t,j] = r of token t+j at depth j, for the round that starts at t -> (B,T,K)."""
+    """Return values[b,t,j] = r of token t+j at depth j, for the round that starts at t -> (B,T,K)."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
         raise ValueError(f"need (B,T) or (B,T,K) with K >= k = {depths}, got shape {tuple(r.shape)}")

@@ -1,16 +1,16 @@
-"""The number of target calls expected for a text with trees of drafts, for every shape, from distributions and ranks.
+"""The number of target calls expected for a text with trees of drafts. It is predicted for every shape, from
+distributions and ranks.
 
 Given the emitted text, a round follows the text for as long as it accepts. At a node whose path is the text so far, the
 text's next token is accepted as child number c. The probability depends on the distributions at that node alone
-(`by_rank`, `by_draw`). So under `tree.tree` one table of these probabilities gives `reach_tree` of every shape; calls
-and their variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node depends on
-its path of child numbers (`reach_traversal`). The last functions predict a single round from the distributions of its
-levels, for texts whose distributions are computed round by round.
+(`by_rank`, `by_draw`). Under `tree.tree`, one table of these probabilities therefore gives `reach_tree` of every shape;
+calls and their variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node
+depends on its path of child numbers (`reach_traversal`). The last functions predict a single round from the
+distributions of its levels, for texts whose distributions are computed round by round.
 
-B rows, T positions, C children, D levels, V vocabulary.
-accept (B, T, C): P(the text's token t is accepted as child c, 0-based | the text, and the children of its node are
-tried). accept (B, T, K, C): entry j is the same for token t as draft j (0-based) of the round that starts at t - j.
-Entries with j > t and tokens past a row's length are never read.
+B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
+0-based | the text, and the children of its node are tried). accept (B, T, K, C): entry j is the same for token t as
+draft j (0-based) of the round that starts at t - j. Entries with j > t and tokens past a row's length are never read.
 parents: as in `tree`, the same for all rounds. k: nodes in use in the round that starts at t: an int, (B,) or (B, T).
 """
 
@@ -32,9 +32,10 @@ SAMPLES = 8  # how often the rejected children are drawn
 
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
-    """Number of tokens likelier than x: probs (..., V), or logits, and x (...) -> (...) int64, 0 for the likeliest.
+    """Return the number of tokens likelier than x, which is 0 for the likeliest. probs (..., V): or logits. x (...) ->
+    (...) int64.
 
-    Of equal ones the lower id comes first, as in `tree.likeliest`.
+    Of equally likely tokens the lower id comes first, as in `tree.likeliest`.
     """
     own = probs.gather(-1, x.unsqueeze(-1))
     lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
@@ -42,8 +43,9 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
 
 
 def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return accept (..., C) for children that are the C likeliest tokens of the draft, in order: 1 for child number
-    `rank`, which is the text's token, 0 for the others. Such children are not drawn, so nothing here is random.
+    """Return accept (..., C) for children that are the C likeliest tokens of the draft, in order. It is 1 for child
+    number `rank`, which is the text's token, and 0 for the others. Such children are not drawn, so nothing here is
+    random.
 
     rank (...) int64: of the text's token in the draft's distribution, see `rank_of`.
     """
@@ -53,13 +55,14 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
 def by_draw(
     p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
 ) -> Tensor:
-    """accept (..., C) of children drawn from q, of the text's tokens x (...) with distributions p, q (..., V).
+    """Return accept (..., C) for children drawn from q. x (...): the text's tokens. p, q (..., V): their distributions.
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
     replacement): the first child is accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p,
-    0)(y) min(p', q'_y)(x) / p(x). With replacement this is exact for every child. Without replacement, results are
-    unbiased from the third child on: the rejected children are drawn (`samples` times, stratified, as a function of
-    seed and position), except for the last, which is summed over.
+    0)(y) min(p', q'_y)(x) / p(x). With replacement this is exact for every child.
+
+    Without replacement, results are unbiased from the third child on. The rejected children are drawn `samples` times,
+    stratified, as a function of seed and position; only the last one is summed over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -76,10 +79,10 @@ def by_draw(
 def reach_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """P(a round that starts at t accepts at least n nodes | the text) under `tree.tree` -> (B, T, D+1).
+    """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.tree` -> (B, T, D+1).
 
-    Sum over the nodes of depth n of the product, along the node's path, of the probability of each child number. Raises
-    ValueError if a node has more children, or the tree more levels, than accept.
+    For each node of depth n, multiply the probabilities in `accept` along its path, then sum over those nodes. Raises
+    ValueError if a node has more children, or the tree more levels, than `accept`.
     """
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, most = max(depths, default=0), max(ranks, default=-1) + 1
@@ -91,8 +94,8 @@ def reach_tree(
 
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Reach (B, T, D+1) of rounds, from tables: the probabilities (B, T, C) of their next tokens by level. whole (B,
-    T): ones."""
+    """Return the reach (B, T, D+1) of rounds. tables (B, T, C), by level: the probabilities of the rounds' next tokens.
+    whole (B, T): ones."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -106,26 +109,28 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
 def expected_calls_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Expected target calls of each text -> (B,), from its start to its end; lengths (B,) of the texts, default T."""
+    """Return the expected target calls of each text -> (B,), from its start to its end. lengths (B,): of the texts, T
+    if None."""
     return calls_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def calls_variance_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Variance of the target calls of each text -> (B,), calls squared; given the text, only acceptance is random."""
+    """Return the variance of the target calls of each text -> (B,), in calls squared. Given the text, only acceptance
+    is random."""
     return variance_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def tau_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
+    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
     return tau_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
-    """Probabilities (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
+    """Return the probabilities (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
         inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
@@ -135,13 +140,14 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
 
 
 def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
-    """Whether each round has this node: (), (B, 1) or (B, T)."""
+    """Return whether each round has this node: (), (B, 1) or (B, T)."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
 
 def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
-    """P(accepted as child c, and it is x), c < C, drawn with replacement: (n, V), x (n, 1) -> (n,) each."""
+    """Return P(accepted as child c, and it is x) for c < C, drawn with replacement: (n, V), x (n, 1) -> (n,) per
+    child."""
     weight, parts = torch.ones_like(p[:, 0]), []
     for _ in range(children):
         parts.append(weight * torch.minimum(p, q).gather(-1, x).squeeze(-1))
@@ -151,7 +157,8 @@ def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
 
 
 def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """As `_with`, but children are drawn without replacement; u (n, S, C-2) draws the rejected children."""
+    """Return what `_with` returns, for children drawn without replacement. u (n, S, C-2): draws the rejected
+    children."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -165,7 +172,7 @@ def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[
 
 
 def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)): (n, V), x (n, 1) -> (n,)."""
+    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)): (n, V), x (n, 1) -> (n,)."""
     lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
     others = q.sum(-1, keepdim=True) - q
     drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, after y was removed
@@ -173,13 +180,13 @@ def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
 
 
 def normed(rest: Tensor) -> Tensor:
-    """rest (n, V) over its sum, 0 if that is 0."""
+    """Return rest (n, V) divided by its sum, or 0 if the sum is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Uniforms (n, S, draws); the S numbers of one position and one draw are stratified over [0, 1)."""
+    """Return uniforms (n, S, draws). The S numbers of one position and one draw are stratified over [0, 1)."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
@@ -193,9 +200,9 @@ def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
     k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """As `reach_tree`, but under `tree.traversal`, of children drawn from q -> (B, T, D+1): the sum over the nodes of
-    each depth of their probabilities, see `chances_traversal`. Likeliest children are accepted as under `tree.tree`:
-    use `by_rank`."""
+    """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.traversal`, for children drawn
+    from q -> (B, T, D+1). It is the sum over the nodes of each depth of their probabilities, see `chances_traversal`.
+    Likeliest children are accepted as under `tree.tree`: use `by_rank`."""
     chances = chances_traversal(p, q, x, parents, lengths, replacement=replacement, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
@@ -204,15 +211,16 @@ def chances_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, *,
     replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """P(a round that starts at t follows the text down to each node | the text) under `tree.traversal` of children
-    drawn from q -> (B, T, N). It depends on the node's path of child numbers alone: one table serves every tree within
-    `parents`.
+    """Return P(a round that starts at t follows the text down to each node | the text) -> (B, T, N). It holds for
+    `tree.traversal` and children drawn from q. It depends on the node's path of child numbers alone, so one table
+    serves every tree within `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept. The
-    children of a node with weight w on the text's path are tried in order. Each rejection has probability sum max(q - w
-    p, 0), and changes w, p and q as the rule does. Child c then gets weight w_c = min(w p(x)/q(x), 1). The result is
-    the mean of w_c prod q(x)/p(x) over the rejected siblings, which are drawn as in `by_draw`: exact for first
-    children, unbiased for others.
+    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept.
+
+    The children of a node with weight w on the text's path are tried in order. Each rejection has probability sum max(q
+    - w p, 0), and changes w, p and q as the rule does. Child c then gets weight w_c = min(w p(x)/q(x), 1). The result
+    is the mean of w_c prod q(x)/p(x) over the rejected siblings, which are drawn as in `by_draw`. It is exact for first
+    children and unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -228,7 +236,8 @@ def chances_traversal(
 
 
 def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
-    """Reach (B, T, D+1) from the probabilities (B, T, N) of a tree's nodes; each round has the first k."""
+    """Return the reach (B, T, D+1) from the probabilities (B, T, N) of a tree's nodes. Each round has the first k
+    nodes."""
     depths = depths_of(parents)
     reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
     reach[..., 0] = 1
@@ -239,8 +248,8 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 
 
 def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
-    """`chances_traversal` of some rows, from their distributions by level: p, q (B, T, V) and ids (B, T, 1). u (B, T,
-    S, draws): uniforms that draw the rejected children."""
+    """Return `chances_traversal` of some rows, from their distributions by level: p, q (B, T, V) and ids (B, T, 1). u
+    (B, T, S, draws): uniforms that draw the rejected children."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
@@ -259,7 +268,8 @@ def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequen
 
 
 def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
-    """p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t; no mass past the end."""
+    """Return p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t. There is no mass past
+    the end."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     within, gone = inside.unsqueeze(-1), min(level, x.shape[1])
     distributions = [torch.where(within, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
@@ -270,8 +280,8 @@ def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Di
 def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """(w_c, probability), both (B, T), of the text's token as each of a node's `count` children. `numbers` draws the
-    rejected ones."""
+    """Return (w_c, probability), both (B, T), of the text's token as each of a node's `count` children. `numbers` draws
+    the rejected ones."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
@@ -288,21 +298,21 @@ def _children(
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """Reach (A, D+1) of one round of each row, as `reach_tree` returns it. accept (A, D, C): probabilities of the
-    round's next tokens by level; k (A,): nodes in use."""
+    """Return the reach (A, D+1) of one round per row, as `reach_tree` defines it. accept (A, D, C): probabilities of
+    the round's next tokens by level. k (A,): nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
     return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """What `reach_of_round` returns, for sampled children -> (A, D+1). p, q (A, D, V): distributions of the next tokens
-    x (A, D), without mass past the text's end. k (A,): nodes in use. seed: for drawing the rejected children, see
-    `by_draw`."""
+    """Return the reach (A, D+1) of one round per row, for sampled children. p, q (A, D, V): distributions of the next
+    tokens x (A, D), without mass past the text's end. k (A,): nodes in use. seed: for drawing the rejected children,
+    see `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 
 def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """As `by_levels`, but under `tree.traversal`."""
+    """Return what `by_levels` returns, but under `tree.traversal`."""
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]

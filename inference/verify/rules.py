@@ -1,9 +1,8 @@
-"""Verification rules as objects, for the engine, its exactness checks and planners.
+"""Verification rules as objects. The engine, its exactness checks and planners use them.
 
 A rule verifies the drafts of a round (`verify`), and predicts how many of them rounds accept given the emitted text
-(`reach`). The formulas are in `chain`, `tree` and `predict_chain`, `predict_tree`; a new rule is one more entry of
-`RULES`, and its name in `cotrain.config.ranges`.
-A rows, N drafts, V vocabulary; B texts, T tokens, K drafts of a round.
+(`reach`). The formulas are in `chain`, `tree`, `predict_chain` and `predict_tree`. A new rule is one more entry of
+`RULES`, and its name in `cotrain.config.ranges`. A rows, N drafts, V vocabulary; B texts, T tokens, K drafts per round.
 """
 
 from collections.abc import Callable
@@ -27,21 +26,24 @@ Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tens
 
 @dataclass(frozen=True)
 class Rule:
-    """name: as `Engine(verify=)` takes it.
+    """A verification rule with its predictions. name: its name, for `Engine(verify=)`.
 
-    verify(p, q, x, noise, k) -> `Verification`: p (A, N+1, V) target distributions, q (A, N, V) draft distributions or
-    None if all drafts were deterministic, x (A, N) drafts, k (A,) drafts a row; noise: Gumbel noise (A, N+1, V) for a
-    rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also takes `tree=`, the shape of the drafts:
-    column i + 1 of p is the distribution after node i, and the verification has a `path` of nodes (A, D levels), the
-    accepted ones first.
+    verify(p, q, x, noise, k) -> `Verification`. p (A, N+1, V): target distributions. q (A, N, V): draft distributions,
+    None if all drafts were deterministic. x (A, N): drafts. k (A,): drafts per row. noise: Gumbel noise (A, N+1, V) for
+    a rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also accepts `tree=`, the shape of the drafts.
+    Then column i + 1 of p is the distribution after node i, and the verification has a `path` of nodes (A, D levels),
+    the accepted ones first.
+
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the
-    text), from log p (B, T) and log q (B, T) or (B, T, K) of the text's tokens, see `predict_chain.reach`; None if
-    acceptance depends on the noise of the text. branches(p, q, x, parents, k, seed) -> (A, D+1), for one round of each
-    row with a tree of sampled children: entry n is P(the round accepts at least n nodes | the text). x (A, D) are the
-    text's next tokens, p and q (A, D, V) the distributions of target and draft at their positions, k (A,) the nodes in
-    use; see `predict_tree.by_levels`.
-    shared: drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the text's
-    distribution is the target's; if not, reports say so whatever the checks measure.
+    text), or None if acceptance depends on the noise of the text. logp (B, T), logq (B, T) or (B, T, K): log p and log
+    q of the text's tokens, see `predict_chain.reach`.
+
+    branches(p, q, x, parents, k, seed) -> (A, D+1), for one round per row with a tree of sampled children: entry n is
+    P(the round accepts at least n nodes | the text). x (A, D): the text's next tokens. p, q (A, D, V): the
+    distributions of target and draft at their positions. k (A,): the nodes in use. See `predict_tree.by_levels`.
+
+    shared: whether drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the
+    text's distribution is the target's; if not, reports say so whatever the checks measure.
     """
 
     name: str
@@ -102,17 +104,18 @@ def _typical(
 
 
 def _parents(tree: Tree, x: Tensor) -> Parents:
-    """The argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a tensor."""
+    """Return the argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a
+    tensor."""
     return tree.on(x.device).parents if tree.shape is None else tree.shape
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Uniforms (A, N); 1 for nodes that have none because no row drafts them."""
+    """Return uniforms (A, N), with 1 for nodes that have none because no row drafts them."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
 def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Draft distributions (A, N, V), one-hot if every draft was deterministic."""
+    """Return draft distributions (A, N, V), one-hot if every draft was deterministic."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
@@ -125,7 +128,7 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """A draft is accepted if it is the target's own draw x, with probability q(x)."""
+    """Return the reach under `match`. A draft is accepted if it is the target's own draw x, with probability q(x)."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
@@ -134,7 +137,7 @@ def _unknown_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor 
 
 
 def _wide(logp: Tensor, logq: Tensor) -> Tensor:
-    """log p (B, T), with a third axis if log q is (B, T, K)."""
+    """Return log p (B, T), with a third axis if log q is (B, T, K)."""
     return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
 
 
@@ -153,7 +156,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(verify: str | Rule) -> Rule:
-    """The rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
+    """Return the rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
     if isinstance(verify, Rule):
         return verify
     if verify not in RULES:

@@ -1,17 +1,19 @@
-"""Trees of drafts: their shapes, the children of their nodes, and the rules that verify them. Pure functions.
+"""Trees of drafts: their shapes, the children of their nodes, and the rules that verify them. All are pure functions.
 
 A or B rows, N nodes, V vocabulary, D levels, n nodes of a level, C or m children of a node. A node is a draft. Its
 parent is node parents[i] < i, or the anchor (a row's last token) if that is -1. Siblings are tried in the order of
 their numbers. A static shape is a tuple, and each of its levels is drafted with one pass (`levels`). A dynamic shape is
-grown level by level and is a tensor (A, N), one shape a row (`best`, `pruned`).
+grown level by level and is a tensor (A, N), one shape per row (`best`, `pruned`).
 
 Arguments of the rules: p (B, N+1, V): column 0 is the target's distribution after the anchor, column i + 1 the one
 after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all children of that parent; None
-if children are deterministic (the likeliest tokens), with one-hot distributions. x (B, N) drafted ids. u (B, N)
-uniforms in [0, 1): node i passes if u[:, i] < threshold, strictly. k (B,) nodes in use: row b has the first k_b nodes,
-later ones are not read. Children of a parent are drawn without replacement unless `replacement` is set. A node that has
-no mass under q (more children than tokens) is never accepted and changes nothing. Results have the inputs' dtype,
-float32 at least; nothing is read on the host.
+if children are deterministic (the likeliest tokens), with one-hot distributions. x (B, N): drafted ids. u (B, N):
+uniforms in [0, 1); node i passes if u[:, i] < threshold, strictly. k (B,): nodes in use; row b has the first k_b nodes,
+and later ones are not read.
+
+Children of a parent are drawn without replacement unless `replacement` is set. A node that has no mass under q (more
+children than tokens) is never accepted and changes nothing. Results have the inputs' dtype, float32 at least; nothing
+is read on the host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,12 +31,12 @@ MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit
 
 
 class Tree:
-    """The shape of a tree of drafts: the parent of node i is node parents[i] < i, or the anchor, a row's last token, if
+    """The shape of a tree of drafts. The parent of node i is node parents[i] < i, or the anchor, a row's last token, if
     that is -1 (SpecInfer: Miao et al. 2023, 2305.09781).
 
-    parents: N numbers, for all rows; or a tensor (N,) or (A, N) on the device of the model, one shape for each row; a
-    tensor is not checked. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers; None for a
-    tensor. depths: (1 or A, N + 1), 0 for the anchor, 1 for its children. seen: (1 or A, N + 1), for each column the
+    parents: N numbers, for all rows; or a tensor (N,) or (A, N) on the device of the model, one shape per row; a tensor
+    is not checked. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers; None for a
+    tensor. depths (1 or A, N + 1): 0 for the anchor, 1 for its children. seen (1 or A, N + 1): for each column the
     columns that it attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes
     and for a parent that does not come before its child.
     """
@@ -43,7 +45,7 @@ class Tree:
         self.parents = torch.as_tensor(parents, dtype=torch.int64)
         self.nodes = self.parents.shape[-1]
         if not 1 <= self.nodes <= MOST_NODES:
-            raise ValueError(f"parents: a tree of {self.nodes} nodes; 1 .. {MOST_NODES} can be verified")
+            raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES} nodes")
         self.shape = None if isinstance(parents, Tensor) else tuple(parents)
         if self.shape is not None:
             depths_of(self.shape)  # raises ValueError for wrong parents
@@ -51,7 +53,7 @@ class Tree:
         self._elsewhere: dict[torch.device, Tree] = {}
 
     def on(self, device: torch.device) -> "Tree":
-        """The tree on a device, copied there once."""
+        """Return the tree on a device. It is copied there once."""
         if self.parents.device == device:
             return self
         if device not in self._elsewhere:
@@ -61,14 +63,14 @@ class Tree:
 
     @property
     def ancestors(self) -> Tensor:
-        """(1 or A, N, N) bool: [_, i, j] whether node j is node i or an ancestor of it."""
+        """Return (1 or A, N, N) bool: [_, i, j] says whether node j is node i or an ancestor of it."""
         columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
         return (self.seen[:, 1:, None] >> columns & 1).bool()
 
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that lacks a distribution: the one
-    that it was drawn from, or the target's before it.
+    """Return the draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that lacks a distribution.
+    This is the distribution that it was drawn from, or the target's before it.
 
     The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V), q (A, N,
     V), k (A,).
@@ -85,8 +87,8 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """parents (A, N) -> depths and seen (A, N + 1), by doubling: each step adds to the bits of a column the bits of the
-    highest ancestor found so far, so the distance to that ancestor doubles."""
+    """Return depths and seen (A, N + 1) for parents (A, N). The method is doubling: each step adds the bits of a
+    column's highest known ancestor to the column's bits, so the distance to that ancestor doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -97,7 +99,8 @@ def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its parent."""
+    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its
+    parent."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -107,14 +110,14 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """How many siblings come before each node."""
+    """Return how many siblings come before each node."""
     return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
 
 
 class TreeLevel(NamedTuple):
-    """The nodes of one depth: their numbers, and for each the index of its parent in the level above (0 for the anchor)
-    and how many siblings come before it. Their ids are [:, above, rank] of the children (A, n, m) of the level
-    above."""
+    """The nodes of one depth. nodes: their numbers. above: for each node, the index of its parent in the level above (0
+    for the anchor). rank: how many siblings come before each node. Their ids are [:, above, rank] of the children (A,
+    n, m) of the level above."""
 
     nodes: tuple[int, ...]
     above: tuple[int, ...]
@@ -122,12 +125,12 @@ class TreeLevel(NamedTuple):
 
 
 def chain(n: int) -> tuple[int, ...]:
-    """n drafts in a row."""
+    """Return the shape of a chain of n drafts."""
     return tuple(range(-1, n - 1))
 
 
 def full(widths: Sequence[int]) -> tuple[int, ...]:
-    """widths[d] children of every node of depth d, the anchor's depth being 0."""
+    """Return the tree with widths[d] children of every node of depth d. The anchor has depth 0."""
     parents: list[int] = []
     above = [-1]
     for width in widths:
@@ -138,8 +141,8 @@ def full(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,), (1,), (0,
-    0).
+    """Return the tree whose nodes have these paths of child numbers. The form is that of Medusa's `choices`, e.g. (0,),
+    (1,), (0, 0).
 
     Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
     """
@@ -151,7 +154,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Child numbers from the anchor down to each node: the argument of `from_paths`."""
+    """Return the child numbers from the anchor down to each node, the argument of `from_paths`."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -159,7 +162,7 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Nodes by depth, each level one pass of a draft."""
+    """Return the nodes by depth. Each level is one pass of a draft."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
@@ -171,7 +174,7 @@ def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
 
 
 def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
-    """m children of each node drawn without replacement, in the order in which they would be drawn one by one.
+    """Draw m children of each node without replacement, in the order in which they would be drawn one by one.
 
     probs (A, n, V), g (A, n, V) Gumbel noise, see `noise.children_states` -> ids (A, n, m): the m largest of log q + g,
     the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last children have none, and
@@ -181,8 +184,8 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
 
 
 def likeliest(probs: Tensor, m: int) -> Tensor:
-    """The m likeliest tokens of each distribution, or of logits, in falling order; equal ones by rising id: (..., V) ->
-    (..., m), the tokens with `predict_tree.rank_of` 0 .. m - 1."""
+    """Return the m likeliest tokens of each distribution, or of logits, in falling order: (..., V) -> (..., m). Equally
+    likely tokens are in the order of their ids. These are the tokens with `predict_tree.rank_of` 0 .. m - 1."""
     left, ids = wide(probs).clone(), []
     for _ in range(m):
         ids.append(left.argmax(-1, keepdim=True))
@@ -191,9 +194,9 @@ def likeliest(probs: Tensor, m: int) -> Tensor:
 
 
 def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
-    """Log path probability of each node's first C children, by the draft's own distribution (EAGLE-2, Li et al. 2024,
-    2406.16858): the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n, V)
-    -> (A, n, C).
+    """Return the log path probability of each node's first C children under the draft (EAGLE-2, Li et al. 2024,
+    2406.16858). It is the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n,
+    V) -> (A, n, C).
 
     For the likeliest children this is their exact probability. For sampled children it is an estimate from the
     distribution alone, because the token that was drawn must not decide whether a node becomes a child.
@@ -202,17 +205,17 @@ def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
 
 
 def best(score: Tensor, width: int) -> Tensor:
-    """Indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They choose the
-    nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen without its
-    earlier siblings."""
+    """Return the indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They
+    choose the nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen
+    without its earlier siblings."""
     return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
 
 
 def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """The N nodes of highest score of a tree of likeliest children (EAGLE-2's second step): their numbers in rising
-    order, and their parents renumbered accordingly, (A, N) each.
+    """Return the N nodes of highest score of a tree of likeliest children (EAGLE-2's second step). The results are
+    their numbers in rising order, and their parents renumbered accordingly, (A, N) each.
 
-    parents, score (A, M); a score is never above its parent's, so parents are chosen too. Do not use it for sampled
+    parents, score (A, M): a score is never above its parent's, so parents are chosen too. Do not use this for sampled
     children: dropping a child because of the token that was drawn changes the text's distribution.
     """
     nodes = best(score, N)
@@ -222,8 +225,9 @@ def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
 
 
 class TreeVerification(NamedTuple):
-    """accepted (B,) int64 nodes accepted; path (B, D) int64 their numbers from the anchor down, -1 past the last;
-    probs (B, V) of the token emitted after them, summing to 1."""
+    """The result of a rule for trees. accepted (B,): number of nodes accepted, int64. path (B, D): their numbers from
+    the anchor down, int64, -1 past the last. probs (B, V): distribution of the token emitted after them, summing to 1.
+    """
 
     accepted: Tensor
     path: Tensor
@@ -231,8 +235,8 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The order in which nodes are tested. parents (R, N), R = 1 if all rows have one shape, else B. nodes: for each
-    step, the nodes that are tested together: no two have the same parent, and none comes before its parent or earlier
+    """The order in which nodes are tested. parents (R, N): R = 1 if all rows have one shape, else B. nodes: for each
+    step, the nodes that are tested together; no two have the same parent, and none comes before its parent or earlier
     siblings. first: for each step, whether all its nodes are first children. depth: number of levels."""
 
     parents: Tensor
@@ -245,13 +249,14 @@ def tree(
     p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
     replacement: bool = False,
 ) -> TreeVerification:  # fmt: skip
-    """Multi-round verification from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024, 2402.12374).
+    """Verify a tree in several rounds, from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024,
+    2402.12374).
 
-    At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x); a
-    rejection makes p = norm(max(p - q, 0)) and, if children were drawn without replacement, removes x from q and
-    renormalises it. The token emitted at the end has the p of the last accepted node after its children's rejections.
-    On a chain this is `chain.token`. Shapes as above; parents: a tuple of N ints, or (B, N) if rows differ ((1, N) or
-    (N,) if they do not).
+    At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x). A
+    rejection makes p = norm(max(p - q, 0)). If children were drawn without replacement, it also removes x from q and
+    renormalises q. The token emitted at the end has the p of the last accepted node after its children's rejections. On
+    a chain this is `chain.token`. Shapes as above. parents: a tuple of N ints, or (B, N) if rows differ ((1, N) or (N,)
+    if they do not).
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, replacement, carry=False)
@@ -262,11 +267,11 @@ def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
     replacement: bool = False,
 ) -> TreeVerification:  # fmt: skip
-    """Traversal verification from the leaves up (Weng et al. 2025, 2505.12398).
+    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
 
-    In expectation it emits at least as many tokens as `tree` if the subtree of each sibling contains the shapes of its
-    later siblings' subtrees (as in grown shapes). If a later sibling is deeper, it may emit fewer, since earlier
-    siblings reduce the acceptance of later ones.
+    In expectation it emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its later
+    siblings' subtrees, as in grown shapes. If a later sibling is deeper, it may emit fewer, since earlier siblings
+    reduce the acceptance of later ones.
 
     visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
     R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
@@ -279,11 +284,11 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Gumbel coupling on a tree: a child is accepted if its token is y = argmax(log p + g) at its parent. The
-    distribution is the one-hot of the first y that is the token of no child. On a chain this is `chain.coupled`: the
-    text is that of plain decoding with this noise.
+    """Accept the children that equal the target's own draws with Gumbel noise: a child is accepted if its token is y =
+    argmax(log p + g) at its parent. The distribution is the one-hot of the first y that is the token of no child. On a
+    chain this is `chain.coupled`: the text is that of plain decoding with this noise.
 
-    g (B, N+1, V) Gumbel noise of the position after each column, the same for all nodes of one depth.
+    g (B, N+1, V): Gumbel noise of the position after each column, the same for all nodes of one depth.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
     wanted = y.gather(1, (steps.parents + 1).expand_as(x))
@@ -293,8 +298,8 @@ def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None 
 def _thresholds(
     p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, replacement: bool, carry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Threshold of each node (B, N), and p (B, N+1, V) of each after its children were rejected. carry: weights w go
-    down the tree, and change with rejections; else w is 1 at every node."""
+    """Return the threshold of each node (B, N), and p (B, N+1, V) of each node after its children were rejected. carry:
+    weights w go down the tree, and change with rejections; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -330,7 +335,8 @@ def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tenso
 
 
 def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
-    """Distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B, n, V)."""
+    """Return the distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B,
+    n, V)."""
     if q is None:
         return None
     probs = wide(q[:, nodes])
@@ -342,14 +348,14 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """norm(rest), p if no mass is left: (B, n, V)."""
+    """Return norm(rest), or p if no mass is left: (B, n, V)."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Walk down from the anchor, at each node to the first child that passed (B, N); probs is the distribution at the
-    end."""
+    """Walk down from the anchor, at each node to the first child that passed (B, N). `probs` of the result is the
+    distribution at the end."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
@@ -363,14 +369,14 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
-    """Which of the N nodes each row has (B, N)."""
+    """Return which of the N nodes each row has (B, N)."""
     if k is None:
         return torch.ones_like(x, dtype=torch.bool)
     return torch.arange(x.shape[1], device=x.device) < k.unsqueeze(-1)
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Whether node j is node i or a descendant of it: (R, N, N) at i, j."""
+    """Return whether node j is node i or a descendant of it: (R, N, N) at i, j."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
     above = number.expand_as(steps.parents)  # (R, N)
@@ -382,20 +388,21 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """The steps of a shape, or of one shape for each row. For one shape a step has all siblings of one number, with
+    """Return the steps of a shape, or of one shape per row. For one shape a step has all siblings of one number; with
     `by_level` only those of one level. If rows differ, a step is one node."""
     if isinstance(parents, Tensor):
         nodes = torch.arange(x.shape[1], device=x.device).split(1)
         each = parents if parents.ndim == 2 else parents.unsqueeze(0)
         return Steps(each, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
     if len(parents) != x.shape[1]:
-        raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: one parent a node")
+        raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)
 
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """What `steps_of` returns for a static shape. It is cached, so that no round copies it to the device again."""
+    """Return what `steps_of` returns, for a static shape. It is cached, so that no round copies it to the device
+    again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))

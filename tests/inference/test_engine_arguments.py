@@ -74,9 +74,9 @@ def test_a_draft_length_is_a_whole_number(k: Any) -> None:
 
 
 def test_a_draft_is_a_model_or_its_path() -> None:
-    with pytest.raises(ValueError, match="model: a draft model or its path, not None"):
+    with pytest.raises(ValueError, match="model must be a draft model or its path, not None"):
         Independent(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="folder: the path of a draft folder, not None"):
+    with pytest.raises(ValueError, match="folder must be the path of a draft folder, not None"):
         load(None)  # type: ignore[arg-type]
 
 

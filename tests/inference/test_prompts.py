@@ -236,7 +236,7 @@ def peft_text(model: peft.PeftModel, prompt: list[int]) -> list[int]:
 
 def test_a_model_is_neither_moved_nor_cast() -> None:
     for settings in ({"device": "cuda"}, {"dtype": torch.bfloat16}):
-        with pytest.raises(ValueError, match=f"{next(iter(settings))}: a model is used as it is"):
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}: a model is used unchanged"):
             Engine(tiny(), **settings)
 
 

@@ -103,7 +103,7 @@ def test_bits_reach_every_command(
         ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; draft.inner=null"),
         ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; draft.rank=0"),
         ("draft=quantised init=pretrained", "init=pretrained: quantised drafts learn nothing; set init=scratch"),
-        ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers of a target of 2: give 1 .. 2"),
+        ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers, but the target has 2: give 1 to 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_draft_is_refused_by_name(

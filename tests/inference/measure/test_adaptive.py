@@ -98,9 +98,9 @@ def test_the_width_is_reported_when_time_is_over() -> None:
     ticks = itertools.count()
     timing, reached = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=10.0), clock=lambda: float(next(ticks)))
     assert not reached.enough and FEWEST <= reached.batches < LEAST and len(timing.runs) == reached.batches
-    assert "there are too few prompts for an interval before 1 % was reached for sure" in adaptive.lines(reached)[1]
+    assert "too few batches were timed, so 1 % is not certain" in adaptive.lines(reached)[1]
     many = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=50.0), clock=lambda: float(next(ticks)))[1]
-    assert "time was over (bench.minutes=) before 1 % was reached for sure" in adaptive.lines(many)[1]
+    assert "the time limit (bench.minutes=) was reached, so 1 % is not certain" in adaptive.lines(many)[1]
     late = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
     assert late.batches == FEWEST
     few = timed(noisy(2.0, 0.0001, 0), Wanted(30, 0.1, until=-1.0))[1]

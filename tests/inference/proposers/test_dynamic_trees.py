@@ -144,8 +144,9 @@ def test_sizes_of_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((0, 1, 1, 1), "shape: nodes=0 must be at least 1"), ((63, 1, 1, 1), "nodes is 63; at most 62"),
-     ((9, 8, 9, 2), r"\(depth - 1\) \* width is 63; at most 62"), ((9, 2, 2, 40), "40 children, the vocabulary 32")],
+    [((0, 1, 1, 1), "shape: nodes=0 must be at least 1"), ((63, 1, 1, 1), "nodes is 63; a pass reads at most 62"),
+     ((9, 8, 9, 2), r"\(depth - 1\) \* width is 63; a pass reads at most 62"),
+     ((9, 2, 2, 40), "children=40, but there are 32 tokens")],
 )  # fmt: skip
 def test_sizes_that_cannot_be_drafted_raise(sizes: tuple[int, int, int, int], message: str) -> None:
     target = tiny(layers=1)

@@ -185,7 +185,7 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
         (lambda one: one["rounds"][0][0]["last"].update(kind="won"), "kind is 'won'"),
         (lambda one: [draft.update(state=state) for draft, state in
                       zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)],
-         "is accepted, draft 0 before it is refused"),
+         "is accepted, but its parent, draft 0, is refused"),
     ],
 )  # fmt: skip
 def test_an_impossible_record_is_an_error(change: Any, message: str) -> None:

@@ -65,7 +65,7 @@ def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:
 
 
 def test_a_vllm_that_does_not_start_says_why(lookalike: Path) -> None:
-    with pytest.raises(RuntimeError, match="vllm ended: (.|\n)*no such model"):
+    with pytest.raises(RuntimeError, match="vLLM has ended(.|\n)*no such model"):
         Server(sys.executable, "broken", None, 2, 64, lookalike / "log")
 
 
