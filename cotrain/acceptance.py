@@ -48,7 +48,7 @@ __all__ = [
 
 
 def iid_tau(alpha: float, K: int) -> float:
-    """Tokens per call if acceptances were i.i.d.: sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
+    """Return tokens per call if acceptances were i.i.d.: sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
 
     A sanity bound only: with varying alpha it under-predicts (Leviathan et al. 2023, arXiv 2211.17192).
     """
@@ -69,7 +69,7 @@ def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls of each text as a loss -> (B,), see `expected_calls`. Differentiable in r.
+    """Return expected target calls of each text as a loss -> (B,), see `expected_calls`. Differentiable in r.
 
     Unlike `length`, it weights each start by the probability that a round begins there.
     """

@@ -267,7 +267,7 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """The message for a full disk. It names the file or, if the error names none, the free space of the disks in
+    """Return the message for a full disk. It names the file or, if the error names none, the free space of the disks in
     question."""
     if isinstance(error, OSError) and error.filename:
         return f"no space left for {error.filename}: it was not written, and no partial file remains"

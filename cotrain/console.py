@@ -79,13 +79,13 @@ class Display:
             print(self.line(), flush=True)
 
     def line(self) -> str:
-        """The progress as one line of text."""
+        """Return the progress as one line of text."""
         left = f", {clock(self.left)} left" if self.left and self.done < self.total else ""
         return f"{self.title}: {self._count()}{left}" + (f", {self.note}" if self.note else "")
 
     @property
     def left(self) -> float | None:
-        """The expected seconds to the end, at the mean speed so far; None before the first unit."""
+        """Return the expected seconds to the end, at the mean speed so far; None before the first unit."""
         units = self.done - self.start_at
         return (time.monotonic() - self.start) / units * (self.total - self.done) if units > 0 else None
 
@@ -96,7 +96,7 @@ class Display:
             self.bar = None
 
     def _due(self, done: float) -> bool:
-        """Whether it is time to print the next line."""
+        """Return whether it is time to print the next line."""
         now = time.monotonic()
         if self.brief and self.last_shown == self.start:  # the first line
             return now - self.start >= SHORT

@@ -8,12 +8,14 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 def rank() -> int:
-    """The rank of this process among all, as its launcher (Lightning, torchrun, SLURM) set it; 0 for a single one."""
+    """Return the rank of this process among all, as its launcher (Lightning, torchrun, SLURM) set it; 0 for a single
+    one."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 def local_rank() -> int:
-    """The rank of this process on its machine: LOCAL_RANK (torchrun, Lightning) or SLURM_LOCALID; 0 without both."""
+    """Return the rank of this process on its machine: LOCAL_RANK (torchrun, Lightning) or SLURM_LOCALID; 0 without
+    both."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 

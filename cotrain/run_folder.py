@@ -104,7 +104,7 @@ def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "out
 
 
 def _paths(key: str, value: object) -> list[str]:
-    """The paths that a setting names: existing ones, matches of a glob pattern, and those of `STORES`."""
+    """Return the paths that a setting names: existing ones, matches of a glob pattern, and those of `STORES`."""
     if key in WORDS or key.startswith("data.template"):
         return []
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
@@ -113,7 +113,7 @@ def _paths(key: str, value: object) -> list[str]:
 
 
 def _named_by(folder: Path) -> list[str]:
-    """The target, adapter and datastore that a draft folder names, if they are on this machine."""
+    """Return the target, adapter and datastore that a draft folder names, if they are on this machine."""
     named: list[object] = []
     for file, outer, inner in (
         ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
@@ -124,12 +124,12 @@ def _named_by(folder: Path) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """The symbolic links in a folder; empty for a file."""
+    """Return the symbolic links in a folder; empty for a file."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
 def _within(path: str, folder: str) -> bool:
-    """Whether a path is `folder` or lies in it; if the path is a symbolic link, also whether its target does."""
+    """Return whether a path is `folder` or lies in it; if the path is a symbolic link, also whether its target does."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
     link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
@@ -213,7 +213,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 
 def finished(path: str | Path) -> bool:
-    """Whether the folder has a finished run."""
+    """Return whether the folder has a finished run."""
     marker = read_marker(Path(path))
     return marker is not None and marker["state"] == "finished"
 
@@ -242,7 +242,8 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """The run in the locked folder `path`. Deletes its files if `overwrite`, or if a deletion was interrupted."""
+    """Return the run in the locked folder `path`. Deletes its files if `overwrite`, or if a deletion was interrupted.
+    """
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
@@ -261,7 +262,7 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """The changed settings: key -> kind of change, see `claim`. Raises UserError if one may not change."""
+    """Return the changed settings: key -> kind of change, see `claim`. Raises UserError if one may not change."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
                 for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -287,14 +288,14 @@ def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
+    """Return whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
     return not ours and read_marker(path) is None
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """The content of the marker in `path`, without settings that no longer exist and had no effect. None if there is no
-    marker, or only a `run.json` of another program."""
+    """Return the content of the marker in `path`, without settings that no longer exist and had no effect. None if
+    there is no marker, or only a `run.json` of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -342,7 +343,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is(file: Path, handle: int) -> bool:
-    """Whether the open `handle` still refers to `file`, which may have been removed and created again."""
+    """Return whether the open `handle` still refers to `file`, which may have been removed and created again."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -57,10 +57,10 @@ class TrainingJob(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def source(self, split: str) -> Any:
-        """The source of a split's prompts."""
+        """Return the source of a split's prompts."""
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
-        """The plan that measures a draft on these prompts."""
+        """Return the plan that measures a draft on these prompts."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, 
 
 
 def best(exits: Sequence[Exit]) -> Exit:
-    """The exit with the highest speed-up, and with the fewest layers among equals."""
+    """Return the exit with the highest speed-up, and with the fewest layers among equals."""
     return max(exits, key=lambda one: (one.speedup, -one.layers))
 
 
@@ -164,7 +164,8 @@ def read(
 
 
 def plan_of(job: TrainingJob, layers: int) -> Plan:
-    """The plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in serving."""
+    """Return the plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in
+    serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -213,7 +214,7 @@ def planned(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
-    """The table of candidates and the choice, as lines of text."""
+    """Return the table of candidates and the choice, as lines of text."""
     rows = [Exit(**one) for one in plan["exits"]]
     chosen = next(one for one in rows if one.layers == plan["layers"])
     return [

@@ -90,9 +90,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
-    """The arms of transformers: plain generation, and assisted generation if rows == 1 (its limit) and the draft is a
-    language model. Assisted generation is timed with its defaults ("assisted"), and with constant k and no confidence
-    threshold ("matched")."""
+    """Return the arms of transformers: plain generation, and assisted generation if rows == 1 (its limit) and the draft
+    is a language model. Assisted generation is timed with its defaults ("assisted"), and with constant k and no
+    confidence threshold ("matched")."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
@@ -107,8 +107,8 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
 
 
 def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """The least time that this machine needs for a plain step and for a round (the floor), as a share of the measured
-    time; the bytes moved; and the peak memory. The floor leaves out a draft that is no language model."""
+    """Return the least time that this machine needs for a plain step and for a round (the floor), as a share of the
+    measured time; the bytes moved; and the peak memory. The floor leaves out a draft that is no language model."""
     floor: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
         loads = round_loads(target, draft, drafted, costs.rows, costs.context)
@@ -118,9 +118,9 @@ def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine)
 
 
 def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
-    """A cell's entry. over_plain: an arm's speed divided by plain decoding's; under_speculative: the speed of the
-    fastest speculative arm divided by the arm's; allowed: the speed-up that the costs allow at the arm's tau. lengths:
-    draft lengths of this engine's arms."""
+    """Return a cell's entry. over_plain: an arm's speed divided by plain decoding's; under_speculative: the speed of
+    the fastest speculative arm divided by the arm's; allowed: the speed-up that the costs allow at the arm's tau.
+    lengths: draft lengths of this engine's arms."""
     speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
     arms: dict[str, Any] = {}
     for name in timing.arms:
@@ -146,7 +146,7 @@ def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Samp
 
 
 def line(cell: dict[str, Any]) -> str:
-    """A cell's entry as aligned lines of text."""
+    """Return a cell's entry as aligned lines of text."""
     rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
     for name, arm in cell["arms"].items():
         ratio = arm["over_plain"]

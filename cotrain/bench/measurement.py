@@ -75,8 +75,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """A text for TensorBoard: the first ranking prompt, continued at draft length k with the same random numbers at
-    every checkpoint. New tokens are marked as drafted, corrected or bonus."""
+    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k with the same random numbers
+    at every checkpoint. New tokens are marked as drafted, corrected or bonus."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -106,11 +106,11 @@ class Budget:
     start: float
 
     def until(self, share: float) -> float:
-        """The value of time.perf_counter() at which this share of the time is over; inf without a limit."""
+        """Return the value of time.perf_counter() at which this share of the time is over; inf without a limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
     def over(self, share: float) -> bool:
-        """Whether this share of the time is over."""
+        """Return whether this share of the time is over."""
         return time.perf_counter() > self.until(share)
 
 

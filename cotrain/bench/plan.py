@@ -51,7 +51,8 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """The draft in evaluation mode and in the dtype of bench.draft_dtype; a copy if it differs from the draft."""
+        """Return the draft in evaluation mode and in the dtype of bench.draft_dtype; a copy if it differs from the
+        draft."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -64,17 +65,17 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """The served draft as this machine runs it: cast to float32 if its dtype would be emulated and no 8-bit kernel
-        is used."""
+        """Return the served draft as this machine runs it: cast to float32 if its dtype would be emulated and no 8-bit
+        kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def student(self, network: PreTrainedModel) -> Student:
-        """The student of the draft's kind with the weights of `network`."""
+        """Return the student of the draft's kind with the weights of `network`."""
         return student_class(self.kind)(network, self.target)
 
     def proposer(self, counted: bool = False) -> Proposer:
-        """The proposer that serves the draft. counted: it counts tokens and is not timed, so it is not compiled on a
-        CPU."""
+        """Return the proposer that serves the draft. counted: it counts tokens and is not timed, so it is not compiled
+        on a CPU."""
         compile = None if counted else self.compiled.draft
         greedy, shape = self.objective == "greedy", {}
         if self.tree is not None:
@@ -83,20 +84,21 @@ class Plan:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The draft lengths to choose from: those of bench.depths that the draft supports, or else its longest."""
+        """Return the draft lengths to choose from: those of bench.depths that the draft supports, or else its longest.
+        """
         most = self.proposer(counted=True).depths or inf
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """The speculative engine. k: draft length, or the levels of a tree. rows: number of texts decoded at once;
-        given only when tokens are counted, not timed. proposer: replaces the draft's; it drafts chains."""
+        """Return the speculative engine. k: draft length, or the levels of a tree. rows: number of texts decoded at
+        once; given only when tokens are counted, not timed. proposer: replaces the draft's; it drafts chains."""
         rule = self.tree.rule if self.tree and proposer is None else self.verify
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
                       compile=None if rows else self.compiled.target)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        """The engine that decodes without a draft. rows: as in `engine`."""
+        """Return the engine that decodes without a draft. rows: as in `engine`."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 

@@ -57,7 +57,7 @@ class MeasuredCosts:
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """The costs after more rounds were timed."""
+        """Return the costs after more rounds were timed."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
@@ -85,7 +85,7 @@ class MeasuredTree:
     chain: float
 
     def words(self) -> str:
-        """A description of the tree."""
+        """Return a description of the tree."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
         return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
 
@@ -121,14 +121,14 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
 
 
 def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """The costs of the parts, scaled to real rounds of the plan's engines."""
+    """Return the costs of the parts, scaled to real rounds of the plan's engines."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
-    """The costs of each part, timed separately at the mean context length of the benchmark. most: the longest draft
-    that is timed, by default the longest of the plan's depths."""
+    """Return the costs of each part, timed separately at the mean context length of the benchmark. most: the longest
+    draft that is timed, by default the longest of the plan's depths."""
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # with the slots of real rounds, so that the same CUDA graph is timed
@@ -211,7 +211,7 @@ def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> DraftLengt
 def best_tree(
     plan: Plan, length: DraftLength, chains: Mapping[int, float], texts: Emitted, until: float = inf
 ) -> MeasuredTree | None:
-    """The fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
+    """Return the fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
 
     None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no candidates.
     length: of the best chain; chains: tau by draft length; texts: `plain_texts`, on which trees and chains are rated.
@@ -245,8 +245,8 @@ def best_tree(
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
-    """The distributions of both models on the texts, on as many as `ENTRIES` allows. None for kinds that draft no
-    trees.
+    """Return the distributions of both models on the texts, on as many as `ENTRIES` allows. None for kinds that draft
+    no trees.
 
     A draft that is no language model has another distribution at each depth. These come from forced rounds of chains,
     as deep as the longest of bench.depths, and at least `levels`."""
@@ -266,7 +266,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float) -> Seconds:
-    """A model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
+    """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_in_turn(plan, trees, until)
@@ -291,8 +291,8 @@ def rounds_in_turn(
 
 
 def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
-    """The best tree for each rule, with sampled and with likeliest children, in the order of seconds per token. With
-    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
+    """Return the best tree for each rule, with sampled and with likeliest children, in the order of seconds per token.
+    With greedy drafting, and at temperature 0, all children are the likeliest tokens."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
     ranked = search.ranked(seconds, branching=True)
@@ -300,12 +300,12 @@ def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> li
 
 
 def _likeliest_only(plan: Plan) -> bool:
-    """Whether children of trees can only be the likeliest tokens."""
+    """Return whether children of trees can only be the likeliest tokens."""
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
 def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
-    """Expected tokens per target call on the texts, see `reach_under`."""
+    """Return expected tokens per target call on the texts, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     calls = predict_chain.calls_from(reach, distributions.lengths).sum()
     return tokens_of(distributions.p, distributions.lengths) / float(calls)
@@ -327,8 +327,8 @@ def chain_or_tree(length: DraftLength, tree: MeasuredTree | None) -> tuple[Measu
 def plan_entries(
     length: DraftLength, best: MeasuredTree | None, served: MeasuredTree | None, rule: str
 ) -> dict[str, Any]:
-    """The report's entries about the plan: the chain's length, and the tree that is drafted instead, if any. best: the
-    fastest tree, served or not; rule: the rule for chains."""
+    """Return the report's entries about the plan: the chain's length, and the tree that is drafted instead, if any.
+    best: the fastest tree, served or not; rule: the rule for chains."""
     tree = served.tree if served else None
     speedups = {"chain": best.chain, "tree": best.speedup} if best else None
     return {
@@ -343,15 +343,15 @@ def plan_entries(
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """The tree that was drafted according to a report's `extra`; None for chains."""
+    """Return the tree that was drafted according to a report's `extra`; None for chains."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = None) -> str | None:
-    """A sentence for the user if no speed-up was measured, else None. speedup: the measured one over plain decoding, at
-    length.drafting or with `tree`."""
+    """Return a sentence for the user if no speed-up was measured, else None. speedup: the measured one over plain
+    decoding, at length.drafting or with `tree`."""
     drafted = f"{speedup.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
     predicted = tree.speedup if tree else length.speedups[length.drafting]
     if speedup.faster is False:

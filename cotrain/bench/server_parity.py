@@ -44,8 +44,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio` is not
-        wholly outside 1 ± `TOLERANCE`."""
+        """Return whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio` is
+        not wholly outside 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
@@ -61,8 +61,8 @@ class Parity:
 
 
 def over_http(client: Client, plan: Plan) -> Ask:
-    """A function that completes prompts with a running server in the plan's regime. It raises ValueError if the server
-    returns no token ids."""
+    """Return a function that completes prompts with a running server in the plan's regime. It raises ValueError if the
+    server returns no token ids."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
         before, clock = stable_counters(client), time.perf_counter()
@@ -108,7 +108,8 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """The expected rounds of each text (N,), without its first token, and the standard deviation of their sum."""
+    """Return the expected rounds of each text (N,), without its first token, and the standard deviation of their sum.
+    """
     starts = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
@@ -120,7 +121,7 @@ def rounds_expected(
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """The ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds by
+    """Return the ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds by
     prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:

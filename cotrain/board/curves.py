@@ -33,8 +33,8 @@ SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layer
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """The TensorBoard logger of a run; TensorBoard shows it under the name of the folder. again: the first step of a
-    resumed run, from which on curves are replaced."""
+    """Return the TensorBoard logger of a run; TensorBoard shows it under the name of the folder. again: the first step
+    of a resumed run, from which on curves are replaced."""
     return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
@@ -58,7 +58,7 @@ def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
 
 
 def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
-    """The logger for Weights & Biases. Its project is the environment variable WANDB_PROJECT, or cotrain."""
+    """Return the logger for Weights & Biases. Its project is the environment variable WANDB_PROJECT, or cotrain."""
     import wandb
 
     project, file = os.environ.get("WANDB_PROJECT", "cotrain"), folder / RUN_ID
@@ -80,8 +80,8 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """The final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was measured
-    (report is not empty), also the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
+    """Return the final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was
+    measured (report is not empty), also the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out

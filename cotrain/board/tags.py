@@ -24,18 +24,18 @@ LEGEND = "**accepted drafts**, *corrected tokens*, `bonus tokens`"
 
 
 def at(name: str, temperature: float) -> str:
-    """The tag of a figure that was computed on held-out texts at one temperature of the target."""
+    """Return the tag of a figure that was computed on held-out texts at one temperature of the target."""
     return f"{HELD_OUT}/{name}_T{temperature:g}"
 
 
 def speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures of `cotrain.bench.measurement.quick` by tag. NaN is left out, such as the interval of a single
+    """Return the figures of `cotrain.bench.measurement.quick` by tag. NaN is left out, such as the interval of a single
     batch."""
     return {SPEED[name]: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def layout() -> dict[str, Any]:
-    """The layout of the tab CUSTOM SCALARS: which curves share a chart."""
+    """Return the layout of the tab CUSTOM SCALARS: which curves share a chart."""
     return {
         "Serving": {
             "acceptance": ["Multiline", [f"^{ACCEPTANCE}$"]],
@@ -51,8 +51,8 @@ def layout() -> dict[str, Any]:
 
 
 def marked(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
-    """A generated text in Markdown, with tokens marked by their kind. parts: (kind of token, text); tokens, calls: the
-    number of new tokens and of target calls."""
+    """Return a generated text in Markdown, with tokens marked by their kind. parts: (kind of token, text); tokens,
+    calls: the number of new tokens and of target calls."""
     text = "".join(f"<{ELEMENTS[kind]}>{escaped(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
     return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped(prompt)}{text}"
 

@@ -69,7 +69,7 @@ class KneserNey:
         return cls(vocabulary, levels[::-1])
 
     def log_prob(self, ids: np.ndarray) -> np.ndarray:
-        """log P of each token of ids (M,) given up to n - 1 tokens before it -> (M,) float64, in nats.
+        """Return log P of each token of ids (M,) given up to n - 1 tokens before it -> (M,) float64, in nats.
 
         For a context that was not seen in training, the shorter context is used. P sums to 1 over V. Raises ValueError
         for ids outside the vocabulary.
@@ -84,7 +84,7 @@ class KneserNey:
 
 
 def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
-    """The packed k-grams of ids (M,) -> (max(M - k + 1, 0),) int64.
+    """Return the packed k-grams of ids (M,) -> (max(M - k + 1, 0),) int64.
 
     Raises ValueError for ids outside 0..V-1.
     """
@@ -98,10 +98,10 @@ def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """The discounts (0, D_1, D_2, D_3+) of the counts 0, 1, 2 and 3 or more (Chen and Goodman 1998).
+    """Return the discounts (0, D_1, D_2, D_3+) of the counts 0, 1, 2 and 3 or more (Chen and Goodman 1998).
 
-    With n_i the number of counts that equal i, Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i.
-    If one of n_1..n_4 is 0, or one D_i is not positive, the discounts are `FALLBACK`.
+    With n_i the number of counts that equal i, Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i. If one of
+    n_1..n_4 is 0, or one D_i is not positive, the discounts are `FALLBACK`.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if (n == 0).any():
@@ -112,7 +112,8 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: float) -> np.ndarray:
-    """The value of each key in `wanted`, or `default` for a missing one; shaped as `wanted`. keys must be sorted."""
+    """Return the value of each key in `wanted`, or `default` for a missing one; shaped as `wanted`. keys must be
+    sorted."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], default)
 
@@ -130,10 +131,10 @@ def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
 
 
 def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean acceptance sum_v min(p, q) over all positions, with the bigram table `probs` (V, V) as the draft q.
+    """Return mean acceptance sum_v min(p, q) over all positions, with the bigram table `probs` (V, V) as the draft q.
 
-    Each chunk is ids (B, T) and log p (B, T, V), the target's distribution of the token after ids[b, t].
-    Raises ValueError if there is no position.
+    Each chunk is ids (B, T) and log p (B, T, V), the target's distribution of the token after ids[b, t]. Raises
+    ValueError if there is no position.
     """
     logs = probs.log()
     total, positions = 0.0, 0

@@ -102,7 +102,7 @@ def llama(
     context: int,
     head_dim: int = 64,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights and tied embeddings. Id 0 ends a text and id 1 pads, see tokenizer.py."""
+    """Return a Llama with random weights and tied embeddings. Id 0 ends a text and id 1 pads, see tokenizer.py."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -188,7 +188,7 @@ def write_target(
 
 
 def model_card(card: dict[str, Any]) -> str:
-    """The model card in Markdown, from the figures that `cotrain pretrain` collected."""
+    """Return the model card in Markdown, from the figures that `cotrain pretrain` collected."""
     where, grams = card["environment"], card["five_gram"]
     bits = [
         f"| {name} | {entry:.3f} | {grams[name]:.3f} | {entry / grams[name] - 1:+.1%} |"

@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrained
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The number of UTF-8 bytes of each id, (V,) int64; 0 for special tokens. For byte-level BPE only."""
+    """Return the number of UTF-8 bytes of each id, (V,) int64; 0 for special tokens. For byte-level BPE only."""
     special = set(tokenizer.all_special_ids)
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     # the byte-level alphabet writes one character per byte

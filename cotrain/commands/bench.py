@@ -74,7 +74,8 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """The prompts to measure on: those of data.path that are not in the training split, or else the shipped ones."""
+    """Return the prompts to measure on: those of data.path that are not in the training split, or else the shipped
+    ones."""
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")

@@ -60,7 +60,7 @@ def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
 
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
-    """The final line. seconds: time of all texts, including prefill."""
+    """Return the final line. seconds: time of all texts, including prefill."""
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
@@ -102,7 +102,7 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """The engine of a draft folder, or one for plain decoding if there is only a target."""
+    """Return the engine of a draft folder, or one for plain decoding if there is only a target."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
         settings |= {} if cfg.verify is None else {"verify": cfg.verify}
@@ -112,8 +112,8 @@ def _engine(cfg: GenerateConfig) -> Engine:
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
-    """The prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt, with
-    `prompts=-` one prompt per line."""
+    """Return the prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt,
+    with `prompts=-` one prompt per line."""
     if prompt is not None and prompts is not None:
         raise UserError("give the text as prompt=, or one prompt a line in the file prompts=, not both")
     if prompt is not None and not prompt:

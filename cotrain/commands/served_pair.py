@@ -100,7 +100,7 @@ def folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """The pair without storage. Prints a warning if the draft is larger than the target.
+    """Return the pair without storage. Prints a warning if the draft is larger than the target.
 
     Raises UserError, before weights are loaded, if the target is missing, if the draft has other token ids, and if the
     draft does not fit the target (`Proposer.fits`).
@@ -123,8 +123,8 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
 
 
 def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """A folder's network without storage; None if its kind has no network. Raises OSError or ValueError if the files
-    are missing or invalid."""
+    """Return a folder's network without storage; None if its kind has no network. Raises OSError or ValueError if the
+    files are missing or invalid."""
     if network is None:
         return None
     if network is CausalLM and not CausalLM.has_parts(config := AutoConfig.from_pretrained(path)):

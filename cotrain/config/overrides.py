@@ -42,7 +42,7 @@ def _gathered(arguments: Sequence[str]) -> list[str]:
 
 
 def is_setting(argument: str) -> bool:
-    """Whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`); False for flags."""
+    """Return whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`); False for flags."""
     return argument.startswith("~") or _SETTING.match(argument) is not None
 
 
@@ -56,7 +56,8 @@ def _quoted(argument: str) -> str:
 
 
 def _opens(key: str, value: str) -> bool:
-    """Whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without `++`."""
+    """Return whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without
+    `++`."""
     return (key in MAPPINGS and value.startswith("{")) or key.startswith(tuple(f"{name}." for name in MAPPINGS))
 
 
@@ -69,7 +70,7 @@ def _literal(key: str, value: str) -> bool:
 
 
 def literal(text: str) -> str:
-    """A Hydra value that resolves to exactly `text`."""
+    """Return a Hydra value that resolves to exactly `text`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if text == "???":  # OmegaConf's mark of a missing value
@@ -130,7 +131,7 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """The error message for an unknown key; it names the most similar known key."""
+    """Return the error message for an unknown key; it names the most similar known key."""
     near = nearest(key, keys)
     hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"
@@ -148,7 +149,7 @@ def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str])
 
 
 def _below(key: str, keys: Collection[str]) -> str | None:
-    """The error message for a group of settings, which takes no value itself; None if `key` is no group."""
+    """Return the error message for a group of settings, which takes no value itself; None if `key` is no group."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
     return f"{key}= takes no value here: set {', '.join(f'{other}=' for other in below)}" if below else None
 
@@ -158,14 +159,14 @@ def _first(error: Exception) -> str:
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """The key most similar to `key`. Keys with the same last part are preferred."""
+    """Return the key most similar to `key`. Keys with the same last part are preferred."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.5)
     return near[0] if near else None
 
 
 def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
-    """Every key of the command's configuration under the group options typed; empty if it does not compose."""
+    """Return every key of the command's configuration under the group options typed; empty if it does not compose."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf

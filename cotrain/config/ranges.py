@@ -164,7 +164,7 @@ class Unread(NamedTuple):
 
 
 def _is_file(cfg: Any, _: Any = None) -> bool:
-    """Whether data.path names a file, or files by a pattern."""
+    """Return whether data.path names a file, or files by a pattern."""
     path = str(cfg.data.path)
     return Path(path).is_file() or bool(set(path) & set("*?["))
 
@@ -218,7 +218,7 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callab
 
 
 def rule(command: str, key: str) -> Range:
-    """The rule of this command if there is one, else the rule of all commands."""
+    """Return the rule of this command if there is one, else the rule of all commands."""
     return RULES.get(f"{command}:{key}") or RULES[key]
 
 
@@ -250,8 +250,8 @@ BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step
 
 
 def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
-    """Whether a changed setting leaves the weights of a run as they are ("free"), means more training ("longer") or
-    another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a limit."""
+    """Return whether a changed setting leaves the weights of a run as they are ("free"), means more training ("longer")
+    or another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a limit."""
     if rounds > 1 and key in BY_ROUNDS:
         return "other"
     if key == "measure":  # a finished training is measured when it is asked for

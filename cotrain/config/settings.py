@@ -241,8 +241,8 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """The regime as sampling settings of the engine; `temperature` replaces the regime's, if it is given. No value of
-    the regime may be None, see `served_pair.as_trained`."""
+    """Return the regime as sampling settings of the engine; `temperature` replaces the regime's, if it is given. No
+    value of the regime may be None, see `served_pair.as_trained`."""
     from inference import Sampling  # imports torch
 
     temperature = regime.temperature if temperature is None else temperature
@@ -251,19 +251,19 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """The temperatures of a run's training texts, equally many texts for each: rollout.train_temperatures, else
+    """Return the temperatures of a run's training texts, equally many texts for each: rollout.train_temperatures, else
     draft.temperatures, else the regime's temperature."""
     return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """The temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training texts,
-    and the regime's temperature, at which checkpoints are ranked."""
+    """Return the temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training
+    texts, and the regime's temperature, at which checkpoints are ranked."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """A function logits (n, V) -> (n, V) that applies the regime's top-k and top-p; None if it has neither."""
+    """Return a function logits (n, V) -> (n, V) that applies the regime's top-k and top-p; None if it has neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []

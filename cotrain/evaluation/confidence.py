@@ -62,7 +62,7 @@ class Drafts:
 
 
 def head_of(student: Student) -> ConfidenceHead | None:
-    """The student's confidence head, None without one."""
+    """Return the student's confidence head, None without one."""
     head: ConfidenceHead | None = getattr(student.network, "confidence_head", None)
     return head
 
@@ -71,7 +71,8 @@ def head_of(student: Student) -> ConfidenceHead | None:
 
 
 def reserved(texts: Texts, depths: int) -> list[int]:
-    """The rows of texts to fit a head on, at most a tenth of them: about EVERY x DRAFTS drafts on sampled tokens."""
+    """Return the rows of texts to fit a head on, at most a tenth of them: about EVERY x DRAFTS drafts on sampled
+    tokens."""
     drafts = int(texts.sampled.sum()) * depths / max(len(texts), 1)
     return texts.evenly(max(min(math.ceil(EVERY * DRAFTS / max(drafts, 1)), len(texts) // 10), 1))
 
@@ -131,8 +132,9 @@ def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor
 def judged(
     held: HeldOut, student: Student, head_target: Head, greedy: bool = False, read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Figures of the student's confidence head on texts that neither the draft nor the head learnt from, see `figures`;
-    `by_depth` has those of each depth, if there are several. read: called with the number of texts of each batch."""
+    """Return figures of the student's confidence head on texts that neither the draft nor the head learnt from, see
+    `figures`; `by_depth` has those of each depth, if there are several. read: called with the number of texts of each
+    batch."""
     parts = [drafts for _, drafts in _drafts(held, student, head_target, greedy, read)]
     drafts = Drafts(*(torch.cat([getattr(part, field.name) for part in parts]).cpu() for field in fields(Drafts)))
     depths = [] if int(drafts.depth.max()) == ANY else range(int(drafts.depth.max()) + 1)
@@ -176,8 +178,8 @@ def reliability(
 
 
 def calibration_error(confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS) -> float:
-    """Expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts (Nguyen
-    and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. Arguments as in
+    """Return expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts
+    (Nguyen and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. Arguments as in
     `reliability`."""
     table = reliability(confidence, alpha, weight, bins)
     gaps = sum(one["drafts"] * abs(one["confidence"] - one["alpha"]) for one in table)

@@ -44,7 +44,7 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """The target's last states (N, T-1, D) at the positions that predict a token."""
+        """Return the target's last states (N, T-1, D) at the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
@@ -76,7 +76,7 @@ class Scores:
 
     @property
     def inside(self) -> Tensor:
-        """A mask (N, L) of bool: the columns before each text's length."""
+        """Return a mask (N, L) of bool: the columns before each text's length."""
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
@@ -100,7 +100,7 @@ class Scores:
 
     @property
     def calibration(self) -> float:
-        """The expected calibration error of the first draft, see `calibration_error`."""
+        """Return the expected calibration error of the first draft, see `calibration_error`."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -234,8 +234,8 @@ def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
-    """Expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence - mean hit|
-    (Guo et al. 2017, 1706.04599). confidence (N,) in [0, 1], hit (N,) 0 or 1; returns 0 if N = 0."""
+    """Return expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence -
+    mean hit| (Guo et al. 2017, 1706.04599). confidence (N,) in [0, 1], hit (N,) 0 or 1; returns 0 if N = 0."""
     at = (confidence * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
     return float(gaps.abs().sum() / max(len(at), 1))

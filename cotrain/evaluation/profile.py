@@ -108,7 +108,7 @@ class Provenance:
 
     @property
     def own(self) -> bool:
-        """Whether the target can have sampled the texts."""
+        """Return whether the target can have sampled the texts."""
         return abs(self.z) < SIGMAS and self.impossible < IMPOSSIBLE
 
     def line(self) -> str:

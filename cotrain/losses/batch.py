@@ -39,12 +39,12 @@ class LossBatch:
 
     @property
     def following(self) -> Tensor:
-        """The token after each position (B, T). The entry of the last position is never read."""
+        """Return the token after each position (B, T). The entry of the last position is never read."""
         return self.ids.roll(-1, 1)
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each completion (B,)."""
+        """Return the number of tokens of each completion (B,)."""
         return self.sampled.sum(1)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:

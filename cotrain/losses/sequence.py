@@ -32,7 +32,7 @@ def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Expected target calls: `acceptance.calls`. Divided by the number of tokens, this is 1 / tau."""
+    """Return expected target calls: `acceptance.calls`. Divided by the number of tokens, this is 1 / tau."""
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 

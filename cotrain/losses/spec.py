@@ -40,7 +40,7 @@ class LossDefinition:
 
     @property
     def sequence(self) -> bool:
-        """Whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
+        """Return whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
         differentiable sum over texts."""
         return self.over != "positions"
 

@@ -14,7 +14,7 @@ from cotrain.page.run_charts import depths
 
 
 def comparison(runs: Sequence[LoadedRun]) -> Section:
-    """The section that compares the runs: charts, a table of settings, and the gains over the first run."""
+    """Return the section that compares the runs: charts, a table of settings, and the gains over the first run."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
@@ -69,7 +69,7 @@ def _speeds(runs: Sequence[LoadedRun]) -> Chart | None:
 
 
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
-    """A table of the settings in which runs usually differ, from the files of each run."""
+    """Return a table of the settings in which runs usually differ, from the files of each run."""
     rows: list[list[object]] = []
     for name, paths in SETTINGS:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
@@ -98,7 +98,7 @@ SETTINGS = (
 
 
 def _gains(runs: Sequence[LoadedRun]) -> Markup:
-    """A table of the gains in tau over the first run, paired by text."""
+    """Return a table of the gains in tau over the first run, paired by text."""
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
         return Markup('<p class="note">No paired gains: fewer than two of the runs kept held-out figures by text.</p>')

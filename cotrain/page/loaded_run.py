@@ -49,18 +49,18 @@ class LoadedRun:
 
     @property
     def partial(self) -> bool:
-        """Whether the run is not finished: it was stopped, or is still running."""
+        """Return whether the run is not finished: it was stopped, or is still running."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft drafts its likeliest tokens; their acceptance is p(argmax q)."""
+        """Return whether the draft drafts its likeliest tokens; their acceptance is p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
     @property
     def alpha(self) -> str:
-        """The key of the run's acceptance in held-out figures."""
+        """Return the key of the run's acceptance in held-out figures."""
         return "alpha_greedy_draft" if self.greedy else "alpha"
 
     @cached_property
@@ -69,20 +69,20 @@ class LoadedRun:
 
     @property
     def temperature(self) -> float:
-        """The temperature of the regime: the measured one, else the one that the run was trained for."""
+        """Return the temperature of the regime: the measured one, else the one that the run was trained for."""
         value = self.get("report", "settings", "sampling", "temperature")
         value = self.get("run", "settings", "regime", "temperature") if value is None else value
         return 1.0 if value is None else float(value)
 
     @property
     def tree(self) -> list[int] | None:
-        """The parents of the nodes of the timed tree; None if chains were timed."""
+        """Return the parents of the nodes of the timed tree; None if chains were timed."""
         parents: list[int] | None = self.get("report", "extra", "planned_shape")
         return parents
 
     @property
     def k(self) -> int | None:
-        """The planned draft length, else that of the timed policy; None if trees were timed."""
+        """Return the planned draft length, else that of the timed policy; None if trees were timed."""
         if self.tree:
             return None
         planned = self.get("report", "extra", "planned_k")
@@ -91,7 +91,7 @@ class LoadedRun:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """The value at a path of keys and indices in `documents`; None if there is none."""
+        """Return the value at a path of keys and indices in `documents`; None if there is none."""
         value: Any = self.documents
         for key in path:
             fits = isinstance(value, Mapping) or (isinstance(value, list) and isinstance(key, int) and key < len(value))
@@ -99,20 +99,20 @@ class LoadedRun:
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
-        """The number at `path`, multiplied by `times` and divided by the number at the path `over`."""
+        """Return the number at `path`, multiplied by `times` and divided by the number at the path `over`."""
         value = self.get(*path)
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
 
     def all(self, *path: str | int) -> list[Number]:
-        """The numbers of the list or dictionary at a path, in its order."""
+        """Return the numbers of the list or dictionary at a path, in its order."""
         values = self.get(*path) or []
         return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
 
 def pointer(path: Sequence[str | int]) -> str:
-    """The JSON pointer of a path of keys and indices."""
+    """Return the JSON pointer of a path of keys and indices."""
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
@@ -182,8 +182,8 @@ def _json(file: Path, name: str) -> dict[str, Any] | None:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """All scalars of the TensorBoard event files, by tag; {} without files. A step that a resumed run repeated has the
-    later value. An incomplete record at the end of a file is ignored."""
+    """Return all scalars of the TensorBoard event files, by tag; {} without files. A step that a resumed run repeated
+    has the later value. An incomplete record at the end of a file is ignored."""
     files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # names begin with the time
     if not files:
         return {}

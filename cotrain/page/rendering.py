@@ -73,7 +73,7 @@ def joined(*parts: object) -> Markup:
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """A number with a reference to its source; a dash if it is not known."""
+    """Return a number with a reference to its source; a dash if it is not known."""
     return Markup(_PARTS.number(value, spec))
 
 
@@ -83,7 +83,8 @@ def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Mark
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """A table whose first column has the names of the rows. In a narrow window the table scrolls, not the page."""
+    """Return a table whose first column has the names of the rows. In a narrow window the table scrolls, not the page.
+    """
     return Markup(_PARTS.table(head, rows, caption))
 
 
@@ -173,7 +174,7 @@ class Chart:
 
 
 def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
-    """The charts in a grid, each with title, drawing, note and table."""
+    """Return the charts in a grid, each with title, drawing, note and table."""
     return render("charts.html", charts=charts, wide=wide)
 
 

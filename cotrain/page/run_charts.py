@@ -56,7 +56,7 @@ def by_depth(run: LoadedRun) -> Chart | None:
 
 
 def depths(run: LoadedRun, stem: str) -> list[Number]:
-    """The held-out figures with the keys `stem`/1, `stem`/2, ..."""
+    """Return the held-out figures with the keys `stem`/1, `stem`/2, ..."""
     held = run.get("report", "extra", "held_out") or {}
     numbers = sorted(int(key.rpartition("/")[2]) for key in held if re.fullmatch(re.escape(stem) + r"/\d+", key))
     return [run.at("report", "extra", "held_out", f"{stem}/{depth}") for depth in numbers]
@@ -101,7 +101,8 @@ def by_context(run: LoadedRun) -> Chart | None:
 
 
 def reliability(run: LoadedRun) -> Chart | None:
-    """Mean acceptance of the drafts to which the confidence head gives about the same probability, bin by bin."""
+    """Return mean acceptance of the drafts to which the confidence head gives about the same probability, bin by bin.
+    """
     bins = run.get("report", "extra", "confidence", "reliability") or []
     path = ("report", "extra", "confidence", "reliability")
     sure = [run.at(*path, i, "confidence") for i in range(len(bins))]
@@ -176,7 +177,7 @@ def speed_by_length(run: LoadedRun) -> Chart | None:
 
 
 def paying_lengths(run: LoadedRun) -> Markup | None:
-    """A sentence that says at which draft lengths a speed-up is predicted."""
+    """Return a sentence that says at which draft lengths a speed-up is predicted."""
     predicted = run.all("report", "extra", "predicted_speedups")
     pays = [k for k, one in enumerate(predicted) if k and one.value and one.value > 1]
     if not predicted:
@@ -224,7 +225,7 @@ def _of_temperature(run: LoadedRun, temperature: float, colour: int) -> list[Ser
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """A phrase that says from which batch size on plain decoding is faster: the interval is below 1."""
+    """Return a phrase that says from which batch size on plain decoding is faster: the interval is below 1."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := _at(run, index, "over_plain", "high").value) and high < 1]
     if not lost:

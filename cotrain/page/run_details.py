@@ -60,7 +60,7 @@ def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -
 
 
 def quoted(token: str) -> str:
-    """A token in quotation marks, with line ends and tabs made visible."""
+    """Return a token in quotation marks, with line ends and tabs made visible."""
     return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
 
 

@@ -129,14 +129,14 @@ class Student(Protocol):
 
     @property
     def known(self) -> Tensor:
-        """The ids that it can draft, as a mask (V,) of bool."""
+        """Return the ids that it can draft, as a mask (V,) of bool."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
 
     @property
     def undecided(self) -> bool:
-        """Whether it has a pruned vocabulary whose tokens `know` must still choose, although other weights come from a
-        folder."""
+        """Return whether it has a pruned vocabulary whose tokens `know` must still choose, although other weights come
+        from a folder."""
         return False
 
     def know(self, counts: Tensor) -> None:

@@ -129,7 +129,7 @@ class EagleStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        """Return the part of a pruned head with finite logits; None for a whole vocabulary."""
         network = self.network
         size = self.vocabulary or network.config.vocab_size
         return pruned_to(network.known, network.lm_head, size) if network.pruned else None

@@ -58,7 +58,7 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The target with the exit's layers, as one model."""
+        """Return the target with the exit's layers, as one model."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
 

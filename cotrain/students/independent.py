@@ -80,7 +80,7 @@ class IndependentStudent(Student):
 
     @property
     def small(self) -> SmallHead | None:
-        """The network's head if it is a small one."""
+        """Return the network's head if it is a small one."""
         head = self.network.get_output_embeddings()
         return head if isinstance(head, SmallHead) else None
 
@@ -94,7 +94,7 @@ class IndependentStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        """Return the part of a pruned head with finite logits; None for a whole vocabulary."""
         if self.small is None or self.small.known is None:
             return None
         return pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)

@@ -95,7 +95,7 @@ class MeasureSpeed(Callback):
 
     @property
     def stale(self) -> bool:
-        """Whether `patience` validations have passed without a higher tau."""
+        """Return whether `patience` validations have passed without a higher tau."""
         return bool(self.patience) and len(self.checkpoints) - 1 - self.checkpoints.index(self.best()) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ class Keeper(Callback):
 
 
 def validates(trainer: lightning.Trainer) -> bool:
-    """Whether a validation follows this batch."""
+    """Return whether a validation follows this batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch
     return bool(trainer.should_stop) or (every is not None and batches % every == 0)

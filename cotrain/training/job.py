@@ -57,25 +57,25 @@ class Job:
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """The target's reader and head, see `target_model.served`. The head is tested against the model."""
+        """Return the target's reader and head, see `target_model.served`. The head is tested against the model."""
         return served(self.target, self.vocabulary, self.reads)
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids that have mass, in training and when served: the rows of the head after the tokenizer's
-        last id are padding."""
+        """Return the number of ids that have mass, in training and when served: the rows of the head after the
+        tokenizer's last id are padding."""
         size: int = self.target.config.get_text_config().vocab_size
         return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of the target, saved with its texts and states."""
+        """Return the identity of the target, saved with its texts and states."""
         return identity(self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
-        """A reader of the target's states, cached in the folder trainer.cache= if it is set. With trainer.top= that
-        folder caches distributions, and its subfolder `states` the states."""
+        """Return a reader of the target's states, cached in the folder trainer.cache= if it is set. With trainer.top=
+        that folder caches distributions, and its subfolder `states` the states."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
@@ -118,7 +118,8 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Whether the user's texts are prompts, with or without completions. Then only completions are learnt."""
+        """Return whether the user's texts are prompts, with or without completions. Then only completions are learnt.
+        """
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property

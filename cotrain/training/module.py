@@ -93,7 +93,7 @@ class StepLoss:
 
     @cached_property
     def saved(self) -> Tensor | None:
-        """The target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
+        """Return the target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
@@ -294,12 +294,13 @@ class Distillation(lightning.LightningModule):
 
     @property
     def watched(self) -> bool:
-        """Whether the figures of the current step are logged. Between two steps, the next step is the current one."""
+        """Return whether the figures of the current step are logged. Between two steps, the next step is the current
+        one."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
     def done(self) -> float:
-        """The share of the training that is done, in [0, 1]."""
+        """Return the share of the training that is done, in [0, 1]."""
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:

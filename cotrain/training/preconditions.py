@@ -288,7 +288,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether draft.path is read: with init=pretrained, and for kinds that are not trained."""
+    """Return whether draft.path is read: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
@@ -503,5 +503,5 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
 
 
 def _needs_sampled(stage: Stage) -> bool:
-    """Whether the loss counts target calls, which are known only for tokens that the target emitted."""
+    """Return whether the loss counts target calls, which are known only for tokens that the target emitted."""
     return bool(stage.loss.sequence) or stage.loss.weighted

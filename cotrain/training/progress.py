@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def judging(self) -> float | None:
-        """The seconds that one evaluation of the held-out texts may take; None without a budget of the run."""
+        """Return the seconds that one evaluation of the held-out texts may take; None without a budget of the run."""
         return 60 * self.whole * JUDGING * ONCE if self.whole else None
 
     def at(self, step: int) -> float:
@@ -77,7 +77,7 @@ class Progress:
 
 
 def time_limited(cfg: TrainConfig) -> bool:
-    """Whether a budget of time may end the training before its last step."""
+    """Return whether a budget of time may end the training before its last step."""
     return bool(cfg.trainer.minutes or cfg.minutes)
 
 
