@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from inference.models.markov import MARKOV, put_markov_head
 from inference.models.pretrained import decoder_layers
 from inference.models.small_heads import RANK, VOCABULARY, fill, put_small_head
 from inference.proposers import KINDS as REGISTERED
@@ -193,6 +194,16 @@ def small(network: Any, tokens: int | None = None, rank: int | None = None) -> A
     return network
 
 
+def chained(network: Any, rank: int = 3) -> Any:
+    """The causal LM itself with a Markov head, changed at random."""
+    network.config.update({MARKOV: rank})
+    torch.manual_seed(8)
+    head = put_markov_head(network)
+    with torch.no_grad():
+        head.markov_w2.weight += 0.5 * torch.randn_like(head.markov_w2.weight)
+    return network
+
+
 def lower(target: LlamaForCausalLM) -> int:
     """A rank at which a head is near the whole one: all directions but two."""
     return max(min(int(target.config.hidden_size), half(target)) - 2, 1)
@@ -245,6 +256,10 @@ KINDS = {
     ),
     "parallel, low rank, pruned": Kind(
         lambda target, **settings: Parallel(small(masked(target), half(target), lower(target)), **settings)
+    ),
+    "parallel, markov": Kind(lambda target, **settings: Parallel(chained(masked(target)), **settings)),
+    "parallel, markov, pruned": Kind(
+        lambda target, **settings: Parallel(chained(small(masked(target), half(target))), **settings)
     ),
     "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),

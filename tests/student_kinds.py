@@ -148,6 +148,10 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "parallel, pruned": lambda target: parallel(target, 16),
     "parallel, low rank": lambda target: parallel(target, None, 5),
     "parallel, low rank, pruned": lambda target: parallel(target, 16, 5),
+    "parallel, markov": lambda target: ParallelStudent(kinds.chained(masked(target, 0.3)), target),
+    "parallel, markov, pruned": lambda target: ParallelStudent(
+        kinds.chained(kinds.small(masked(target, 0.3), 16)), target
+    ),
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
@@ -170,7 +174,8 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
 SERVED = ("independent", "independent, pruned", "independent, low rank", "conditioned", "example", "eagle",
           "eagle, pruned", "eagle, low rank", "p_eagle", "p_eagle, pruned", "p_eagle, low rank, pruned",
           "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov",
-          "hydra", "parallel", "parallel, pruned", "parallel, low rank", "parallel, low rank, pruned")  # fmt: skip
+          "hydra", "parallel", "parallel, pruned", "parallel, low rank", "parallel, low rank, pruned",
+          "parallel, markov", "parallel, markov, pruned")  # fmt: skip
 
 
 def target() -> LlamaForCausalLM:

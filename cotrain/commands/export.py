@@ -54,6 +54,7 @@ def run(cfg: ExportConfig) -> None:
     else:
         path = _plain(cfg, str(served))
         _print_launch(path, cfg)
+        _print_remarks(path)
         if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
             print(apart, file=sys.stderr)
     if cfg.push_to_hub:
@@ -112,8 +113,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata
     assert written is not None
-    for remark in _remarks(written):
-        print(remark)
+    _print_remarks(path)
     layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
         print(f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
@@ -126,6 +126,13 @@ def _remarks(written: Metadata) -> list[str]:
     """What the layout lacks, and what is served otherwise than planned."""
     remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
     return remarks
+
+
+def _print_remarks(path: Path) -> None:
+    written = read(path).metadata
+    assert written is not None
+    for remark in _remarks(written):
+        print(remark)
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from cotrain import losses
 from cotrain.acceptance import l_from
 from cotrain.data.texts import Texts
+from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses.chunked import CHUNK, log_probs, served
 from cotrain.students.base import ANY, LAST, Student
@@ -71,9 +72,12 @@ def head_of(student: Student) -> ConfidenceHead | None:
 
 
 def reserved(texts: Texts, depths: int) -> list[int]:
-    """Return the rows of texts to fit a head on, at most a tenth of them: about EVERY x DRAFTS drafts on sampled
-    tokens."""
-    drafts = int(texts.sampled.sum()) * depths / max(len(texts), 1)
+    """The rows of texts to fit a head on: about EVERY x DRAFTS drafts on sampled tokens, but at most a tenth of the
+    texts, and at least one text. Raises UserError for fewer than two texts, since the draft would learn from none."""
+    if len(texts) < 2:
+        raise UserError(f"draft.confidence=true: it sets texts aside for the head, and there is {len(texts)} text to "
+                        "learn from: sample at least 2, as by rollout.texts=10, or draft.confidence=null")  # fmt: skip
+    drafts = int(texts.sampled.sum()) * depths / len(texts)
     return texts.evenly(max(min(math.ceil(EVERY * DRAFTS / max(drafts, 1)), len(texts) // 10), 1))
 
 

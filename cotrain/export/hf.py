@@ -20,7 +20,7 @@ from cotrain.export.fitting import (
     resize,
     small_head_problem,
 )
-from cotrain.export.publishing import card
+from cotrain.export.publishing import card, without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.drafts.draft_folder import (
@@ -35,6 +35,7 @@ from inference.drafts.draft_folder import (
     write,
 )
 from inference.drafts.weight_files import CONFIG, load_weights, read_json, weight_files
+from inference.models.markov import remove_markov_head
 from inference.report.build import validate
 
 
@@ -53,7 +54,8 @@ def export(
     name: str | None = None,
     temperature: float | None = None,
 ) -> Path:
-    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`.
+    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`. A
+    Markov head, which no engine reads in this layout, is left out with a remark.
 
     k: drafts per round; target: hub id or path to serve; objective: "sampled" or "greedy". Their defaults are in
     cotrain.json; for a folder without it, k and target are required, and objective is "sampled". target_config: resize
@@ -75,11 +77,13 @@ def export(
         model, metadata = folded(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
     report = _report(Path(source), original)
-    remarks = _fit(model, tokenizer, target_config, target_tokenizer)
+    lost = [without_markov(Path(source), metadata)] if remove_markov_head(model) else []
+    remarks = lost + _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
-    metadata = changed(metadata, origin={**metadata.origin, "export": _origin(engine, model)})
+    exported = _origin(engine, model) | ({"remarks": lost} if lost else {})
+    metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:
         remarks.append(f"It was measured with a tree of {len(original.tree.parents)} nodes a round; the command above "
                        f"drafts {metadata.k} tokens in a row.")  # fmt: skip

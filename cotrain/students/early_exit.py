@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen, Student
+from cotrain.students.eagle import segments
 from cotrain.students.independent import pretrained_network
 from cotrain.teacher.target_model import Read, halves
 from inference.models.pretrained import decoder_layers, sliding_window
@@ -137,7 +138,8 @@ def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
     every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     if position_ids is None:
         return every
-    begins = nn.functional.pad(position_ids.to(ids.device).diff(dim=1) != 1, (1, 0), value=True)
+    text = segments(position_ids.to(ids.device))
+    begins = nn.functional.pad(text.diff(dim=1) > 0, (1, 0), value=True)
     return every - torch.where(begins, every, 0).cummax(1).values
 
 

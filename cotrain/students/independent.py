@@ -31,8 +31,9 @@ from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, weight_files
+from inference.models.markov import remove_markov_head
 from inference.models.pretrained import quantised
-from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
+from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head, require_known
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
@@ -65,6 +66,8 @@ class IndependentStudent(Student):
             network = from_layers(target, init.layers)
         elif init.kind == "pretrained":
             network = causal_lm(_checked_path(cls, draft), target)
+            if "markov" not in cls.takes:
+                remove_markov_head(network)
         else:
             raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained "
                              "(with draft.path=)")  # fmt: skip
@@ -262,7 +265,7 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
     If the target is on the meta device, which has no weights, so is the model. Raises ValueError if the model's
-    vocabulary is smaller than the target's, and for missing tensors.
+    vocabulary is smaller than the target's, for missing tensors, and for wrong ids of a pruned head.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
@@ -279,9 +282,10 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     if info["mismatched_keys"]:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
         raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
-    if ours > theirs and is_small(model.config):
-        raise ValueError(f"draft.path={path}: its small head is of {ours} ids, the target has {theirs}: it serves the "
-                         "target that it was made for")  # fmt: skip
+    require_known(model, f"draft.path={path}")
+    if ours > theirs and CausalLM.has_parts(model.config):
+        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
+                         "it serves the target that it was made for")  # fmt: skip
     if ours > theirs:
         model.resize_token_embeddings(theirs)
     network: PreTrainedModel = model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.guess import Guess
-from inference.proposers.markov import MarkovHead
+from inference.models.markov import MarkovHead
 
 
 def after_tokens(

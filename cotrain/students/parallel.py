@@ -18,11 +18,14 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import EagleRounds, EagleStudent, segments
+from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import HEAD, IndependentStudent
+from cotrain.students.markov import after_tokens
 from inference import proposers
 from inference.models.forward import additive
+from inference.models.markov import MARKOV, markov_of, put_markov_head, spread_of
 from inference.models.pretrained import sliding_window
+from inference.models.small_heads import VOCABULARY
 from inference.proposers import parallel
 from inference.proposers.eagle import Attend
 from inference.proposers.p_eagle import PEagle, PEagleNetwork
@@ -38,7 +41,7 @@ class ParallelStudent(IndependentStudent):
     id of the mask and the number of depths."""
 
     kind = "parallel"
-    takes = ("depths", *HEAD)
+    takes = ("depths", *HEAD, "markov")
     begins_with = ("independent", "hybrid")
     parallel = True
 
@@ -51,12 +54,13 @@ class ParallelStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network of an independent draft, with the number of depths in its config. Raises ValueError also
-        for a network with sliding windows."""
+        """Return the network of an independent draft, with the number of depths in its config, and with the Markov head
+        of draft.path or a new one of rank draft.markov. Raises ValueError also for a network with sliding windows."""
         network = super().initial(draft, init, target)
         _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
         setattr(network.config, parallel.DEPTHS, draft.depths or learnt or DEPTHS)
+        _with_markov_head(network, draft)
         return network
 
     def of(self, network: PreTrainedModel) -> "ParallelStudent":
@@ -103,7 +107,11 @@ class ParallelStudent(IndependentStudent):
             of_depth = states[:, length:].flatten(0, 1)[of_masks]
             share = 1.0 if u is None else KEEP**depth
             guesses.append(replace(guesses[0], depth=depth, at=at, states=of_depth, share=share))
-        return guesses
+        markov = markov_of(self.network)
+        if markov is None:
+            return guesses
+        size = self.vocabulary or self.network.config.get_text_config().vocab_size
+        return after_tokens(guesses, ids, markov, spread_of(self.network, size))
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
         """Return the states (B, T + M, D) of the tokens, then of the masks."""
@@ -132,6 +140,23 @@ def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
         raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
                          "draft needs its whole text: use another family, or draft=independent")  # fmt: skip
+
+
+def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
+    """Put a Markov head of rank draft.markov on a network that has none. Raises ValueError naming the key if draft.path
+    has one of another rank, or of other tokens than the draft's vocabulary."""
+    if own := markov_of(network):
+        refuse_other(network, draft, {MARKOV: draft.markov})
+        tokens = getattr(network.config, VOCABULARY, None) or network.config.get_text_config().vocab_size
+        if own.markov_w2.out_features != tokens:
+            raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has a Markov head over all "
+                             f"{own.markov_w2.out_features} tokens: set draft.vocabulary=null")  # fmt: skip
+    elif draft.markov:
+        network.config.update({MARKOV: draft.markov})
+        try:
+            put_markov_head(network)
+        except ValueError as error:
+            raise ValueError(f"draft.markov: {error}") from error
 
 
 class PEagleStudent(EagleStudent):

@@ -21,6 +21,7 @@ from cotrain.students.independent import causal_lm
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
+from inference.models.markov import markov_of
 from inference.models.small_heads import linears
 from inference.proposers import kind_of
 from inference.proposers.base import SettingsNetwork
@@ -101,10 +102,15 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of all linear layers except the head, by name."""
-    head = {id(part) for part in linears(draft.get_output_embeddings())}
+    """Return the weights of all linear layers except those of the head and of the Markov head, by name."""
+    heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
-    return {name: module.weight for name, module in linear if id(module) not in head}
+    return {name: module.weight for name, module in linear if id(module) not in heads}
+
+
+def _heads(draft: PreTrainedModel) -> list[nn.Linear]:
+    """Return the linear layers of the head and of the Markov head, which serving does not round as projections."""
+    return [*linears(draft.get_output_embeddings()), *linears(markov_of(draft))]
 
 
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
@@ -112,7 +118,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     of GPT-2 or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
-    known |= {id(part.weight) for part in linears(draft.get_output_embeddings())}
+    known |= {id(part.weight) for part in _heads(draft)}
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
         raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear "

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -168,6 +169,9 @@ def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
         return None
     greedy = objective(cfg.objective) == "greedy"
     texts = fitting(job)
+    if len(texts) == 1:
+        print("warning: draft.confidence=true: 1 text was set aside for the head, so it may be wrong: with more "
+              "texts, by rollout.texts= or data.path=, a tenth of them is set aside", file=sys.stderr)  # fmt: skip
     aside = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
     count = confidence.fit(aside, student, module.head_target, greedy)
     figures = confidence.judged(module.held_out[module.temperature], student, module.head_target, greedy)

@@ -1,9 +1,9 @@
 """Causal LMs of draft folders, with modules of our own if config.json names them.
 
 transformers alone loads a plain Hugging Face folder. A `Part` is one module that we add to a causal LM of any family: a
-small head, or the scale of a draft conditioned on the temperature. All other weights keep their names, so a draft can
-start from the weights of a folder without the part. A kind of draft with another module defines a subclass of
-`CausalLM` that lists its part.
+small head, a Markov head, or the scale of a draft conditioned on the temperature. All other weights keep their names,
+so a draft can start from the weights of a folder without the part. A kind of draft with another module defines a
+subclass of `CausalLM` that lists its part.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from inference.drafts.weight_files import CONFIG, weight_files
+from inference.drafts.weight_files import weight_files
+from inference.models.markov import MARKOV, put_markov_head
 from inference.models.small_heads import RANK, VOCABULARY, is_small, put_small_head
 
 GENERATION = "generation_config.json"
@@ -35,6 +37,7 @@ class Part(NamedTuple):
 
 
 SMALL_HEAD = Part((VOCABULARY, RANK), put_small_head)
+MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
@@ -42,7 +45,7 @@ class CausalLM:
     transformers' own classes."""
 
     config_class = AutoConfig
-    parts: tuple[Part, ...] = (SMALL_HEAD,)
+    parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
 
     def __new__(cls, config: PretrainedConfig) -> Any:
         """An untrained network of this config."""
@@ -75,30 +78,39 @@ class CausalLM:
         for a config that a part rejects.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
-        config = AutoConfig.from_pretrained(path, **code) if (Path(path) / CONFIG).is_file() else None
-        if config is None or not cls.has_parts(config):
+        config = AutoConfig.from_pretrained(path, **code)
+        if not cls.has_parts(config):
             reported: Any = {"output_loading_info": True} if output_loading_info else {}
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **reported, **options)
         with torch.device("meta"):
             sketch = AutoModelForCausalLM.from_config(config, **code)
             own = tuple(f"{name}." for name in cls.put(sketch))
-        tensors = tensors_of(path)
+        folder = folder_of(path)
+        tensors = tensors_of(folder)
         ours = {name: tensors.pop(name) for name in list(tensors) if name.startswith(own)}
         if is_small(config):  # transformers then makes no whole head, and misses none; the part unties it again
             config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
         network, info = type(sketch).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        if (Path(path) / GENERATION).is_file():
-            network.generation_config = GenerationConfig.from_pretrained(path)
+        if (folder / GENERATION).is_file():
+            network.generation_config = GenerationConfig.from_pretrained(folder)
         cls.put(network)
         _fill(network, own, ours, info)
         return (network, info) if output_loading_info else network
 
 
+def folder_of(path: str | Path) -> Path:
+    """A local folder as it is; of a hub id the snapshot in the hub's cache, with the files that it lacks fetched first:
+    JSON files and weights in safetensors."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors"]))
+
+
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a local folder, by name."""
-    return {name: value for file in weight_files(Path(path)) for name, value in load_file(file).items()}
+    """All tensors of a folder or hub id, by name."""
+    return {name: value for file in weight_files(folder_of(path)) for name, value in load_file(file).items()}
 
 
 @torch.no_grad()

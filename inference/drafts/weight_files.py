@@ -1,4 +1,5 @@
-"""Reads the weights of a folder: safetensors only, undamaged, complete, finite, with the shapes in config.json."""
+"""Reads the weights of a folder: safetensors only, undamaged, complete, finite, with the shapes in config.json, and ids
+of a pruned head that the target has."""
 
 import json
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inference.models.small_heads import require_known
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -26,8 +29,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """Returns the model in a folder; problems (missing or non-finite tensors, wrong shapes); names of tensors that are
-    not in a model of this config. network: the class of the model.
+    """Returns the model in a folder; problems (tensors that are missing or not finite, wrong shapes or ids); names of
+    tensors that are not in a model of this config. network: the class of the model.
 
     Raises FileNotFoundError or ValueError, naming the file, for weights that cannot be read at all.
     """
@@ -53,6 +56,7 @@ def load_weights(
     if not problems:
         try:
             require_finite(model, str(where))
+            require_known(model, str(where))
         except ValueError as error:
             problems.append(str(error))
     return model.eval(), problems, sorted(info["unexpected_keys"])

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean, most_ids
+from inference.models.markov import Term
 from inference.models.passes import Branches, Layers, Pass
 from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step
 
@@ -101,7 +102,9 @@ class CompiledForward(Lean):
 
         return self._uncompiled_on_error(run)
 
-    def draft_masked(self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window) -> Drafts | None:
+    def draft_masked(
+        self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, term: Term | None
+    ) -> Drafts | None:
         """All drafts of a round by a compiled `OnePass`, see `at_once`. None if rows are too long, or if distributions
         depend on more than a temperature."""
         temperatures = draws.temperatures
@@ -118,7 +121,7 @@ class CompiledForward(Lean):
             inputs = (*masked, even, temperature, *self.angles, slots, *self._keys_and_values())
             dynamic = [(masked.ids, 1), *((part, 0) for part in (*self.angles, slots))]
             name = ("one pass", k, greedy)
-            module = self.compiled(name, lambda weights, shape: OnePass(weights, shape, k, greedy))
+            module = self.compiled(name, lambda weights, shape: OnePass(weights, shape, k, greedy, term))
             drafts: Drafts = self._call(module, (name, masked.ids.shape[1] > 1), inputs, dynamic)
             return drafts
 

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from inference.models.cache import SlotCache, Window, move_path
 from inference.models.forward import SHORT, Lean, most_ids
+from inference.models.markov import Term
 from inference.models.passes import Branches, Layers, Pass
-from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step, by_round, drawn
+from inference.models.step import Drafting, Drafts, Draws, Masked, OnePass, Step, by_round, in_order
 from inference.verify.tree import MOST_NODES
 
 WARMUP = 3  # runs before a recording, in which libraries choose their kernels
@@ -303,7 +304,14 @@ class GraphForward(Lean):
         return self._of_round(draws, name, {"last": tails, "ends": ends}, window, tails, make)
 
     def draft_masked(
-        self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, fit: Callable[..., Tensor]
+        self,
+        draws: Draws,
+        masked: Masked,
+        k: int,
+        greedy: bool,
+        window: Window,
+        term: Term | None,
+        fit: Callable[..., Tensor],
     ) -> Drafts | None:
         """As `draft_for`, but all drafts come from one pass over masks (`OnePass`), see `at_once`."""
         slots = self._slots(window)
@@ -313,7 +321,8 @@ class GraphForward(Lean):
 
             def run(inputs: Inputs) -> Drafts:
                 parts = Masked(*(inputs[f"masked_{name}"] for name in Masked._fields))
-                return drawn(draws.on(inputs), fit(step.logits(parts, *stored)), greedy)
+                logits = fit(step.logits(parts, *stored))
+                return in_order(by_round(draws.on(inputs), greedy), logits, parts.last, term)
 
             return run
 

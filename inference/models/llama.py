@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from inference.models.checksum import changes
+from inference.models.markov import markov_of
 from inference.models.passes import LAST
 from inference.models.pretrained import emulated, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread
@@ -236,12 +237,14 @@ def small_of(model: PreTrainedModel) -> SmallHead | None:
 
 def _known(model: PreTrainedModel) -> bool:
     """Whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's; the
-    head may be a `SmallHead` instead. A class of another module may have the same name but a different forward."""
+    head may be a `SmallHead` instead, and there may be a `MarkovHead`, which no forward reads. A class of another
+    module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
-    small = small_of(model)
-    replaced = [] if small is None else [small, small.projection]
-    parts = [m for m in model.modules() if not any(m is one for one in replaced)]
+    small, markov = small_of(model), markov_of(model)
+    own: list[nn.Module] = [] if small is None else [small, small.projection]
+    own += [] if markov is None else list(markov.modules())
+    parts = [m for m in model.modules() if not any(m is one for one in own)]
     homes = {type(m).__module__ for m in parts} - {home, "transformers.activations"}
     return ours and all(name.startswith("torch.nn.modules.") for name in homes)
 

@@ -15,6 +15,7 @@ from inference.models.compiled import CompiledForward
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.graphs import GraphForward
 from inference.models.llama import applies, can_round
+from inference.models.markov import Term
 from inference.models.passes import ALONE, Layers, Pass, States
 from inference.models.pretrained import positions_of, quantisation_of, refuse_unsupported
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
@@ -291,15 +292,18 @@ class LM:
                 layer.values[slot].zero_()
 
 
-def at_once(lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool) -> Drafts | None:
+def at_once(
+    lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool, term: Term | None = None
+) -> Drafts | None:
     """The drafts of a round from one pass over masks, in one call; `send` of the round must come first. begins:
-    `masked.begins` on the host. Returns None if passes are neither compiled nor CUDA graphs, if rows are too long for
-    these, or if passes are compiled and distributions depend on more than a temperature."""
+    `masked.begins` on the host; term: as in `in_order`, a function of the LM's own modules. Returns None if passes are
+    neither compiled nor CUDA graphs, if rows are too long for these, or if passes are compiled and distributions depend
+    on more than a temperature."""
     if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
         window = lm._aimed(masked.ids, begins, 0, masked.begins)
-        return lm.run.draft_masked(draws, masked, k, greedy, window, lm._fitted)
+        return lm.run.draft_masked(draws, masked, k, greedy, window, term, lm._fitted)
     if isinstance(lm.run, CompiledForward) and lm.vocabulary == lm.size:
-        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins))
+        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins), term)
     return None
 
 

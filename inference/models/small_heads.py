@@ -165,3 +165,23 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
 def linears(head: Any) -> list[nn.Linear]:
     """The linear layers of any head, [] of None."""
     return [] if head is None else [module for module in head.modules() if isinstance(module, nn.Linear)]
+
+
+def require_known(network: nn.Module, where: str) -> None:
+    """Raise ValueError, beginning with `where`, if the ids of a pruned head in the network are not distinct ids of the
+    target: drafts of a wrong id are refused, or an index is out of range."""
+    for name, module in network.named_modules():
+        if isinstance(module, SmallHead) and module.known is not None:
+            refuse_ids(module.known, module.size, f"{where}: tensor {name}.known")
+
+
+def refuse_ids(known: Tensor, size: int, where: str) -> None:
+    """Raise ValueError, beginning with `where`, unless known (Vd,) are distinct ids below `size`."""
+    if known.is_meta:
+        return
+    outside = known[(known < 0) | (known >= size)]
+    if len(outside):
+        raise ValueError(f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}")
+    ids, counts = known.unique(return_counts=True)
+    if len(ids) < len(known):
+        raise ValueError(f"{where}: id {int(ids[counts > 1][0])} stands twice in the draft's vocabulary")

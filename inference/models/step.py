@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from inference.models import llama
 from inference.models.forward import additive, attention, picked, scaled, seen_from, seen_on_paths
+from inference.models.markov import Term
 from inference.models.passes import LAST, Branches, Layers
 from inference.sampling import certain, draw, one_hot, probs_at, wide
 
@@ -60,6 +61,20 @@ def by_round(draws: Draws, greedy: bool) -> Choose:
         probs = draws.probs(logits, drafts)
         probs = certain(probs) if greedy else probs
         return draws.draw(probs, len(drafts)), probs
+
+    return choose
+
+
+def by_temperature(u: Tensor, temperature: Tensor, greedy: bool) -> Choose:
+    """Drafts by a temperature (A,) above 0 alone, with uniforms u (A, k); greedy: the likeliest tokens, one-hot
+    distributions."""
+
+    def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        if greedy:
+            ids = logits.argmax(-1)
+            return ids, one_hot(ids, logits)
+        probs = probs_at(logits, temperature)
+        return draw(probs, u[:, len(drafts)]), probs
 
     return choose
 
@@ -153,14 +168,7 @@ class Drafting(Step):
     ) -> Drafts:
         """tails (A, n): the last ids of texts of `ends` (A,) tokens, whose earlier ids are stored; u (A, k) uniforms;
         temperature (A,) above 0; the rest as for a pass."""
-
-        def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-            if self.greedy:
-                ids = logits.argmax(-1)
-                return ids, one_hot(ids, logits)
-            probs = probs_at(logits, temperature)
-            return draw(probs, u[:, len(drafts)]), probs
-
+        choose = by_temperature(u, temperature, self.greedy)
         return self.drafts(choose, tails, ends, scale, cos, sin, slots, keys, values)
 
     def drafts(
@@ -202,20 +210,30 @@ class Masked(NamedTuple):
     begins: Tensor
     anchors: Tensor
 
+    @property
+    def last(self) -> Tensor:
+        """(A,): the text's last tokens."""
+        return self.ids.gather(1, self.anchors.unsqueeze(1)).squeeze(1)
+
 
 class OnePass(Step):
     """All drafts of a round in one pass, by temperature alone: the distributions at the anchor and at the masks after
-    it. greedy: the likeliest tokens, their distributions one-hot."""
+    it. greedy: the likeliest tokens, their distributions one-hot. term: as in `in_order`."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
+    def __init__(
+        self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False, term: Term | None = None
+    ) -> None:
         super().__init__(weights, shape, (LAST,), head=False)
-        self.k, self.greedy = k, greedy
+        self.k, self.greedy, self.term = k, greedy, term
 
     def forward(  # type: ignore[override]
         self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any
     ) -> Drafts:
         """u (A, k) uniforms, temperature (A,) above 0; stored: angles, slots, keys and values as for a pass."""
-        logits = self.logits(Masked(ids, begins, anchors), *stored)
+        masked = Masked(ids, begins, anchors)
+        logits = self.logits(masked, *stored)
+        if self.term is not None:
+            return in_order(by_temperature(u, temperature, self.greedy), logits, masked.last, self.term)
         if self.greedy:
             likeliest = logits.argmax(-1)
             return likeliest, one_hot(likeliest, logits)
@@ -235,13 +253,15 @@ def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
     return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), columns]
 
 
-def drawn(draws: Draws, logits: Tensor, greedy: bool) -> Drafts:
-    """Drafts by the round's distributions and draws, from logits (A, k, V) that do not depend on drafts; distributions
-    may, through settings that read history. greedy: draft the likeliest tokens."""
+def in_order(choose: Choose, logits: Tensor, anchor: Tensor, term: Term | None = None) -> Drafts:
+    """Drafts one after the other, from logits (A, k, V) of one pass. anchor (A,): the tokens before the first drafts;
+    term: what the token before each draft adds to its logits, None: no draft changes the logits of another. Settings
+    that read history may make a distribution depend on earlier drafts."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
-    for depth, one in enumerate(logits.unbind(1)):
-        probs = draws.probs(one, drafts)
-        distributions.append(certain(probs) if greedy else probs)
-        drafts.append(draws.draw(distributions[-1], depth))
+    for one in logits.unbind(1):
+        before = drafts[-1].to(one.device) if drafts else anchor
+        ids, probs = choose(one if term is None else one + term(before), drafts)
+        drafts.append(ids)
+        distributions.append(probs)
     return torch.stack(drafts, 1), torch.stack(distributions, 1)

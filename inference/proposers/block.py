@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from inference.models.cache import Window
 from inference.models.forward import additive, picked, visible
+from inference.models.markov import MarkovHead
 from inference.proposers.base import Round
 from inference.proposers.confidence import ConfidenceHead
 from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
-from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import TreeShape, from_one_pass
 
 ARCHITECTURES = ["DFlashDraftModel"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inference.proposers.markov import FromZero
+from inference.models.markov import FromZero
 from inference.sampling import wide
 
 MEASURES = 4

@@ -31,13 +31,13 @@ from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp
 from inference.models.forward import additive, attention, picked, visible
 from inference.models.graphs import Graphs
+from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
 from inference.models.pretrained import widened
-from inference.models.small_heads import fill, projection, spread
+from inference.models.small_heads import fill, projection, refuse_ids, spread
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.markov import FromZero, MarkovHead
-from inference.proposers.trees import DynamicTrees, Nodes, Term, TreeShape, one_by_one, trees_of
+from inference.proposers.trees import DynamicTrees, Nodes, TreeShape, one_by_one, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
 
@@ -156,11 +156,16 @@ class FeatureNetwork(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's."""
+        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's, or for a pruned
+        vocabulary of wrong ids."""
         same_sizes(self.config, target, where)
         layers = target.config.get_text_config().num_hidden_layers
         if max(self.config.layers) >= layers:
             raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
+        if self.pruned:
+            refuse_ids(self.known, self.config.vocab_size, f"{where}: tensor d2t")
+            if not self.t2d.is_meta and not torch.equal(self.t2d.nonzero()[:, 0], self.known.sort().values):
+                raise ValueError(f"{where}: tensor t2d: it does not mark the tokens that d2t names")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """The target's states (..., H) by layer -> features (..., H)."""
@@ -179,7 +184,7 @@ class FeatureNetwork(PreTrainedModel):
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread(logits, self.known, size)[..., :vocabulary]
 
-    def term(self, vocabulary: int) -> "Term | None":
+    def term(self, vocabulary: int) -> Term | None:
         """The function that gives the Markov head's term for the logits after a token; None without such a head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)

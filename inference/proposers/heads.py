@@ -21,11 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference.drafts.compatibility import same_sizes
 from inference.models.checksum import Stamp
 from inference.models.graphs import Graphs
+from inference.models.markov import MarkovHead
 from inference.models.passes import LAST, States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, after_anchor, one_by_one, trees_of
 
 Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them

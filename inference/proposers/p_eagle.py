@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 
 from inference.models.cache import Window
 from inference.models.forward import picked
+from inference.models.markov import MarkovHead
 from inference.models.step import behind
 from inference.proposers.base import Round
 from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork
-from inference.proposers.markov import MarkovHead
 from inference.proposers.trees import TreeShape, from_one_pass
 
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from inference.models.graphs import WIDTHS
 from inference.models.lm import LM, at_once
-from inference.models.step import Masked, behind, drawn
-from inference.proposers.base import Outcome, Proposal, Round
+from inference.models.markov import Term, term_of
+from inference.models.step import Masked, behind
+from inference.proposers.base import Host, Outcome, Proposal, Round
 from inference.proposers.independent import Independent
-from inference.proposers.trees import DynamicTrees, StaticTrees, TreeShape, of_depths
+from inference.proposers.trees import TreeShape, from_one_pass
 
 MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; the drafts per round in training
 
@@ -24,7 +25,8 @@ class Parallel(Independent):
     The distribution at depth j depends on the text and j masks, not on earlier drafts. Each draft is drawn from its
     distribution, so verification is exact. The next round overwrites keys and values of masks. The config limits the
     number of drafts to that of training. Trees need only the same pass: all nodes at one depth have the same
-    distribution. Arguments as in `Independent`; raises ValueError for a model whose config names no mask.
+    distribution. With a Markov head (`markov`) the token before each draft adds to its logits, so drafts are drawn in
+    order from the same pass. Arguments as in `Independent`; raises ValueError for a model whose config names no mask.
     """
 
     scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
@@ -36,6 +38,11 @@ class Parallel(Independent):
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most
+        self.term: Term | None = None  # of the Markov head
+
+    def open(self, host: Host) -> None:
+        super().open(host)
+        self.term = term_of(self.model, host.vocabulary)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None  # the distribution after a text depends on the depth
@@ -53,20 +60,15 @@ class Parallel(Independent):
         sent = round.send(shape.nodes(k) if shape else k, **numbers)
         masked, begins = Masked(*self._on_device(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
         self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
-        if shape:
-            return shape.proposal(k, *self._trees(round, self._logits(masked, begins, K), shape))
-        x, q = at_once(self.lm, round, masked, begins, depths, self.greedy) or drawn(
-            round, self._logits(masked, begins, K), self.greedy
+        drafts = None if shape else at_once(self.lm, round, masked, begins, depths, self.greedy, self.term)
+        x, q = drafts or from_one_pass(
+            round, self._logits(masked, begins, K), shape, self.greedy, masked.last, self.term
         )
-        return Proposal(x[:, :K], q[:, :K], k)
+        return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
 
     def _logits(self, masked: Masked, begins: list[int], k: int) -> Tensor:
         """(A, k, V) at the anchor and the k - 1 masks after it."""
         return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
-
-    def _trees(self, round: Round, logits: Tensor, shape: StaticTrees | DynamicTrees) -> tuple[Tensor, Tensor]:
-        """Nodes and distributions of trees, as `StaticTrees.grown` returns them, from logits (A, k, V) by depth."""
-        return shape.grown(round, logits.shape[1], logits[:, 0], of_depths(logits), self.greedy)
 
     def commit(self, outcome: Outcome) -> None:
         """Commit without a path: slots hold only text, since no pass reads nodes."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.models.step import Choose, by_round, drawn
+from inference.models.markov import Term
+from inference.models.step import Choose, by_round, in_order
 from inference.proposers.base import Proposal, Round, Siblings
 from inference.sampling import wide
 from inference.verify.tree import MOST_NODES, Tree, best, child_scores, depths_of, levels, likeliest, pruned, ranks_of
@@ -56,10 +57,6 @@ def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[
     return torch.stack(drafts, 1), torch.stack(distributions, 1)
 
 
-# ids (A, n) of tokens -> (A, n, V), added to the logits after them, see `markov`
-Term = Callable[[Tensor], Tensor]
-
-
 def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
     """A `Follow` for logits (A, K, V) of one pass, entry j for all nodes of depth j, plus the term of each node."""
 
@@ -83,12 +80,9 @@ def from_one_pass(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Drafts and the distributions they were drawn from, given logits (A, K, V) of one pass: trees of a shape, or
     chains. anchor (A,): the last tokens of the texts; term: what the token before each draft adds to its logits."""
-    K, (first, follow) = logits.shape[1], after_anchor(logits, anchor, term)
     if shape:
-        return shape.grown(round, K, first, follow, greedy)
-    if term is None:
-        return drawn(round, logits, greedy)
-    return one_by_one(K, first, follow, by_round(round, greedy))
+        return shape.grown(round, logits.shape[1], *after_anchor(logits, anchor, term), greedy)
+    return in_order(by_round(round, greedy), logits, anchor, term)
 
 
 @dataclass(frozen=True)

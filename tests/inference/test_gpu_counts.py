@@ -22,6 +22,7 @@ MOST = {
     "block, causal, token": 23,
     "medusa, markov, token": 20,
     "parallel, token": 24,  # of a round that catches up
+    "parallel, markov, token": 24,  # as without the head
     "early_exit, token": 16,
     "hybrid, token": 24,  # of a round that catches up with what look-up drafted
     "other_tokenizer, token": 24,

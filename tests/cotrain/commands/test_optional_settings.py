@@ -18,7 +18,7 @@ TAKES = {
     "p_eagle": {"depths", "vocabulary", "head_rank", "markov"},
     "block": {"depths", "vocabulary", "head_rank", "mask", "markov", "confidence"},
     "early_exit": {"rank", "depths"},
-    "parallel": {"depths", "vocabulary", "head_rank"},
+    "parallel": {"depths", "vocabulary", "head_rank", "markov"},
     "medusa": {"depths", "markov"},
     "hydra": {"depths"},
     "retrieval": {"datastore", "shortest"},

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cotrain.config.groups import Init
 from cotrain.data.texts import Texts
+from cotrain.errors import UserError
 from cotrain.evaluation import confidence
 from cotrain.evaluation.confidence import DRAFTS, EVERY, Drafts, area, calibration_error, figures, fit, judged, logistic
 from cotrain.evaluation.held_out import HeldOut, held_out
@@ -398,3 +400,24 @@ def test_an_export_fits_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts.temperature == 0.7 and torch.equal(texts.texts.ids, IDS) and texts.truncate is not None
     module.student = block(model)
     assert distil.fit_confidence(job, module) is None and len(calls) == 2
+
+
+def test_few_texts_leave_some_to_learn_from(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Of two to nine texts one is set aside, which is said; of one there would be none to learn from."""
+    for count in range(2, 10):
+        many = Texts(IDS[:1].repeat(count, 1), TEXTS.prompt[:1].repeat(count), TEXTS.length[:1].repeat(count),
+                     ["a"] * count)  # fmt: skip
+        assert len(confidence.reserved(many, 4)) == 1
+    with pytest.raises(UserError, match="draft.confidence=true: .* there is 1 text to learn from: .* rollout.texts=10"):
+        confidence.reserved(TEXTS.rows([0]), 4)
+    model = target()
+    one, job = student(model), job_of("regime.temperature=0.7", "objective=sampled_draft")
+    job.target, job.reads = model, one.reads
+    monkeypatch.setattr(type(job), "read", property(lambda self: served(model, layers=one.reads)[0]))
+    module: Any = SimpleNamespace(student=one, head_target=split(model)[1], temperature=0.7)
+    module.held_out = {0.7: held(model, one, 0.7)}
+    for texts, said in ((TEXTS.rows([0]), "1 text was set aside for the head"), (TEXTS, "")):
+        monkeypatch.setattr(distil, "fitting", lambda job, texts=texts: texts)
+        distil.fit_confidence(job, module)
+        warned = capsys.readouterr().err
+        assert said in warned and bool(warned) is bool(said)

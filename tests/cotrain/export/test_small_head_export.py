@@ -1,12 +1,17 @@
 """No engine loads a head of low rank, or a causal LM of a pruned vocabulary: exports say so and write nothing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from cotrain.cli import main
 from cotrain.export.hf import check
+from inference import load
+from inference.drafts.draft_folder import REPORT, read
+from inference.drafts.weight_files import read_json
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 
@@ -48,3 +53,31 @@ def test_a_pruned_feature_draft_is_still_exported(tmp_path: Path, capsys: Any) -
     draft, output = draft_folder(tmp_path / "draft", target, "eagle", **PRUNED), tmp_path / "out"
     assert main(["export", f"draft.path={draft}", f"output={output}", "layout=eagle3"]) == 0
     assert "d2t" in (output / "model.safetensors").read_bytes()[:2000].decode("latin1")
+
+
+def test_a_parallel_draft_loses_its_markov_head_and_says_so(tmp_path: Path, capsys: Any) -> None:
+    """With both taus if training measured them; what is written is the plain model, which engines load."""
+    target = target_folder(tmp_path / "target")
+    draft, output = draft_folder(tmp_path / "draft", target, "parallel", markov=3), tmp_path / "out"
+    assert any("markov_head" in problem for problem in check(draft))
+    held = {"tau_T1/all/2": 1.75, "tau_without_markov_T1/all/2": 1.5}
+    lost = "The Markov head of the draft is left out, since the engine has none."
+    for report, said in ((None, lost), (held, f"{lost} Predicted on held-out texts, tau at 2 drafts is 1.75 with it, "
+                                              "1.50 without it.")):  # fmt: skip
+        if report:
+            (draft / REPORT).write_text(json.dumps({"extra": {"held_out": report}}))
+        assert main(["export", f"draft.path={draft}", f"output={output}", "engine=vllm", "overwrite=true"]) == 0
+        assert said in capsys.readouterr().out.splitlines()
+        assert f"- {said}\n" in (output / "README.md").read_text()
+        metadata = read(output).metadata
+        assert metadata is not None and metadata.kind == "parallel"
+        assert metadata.origin["export"]["remarks"] == [said]
+    stored, written = (load_file(folder / "model.safetensors") for folder in (draft, output))
+    assert {name for name in stored if name not in written} == {
+        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+    }  # fmt: skip
+    assert "markov_rank" not in read_json(output / "config.json") and not check(output)
+    assert load(output, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
+    plain = draft_folder(tmp_path / "plain", target, "parallel")
+    assert main(["export", f"draft.path={plain}", f"output={output}", "engine=vllm", "overwrite=true"]) == 0
+    assert "Markov" not in capsys.readouterr().out + (output / "README.md").read_text()

@@ -1,13 +1,16 @@
 """Small heads: the decomposition, folders, the forward in few operations, and the check of forwards."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, PhiConfig
 
+from cotrain.students.independent import causal_lm
 from inference import Engine, Sampling
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
@@ -19,7 +22,7 @@ from inference.models.lm import LM
 from inference.models.selfcheck import _apart
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
 from inference.policy import Fixed
-from inference.proposers import Independent
+from inference.proposers import Independent, Parallel
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build
 from tests.tiny import near, tiny
@@ -216,3 +219,72 @@ def test_a_head_of_another_class_is_not_bypassed() -> None:
     low.lm_head.projection.__class__ = type("Other", (LowRank,), {})
     assert not llama.applies(low)
     fill(low.lm_head.projection, tiny().lm_head.weight)
+
+
+def fetched(cache: Path, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The hub id of a folder, which is in the hub's cache as if it had been fetched; no request reaches a hub."""
+    place, commit = cache / f"models--{name.replace('/', '--')}", "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(folder, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return name
+
+
+def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from its folder: a small head of every form, a Markov head, and a plain model."""
+    target = tiny(dtype=torch.float32)
+    forms = {"pruned": kinds.small(near(target, 0.2), 16), "low": kinds.small(near(target, 0.2), rank=5),
+             "markov": kinds.chained(kinds.small(kinds.masked(target, 0.2), 16, 5)),
+             "plain": near(target, 0.2)}  # fmt: skip
+    for name, network in forms.items():
+        network.save_pretrained(tmp_path / name)
+        hub = fetched(tmp_path / "cache", tmp_path / name, f"me/{name}", monkeypatch)
+        made: Any = Parallel if name == "markov" else Independent
+        for again in (made(hub).model, causal_lm(hub, target), made(str(tmp_path / name)).model):
+            assert type(again.lm_head) is type(network.lm_head)
+            assert again.state_dict().keys() == network.state_dict().keys()
+            for key, tensor in network.state_dict().items():
+                assert torch.equal(again.state_dict()[key], tensor), key
+    place = next((tmp_path / "cache" / "models--me--low").rglob("model.safetensors"))
+    tensors = load_file(place)
+    del tensors["lm_head.projection.up.weight"]
+    save_file(tensors, place, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="me/low: tensors are missing, or .*: lm_head.projection.up.weight"):
+        Independent("me/low")
+    with pytest.raises(ValueError, match="draft.path=me/low: tensors are missing: lm_head.projection.up.weight"):
+        causal_lm("me/low", target)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([*range(15), 32], "id 32 of the draft's vocabulary is not from 0 to 31"),
+        ([*range(15), -1], "id -1 of the draft's vocabulary is not from 0 to 31"),
+        ([*range(15), 3], "id 3 stands twice in the draft's vocabulary"),
+        (list(range(12)), "shape.*known|known.*shape"),
+    ],
+)
+def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids: list[int], said: str, tmp_path: Path) -> None:
+    """Wherever they are read: as a draft to serve, as one to go on from, as an export to check; of feature drafts
+    too."""
+    target = tiny(dtype=torch.float32)
+    network = kinds.small(near(target, 0.2), 16)
+    network.save_pretrained(tmp_path / "draft")
+    file = tmp_path / "draft" / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.known": torch.tensor(ids)}, file, metadata={"format": "pt"})
+    for read in (load_draft, lambda path: causal_lm(str(path), target), lambda path: Independent(str(path))):
+        with pytest.raises(ValueError, match=said):
+            read(tmp_path / "draft")
+    if len(ids) < 16:
+        return
+    feature = kinds.eagle(target, draft_vocab_size=16)
+    feature.fits(target, "draft")
+    feature.d2t.copy_(torch.tensor(ids) - torch.arange(16))
+    with pytest.raises(ValueError, match=f"draft: tensor d2t: {said}"):
+        feature.fits(target, "draft")
+    feature.know(range(16))
+    feature.t2d[3] = False
+    with pytest.raises(ValueError, match="draft: tensor t2d: it does not mark the tokens that d2t names"):
+        feature.fits(target, "draft")

@@ -109,6 +109,7 @@ DRAFTS: dict[str, tuple[Make, str]] = {
     "parallel, block": (lambda target: Parallel(kinds.masked(target), compile=True), "block"),
     "independent, later": (lambda target: Later(near(tiny(layers=1)), compile=True), "token"),
     "parallel, later": (lambda target: LaterAtOnce(kinds.masked(target), compile=True), "token"),
+    "parallel, markov": (lambda target: Parallel(kinds.chained(kinds.masked(target)), compile=True), "token"),
     "ngram, token": (lambda target: NGram(1), "token"),
     "medusa, trees": (kind("medusa", (-1, -1, 0)), "tree"),
     "eagle, trees": (kind("eagle", (-1, -1, 0)), "traversal"),

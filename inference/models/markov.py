@@ -1,0 +1,94 @@
+"""A Markov head: what the token drafted before adds to the logits of a draft that was computed without it.
+
+Drafts of one pass are independent of each other. A low-rank table of token pairs, added to the logits while tokens are
+drawn in order, repairs part of that (DSpark, 2607.05147). Each draft is then drawn from a distribution that depends on
+the draft before it, as in any chain, so verification stays exact.
+
+The Markov head of a causal LM is one more module of it, whose rank is in its config. The weights before training change
+no logit, so a plain causal LM can get one.
+
+r rank, V vocabulary of the target, Vd of the draft.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from inference.models.small_heads import VOCABULARY, spread
+
+# ids (...) of tokens -> (..., V), added to the logits after them
+Term = Callable[[Tensor], Tensor]
+MARKOV, MODULE = "markov_rank", "markov_head"  # the key of config.json, 0 or absent for none; the module of a network
+
+
+class FromZero(nn.Linear):
+    """A linear layer whose weights, and bias if it has one, begin at zero."""
+
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+
+class MarkovHead(nn.Module):
+    """markov_w1 (V, r): a row for the token before. markov_w2 (Vd, r): its product with that row is added to the
+    logits, and is zero before training. Names are those that engines load."""
+
+    def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = FromZero(rank, draft_vocabulary, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Tokens (...) -> (..., Vd), to be added to the logits of the tokens after them."""
+        logits: Tensor = self.markov_w2(self.markov_w1(ids))
+        return logits
+
+
+def markov_of(network: PreTrainedModel) -> MarkovHead | None:
+    """The Markov head of a causal LM, None without one."""
+    head = getattr(network, MODULE, None)
+    return head if isinstance(head, MarkovHead) else None
+
+
+def put_markov_head(network: PreTrainedModel) -> MarkovHead:
+    """Put the Markov head that a causal LM's config describes on the LM, as it is before training, and return it. A
+    small head must be on the LM already. Raises ValueError for a rank that is no whole number above 0."""
+    rank, size = getattr(network.config, MARKOV, None), network.config.get_text_config().vocab_size
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{MARKOV}: {rank!r} is no whole number above 0")
+    tokens = getattr(network.config, VOCABULARY, None) or size
+    head = MarkovHead(size, rank, tokens).to(network.device, network.dtype)
+    network.add_module(MODULE, head)
+    return head
+
+
+def remove_markov_head(network: PreTrainedModel) -> bool:
+    """Remove the Markov head of a causal LM, and its rank from the config. Returns whether there was one."""
+    if markov_of(network) is None:
+        return False
+    delattr(network, MODULE)
+    delattr(network.config, MARKOV)
+    return True
+
+
+def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], Tensor]:
+    """The function that maps what the Markov head of a causal LM returns (..., Vd) to (..., vocabulary). Ids that the
+    draft's vocabulary lacks get -inf, ids that the LM lacks get 0: its logits give these no mass."""
+    size = network.config.get_text_config().vocab_size
+    known = getattr(network.get_output_embeddings(), "known", None)
+    every = (lambda logits: logits) if known is None else partial(spread, known=known, size=size)
+    return lambda logits: pad(every(logits), (0, vocabulary - size))
+
+
+def term_of(network: PreTrainedModel, vocabulary: int) -> Term | None:
+    """What the Markov head of a causal LM adds to the logits (..., vocabulary) after a token; the LM reads ids that it
+    lacks as its last id. None without such a head."""
+    markov = markov_of(network)
+    if markov is None:
+        return None
+    last, spread_out = network.config.get_text_config().vocab_size - 1, spread_of(network, vocabulary)
+    return lambda ids: spread_out(markov(ids.clamp(max=last)))
