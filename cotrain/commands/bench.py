@@ -1,4 +1,4 @@
-"""`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
+"""Command `cotrain bench`. It measures a draft folder against plain decoding on the same engine."""
 
 import copy
 import json
@@ -37,13 +37,13 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError, naming the key, for a matrix that cannot be measured. It is called before any measurement."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")
+        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts only, and draft.path={cfg.draft.path} is {kind}")
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
         raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
-        raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
+        raise UserError(f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation")
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
         raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
@@ -65,7 +65,7 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
-    or if the target cannot be quantised as asked."""
+    or if the target does not support its quantisation setting."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
@@ -74,8 +74,8 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Return the prompts to measure on: those of data.path that are not in the training split, or else the shipped
-    ones."""
+    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split or,
+    without data.path, the shipped ones."""
     tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
@@ -97,7 +97,7 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json. NaN, such as the interval of a single batch, becomes null."""
+    """Write report.json. NaN, for example the interval of a single batch, becomes null."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 

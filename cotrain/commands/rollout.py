@@ -1,4 +1,4 @@
-"""`cotrain rollout`: sample texts of the target, for training or for evaluation."""
+"""Command `cotrain rollout`. It samples texts of the target, for training or for evaluation."""
 
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, sampling
@@ -29,8 +29,8 @@ def run(cfg: RolloutConfig) -> None:
 
 
 def _prompts(cfg: RolloutConfig) -> Source:
-    """Return the source of the prompts, read before weights are loaded. Raises UserError if data, target, draft or
-    server cannot be used."""
+    """Return the source of the prompts. It is read before weights are loaded. Raises UserError if data, target, draft
+    or server cannot be used."""
     try:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
