@@ -97,8 +97,8 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     for number, prompt in enumerate(prompts, 1):
         tokens, key = len(tokenizer(prompt)["input_ids"]), f"prompts: number {number}" if cfg.prompts else "prompt"
         if not 0 < tokens < room:
-            raise UserError(f"{key} has {tokens} tokens: it must have at least one and leave room for one in the "
-                            f"{room} of the target")  # fmt: skip
+            raise UserError(f"{key} has {tokens} tokens: it must have at least one, and leave room for one more "
+                            f"in the {room} tokens of the target's context")  # fmt: skip
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
@@ -121,7 +121,8 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
     if prompt is not None:
         return [prompt]
     if prompts is None and sys.stdin.isatty():
-        raise UserError("no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write the text to standard input")
+        raise UserError("no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
+                        "the text to standard input")
     if prompts is None:
         lines = [sys.stdin.read()]
     else:

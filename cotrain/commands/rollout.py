@@ -15,8 +15,8 @@ def run(cfg: RolloutConfig) -> None:
     """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`."""
     if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
         raise UserError(
-            "rollout.rounds, rollout.on_draft: only cotrain train has them, "
-            "where a draft is trained between samplings; leave them out"
+            "rollout.rounds, rollout.on_draft: only cotrain train reads them, "
+            "because it trains a draft between samplings; leave them out"
         )
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:

@@ -27,8 +27,8 @@ def run(cfg: ServeCheckConfig) -> None:
     if not figures.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
-            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server drafts in this "
-            "way, and with this draft"
+            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server uses this "
+            "draft and these settings"
         )
 
 

@@ -53,13 +53,13 @@ def run(cfg: TrainConfig) -> float | None:
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
-                  "again with cotrain bench, or train on with more trainer.steps=")  # fmt: skip
+                  "again with cotrain bench, or continue the training with more trainer.steps=")  # fmt: skip
     report = folder.path / "draft" / REPORT
     if cfg.measure or report.exists():
         print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
     else:
-        print(f"draft: {folder.path / 'draft'}, of the last step, not measured: repeat the command with measure=true "
+        print(f"draft: {folder.path / 'draft'} (last step, not measured): repeat the command with measure=true "
               "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
