@@ -1,1 +1,1 @@
-"""The types of settings, their ranges, and the parsing of the command line."""
+"""Types of settings, their ranges, and the parsing of the command line."""
