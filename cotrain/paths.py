@@ -1,4 +1,4 @@
-"""The folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
+"""Folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
 
 from pathlib import Path
 

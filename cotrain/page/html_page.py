@@ -28,7 +28,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def page(runs: Sequence[LoadedRun]) -> str:
-    """Return the HTML document. Charts need its scripts, but all numbers are also in it as text."""
+    """Return the HTML document. Charts need its scripts, but all numbers are also in the document as text."""
     document = render(
         "page.html", runs=runs, headlines=[(run, headline(run)) for run in runs],
         sections=[make(runs) for make in SECTIONS], generator=GENERATOR, version=__version__,
@@ -79,7 +79,7 @@ def headline(run: LoadedRun) -> Markup:
     if value is None:
         return joined("no speed-up was measured")
     if run.get("report", "exactness", "passed") is False:
-        return joined(regime, "not exact, do not serve it")
+        return joined(regime, "the output is not exact; do not serve this draft")
     high = run.get("report", "speedup", "whole", "high")
     faster = Interval(value, *(nan if end is None else end for end in (low, high))).faster  # as the report's advice
     if faster is False:
@@ -91,7 +91,7 @@ def headline(run: LoadedRun) -> Markup:
 
 
 def _drafted(run: LoadedRun) -> Markup:
-    """What was timed, and should be served: a chain of k drafts or the planned tree."""
+    """Return what was timed, and should be served: a chain of k drafts or the planned tree."""
     if run.tree:
         return joined(f"its planned tree of {len(run.tree)} nodes")
     return joined("k = ", _length(run))
@@ -121,8 +121,8 @@ def alpha(run: LoadedRun) -> Number:
 
 
 def share_of_costs(run: LoadedRun) -> Number:
-    """Return the measured speed-up without prefill, divided by the one that tau and the costs of a round allow: speedup
-    / (tau round(0) / round(k))."""
+    """Return the measured speed-up without prefill, divided by the one that tau and the costs of a round allow. The
+    value is speedup / (tau round(0) / round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
@@ -133,7 +133,7 @@ def share_of_costs(run: LoadedRun) -> Number:
 
 
 def floor(run: LoadedRun) -> Number:
-    """Return the least time that the machine needs for a round, as a share of the measured time. It is taken from the
+    """Return the least time that the machine needs for a round, as a share of the measured time. It is read from the
     matrix cell of the regime if there is one."""
     for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
@@ -160,7 +160,7 @@ class Tile(NamedTuple):
 
 
 def _tiles(run: LoadedRun) -> list[Tile]:
-    """Return the three main results: speed-up, acceptance, exactness."""
+    """Return the tiles of the three main results: speed-up, acceptance, exactness."""
     faster = _interval(run, "report", "speedup", "whole") if run.report else joined("not measured")
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
@@ -172,7 +172,7 @@ def _tiles(run: LoadedRun) -> list[Tile]:
 
 
 def _acceptance(run: LoadedRun) -> Tile:
-    """Return the measured tau, or, without one, the acceptance rate on held-out texts."""
+    """Return a tile with the measured tau or, without one, with the acceptance rate on held-out texts."""
     measured = run.at("report", "acceptance", "tau", "measured")
     if measured.value is not None:
         return Tile("tau", number(measured, ".2f"), "tokens per target call, measured")
