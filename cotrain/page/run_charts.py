@@ -47,8 +47,7 @@ def by_depth(run: LoadedRun) -> Chart | None:
     held-out texts."""
     series = []
     regime = f"T{run.temperature:g}/all"
-    for name, words in (("prefix", "accepted with all earlier drafts"), ("conditional", "accepted given earlier "
-                                                                                        "drafts")):
+    for name, words in (("prefix", "accepted with all earlier"), ("conditional", "accepted given all earlier")):
         measured = run.all("report", "acceptance", name, "measured")
         predicted = [] if run.greedy else depths(run, f"{name}_{regime}")  # these figures are for drafts drawn from q
         for side, values in (("measured", measured), ("predicted", predicted)):
