@@ -104,8 +104,7 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
             theirs = sorted({t for one in base for t in one})
             reasons[label] = (
                 f"it was evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at "
-                f"{theirs}: "
-                "set a common one in rollout.temperatures="
+                f"{theirs}: set a common one in rollout.temperatures="
             )
     return reasons
 

@@ -50,7 +50,7 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
     elif draft.quantisation != "none":
-        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; set "
+        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set "
                          "draft.quantisation=none")  # fmt: skip
 
 

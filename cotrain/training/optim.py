@@ -13,9 +13,10 @@ from inference.models.pretrained import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon (Jordan 2024) on the matrices in the layers, AdamW on embeddings, heads and norms.
+    """An optimiser that applies Muon (Jordan 2024) to the matrices in the layers, and AdamW to embeddings, heads and
+    norms.
 
-    It can be used as one optimiser: its `param_groups` are those of both, so a schedule applies to both.
+    Its `param_groups` are those of both optimisers, so a schedule applies to both.
     """
 
     def __init__(self, model: nn.Module, lr: float, embedding_lr: float, weight_decay: float) -> None:
@@ -50,7 +51,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov 2019, arXiv 1711.05101) on all trainable parameters, without weight decay on vectors."""
+    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
@@ -61,8 +63,9 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Linear warm-up over the first fraction `warmup` of the training, then a constant rate, then a linear decay to 0
-    over the last fraction `decay`. If a training is extended, it resumes at its progress in the longer training."""
+    """Return a schedule with three parts: a linear warm-up over the first fraction `warmup` of the training, a constant
+    rate, and a linear decay to 0 over the last fraction `decay`. If a training is extended, it resumes at its progress
+    in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)
