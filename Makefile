@@ -13,6 +13,9 @@ READY = .venv/ready
 VLLM = 0.32.0
 ENGINES = .venv-engines/bin
 ENGINES_READY = .venv-engines/ready
+# a prebuilt llama.cpp, with the versions of tests/engines/llamacpp/package-lock.json
+LLAMACPP = .venv-llamacpp
+LLAMACPP_READY = $(LLAMACPP)/ready
 
 # tests share the cores, so their threads must not spin; cotrain itself looks whether the machine is idle
 export TOKENIZERS_PARALLELISM = false
@@ -25,7 +28,7 @@ help:
 	@echo "make test      set up, then run the test suite (no GPU needed)"
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
-	@echo "make test-engines  set up, with a vLLM beside, then serve drafts with it and compare what it accepts"
+	@echo "make test-engines  set up, with a vLLM and a llama.cpp (npm), then serve drafts with them and compare what they accept"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), TORCH_INDEX=... the index torch comes from"
@@ -50,11 +53,12 @@ lint: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m tests.run_mutants
 
-test-engines: $(READY) $(ENGINES_READY)
-	COTRAIN_VLLM=$(ENGINES)/python $(BIN)/python -m pytest -rA -s tests/engines
+test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
+	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \
+	    $(BIN)/python -m pytest -rA -s tests/engines
 
 clean:
-	rm -rf .venv .venv-engines dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-engines $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on PATH need not run (version managers leave shims), and one that runs need not have venv or pip: each
@@ -87,3 +91,11 @@ $(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Ma
 	$(ENGINES)/python tests/engines/requirements.py > .venv-engines/requirements.txt
 	$(ENGINES)/python -m pip install -q -c tests/engines/constraints.txt -r .venv-engines/requirements.txt
 	@touch $(ENGINES_READY)
+
+# its scripts would look for a compiler or a GPU
+$(LLAMACPP_READY): tests/engines/llamacpp/package.json tests/engines/llamacpp/package-lock.json
+	@command -v npm >/dev/null || { echo "make test-engines needs node 20 and npm, for llama.cpp" >&2; exit 1; }
+	mkdir -p $(LLAMACPP)
+	cp $^ $(LLAMACPP)
+	cd $(LLAMACPP) && npm ci --ignore-scripts --omit=optional --no-audit --no-fund --silent
+	@touch $(LLAMACPP_READY)

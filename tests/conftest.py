@@ -99,12 +99,13 @@ def fast_settings() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without Chromium
-    those marked `browser`."""
+    """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without a llama.cpp
+    those marked `llamacpp`, without Chromium those marked `browser`."""
     wanted = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
         "browser": (CHROMIUM is not None, "needs Chromium: apt-get install chromium"),
         "engine": ("COTRAIN_VLLM" in os.environ, "needs a vLLM: make test-engines"),
+        "llamacpp": ("COTRAIN_LLAMACPP" in os.environ, "needs a llama.cpp: make test-engines"),
     }
     for item in items:
         for mark, (there, reason) in wanted.items():

@@ -2,13 +2,27 @@
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from cotrain.commands.served_pair import folder
 from cotrain.config.settings import ExportConfig
 from cotrain.console import answering
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, publishing
-from cotrain.export.engines import FEATURES, MARK, TREES, captured, launch, layout_of, place, refuse_kind, refuse_layout
+from cotrain.export.engines import (
+    FEATURES,
+    MARK,
+    TREES,
+    captured,
+    engine_named,
+    launch,
+    layout_of,
+    place,
+    refuse_kind,
+    refuse_layout,
+)
 from cotrain.export.fitting import measured_elsewhere, refuse
 from cotrain.export.publishing import card, tau_by_length
 from cotrain.run_folder import refuse_replaced, writable
@@ -29,6 +43,8 @@ def run(cfg: ExportConfig) -> None:
         raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
+    if cfg.layout == "auto":
+        cfg.layout = engine_named(cfg.engine).layout
     refuse_layout(cfg.engine, cfg.layout)
     _refuse(cfg)
     if cfg.push_to_hub:
@@ -43,6 +59,9 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(f"{cfg.draft.path} was made for {both}: give the folder of the merged model as target.path=")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
+    plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
+    if cfg.dtype != "auto" and not plain:
+        raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written as they are; leave it out")
     if cfg.layout in FEATURES:
         path = _features(cfg, str(served))
         _print_launch(path, cfg)
@@ -50,6 +69,9 @@ def run(cfg: ExportConfig) -> None:
         path = layout.export(
             cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite, name=cfg.push_to_hub
         )
+        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+    elif cfg.layout == "gguf":
+        path = _plain(cfg, str(served))
         print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
     else:
         path = _plain(cfg, str(served))
@@ -136,22 +158,28 @@ def _print_remarks(path: Path) -> None:
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """Export a causal LM, and return the folder."""
-    config, tokenizer = load_config(target)
+    """Export a causal LM as a folder or as a GGUF file, and return the path."""
     assert cfg.draft.path
-    return hf.export(
-        cfg.draft.path,
-        cfg.output,
-        cfg.engine,
-        cfg.k,
-        target=target,
-        target_config=config,
-        target_tokenizer=tokenizer,
-        objective=None if cfg.objective is None else objective(cfg.objective),
-        replace=cfg.overwrite,
-        name=cfg.push_to_hub,
-        temperature=cfg.temperature,
-    )
+    settings: dict[str, Any] = {
+        "target": target,
+        "objective": None if cfg.objective is None else objective(cfg.objective),
+        "replace": cfg.overwrite,
+        "name": cfg.push_to_hub,
+        "temperature": cfg.temperature,
+    }
+    if not (cfg.layout == "gguf" and target.endswith(".gguf")):  # whose vocabulary is read from the file
+        settings["target_config"], settings["target_tokenizer"] = load_config(target)
+    dtype = None if cfg.dtype == "auto" else cfg.dtype
+    if cfg.layout == "gguf":
+        try:
+            from cotrain.export import gguf
+        except ModuleNotFoundError as error:
+            raise UserError("engine=llamacpp: it needs gguf: pip install 'cotrain[gguf]'") from error
+        return gguf.export(cfg.draft.path, cfg.output, cfg.k, dtype=dtype, **settings)
+    if dtype == "q8_0":
+        raise UserError("dtype=q8_0: only a GGUF file has it: engine=llamacpp")
+    weights = getattr(torch, dtype) if dtype else None
+    return hf.export(cfg.draft.path, cfg.output, cfg.engine, cfg.k, dtype=weights, **settings)
 
 
 def _refuse(cfg: ExportConfig) -> None:

@@ -54,6 +54,7 @@ RULES: dict[str, Range] = {
     "verify": VERIFY,
     "objective": _one_of(("sampled_draft", "greedy_draft")),
     "target.dtype": DTYPE,
+    "export:dtype": _one_of(("auto", "float32", "bfloat16", "float16", "q8_0")),
     "draft.width": SOME,
     "draft.layers": SOME,
     "draft.intermediate": SOME,

@@ -161,11 +161,12 @@ class ExportConfig:
 
     draft: Model
     target: Model
-    engine: str  # vllm, sglang, tensorrt_llm or transformers
-    layout: str  # the folder's file format
+    engine: str  # vllm, sglang, tensorrt_llm, transformers or llamacpp
+    layout: str  # the file format; auto: the one in which the engine loads plain drafts
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
     temperature: float | None  # for a conditioned draft: the temperature that it is exported for
+    dtype: str  # of the weights in layout hf or gguf; auto: the draft's
     check: str | None  # an exported folder: check it, write nothing
     push_to_hub: str | None  # user/name of a model repository to push the folder to
     output: str

@@ -23,6 +23,7 @@ from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
+GGUF_FILE = "draft.gguf"  # the one file of layout gguf
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
+def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
+    """In builds whose default of --spec-draft-p-min is not 0, drafts end at a token of which the draft is not sure."""
+    target = target if target.endswith(".gguf") else "TARGET.gguf"
+    return shlex.join([
+        "llama-server", "-m", target, "-md", str(Path(draft) / GGUF_FILE), "--spec-type", "draft-simple",
+        "--spec-draft-n-max", str(k), "--spec-draft-p-min", "0",
+    ])  # fmt: skip
+
+
 def _vllm_features(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
     settings = draft_model(draft, k, objective, "eagle3", parallel)
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
@@ -140,6 +150,12 @@ ENGINES = {
         "hf", "transformers>=5.17", ("sampled", "greedy"), _transformers,
         "Assisted generation takes one prompt at a time; its speed-up is not a server's.",
     ),
+    "llamacpp": ServingEngine(
+        "gguf", "llama.cpp with --spec-type draft-simple", ("greedy",), _llamacpp,
+        "llama.cpp drafts the likeliest tokens and samples from the target as without a draft: a draft is accepted "
+        "if it is the target's own sample, with p(argmax q). Older builds call the last two flags --draft-max and "
+        "--draft-p-min, and know no --spec-type.",
+    ),
 }  # fmt: skip
 
 
@@ -158,6 +174,8 @@ def layout_of(kind: str, engine: str) -> Any | None:
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:
+        if not any(engine in FEATURES[layout] for layout in student.features):
+            raise UserError(f"engine={engine}: no {kind} drafts are written for it; engine=vllm")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None

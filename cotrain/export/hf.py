@@ -4,7 +4,7 @@ some load parallel ones. `check` lists what is wrong with a folder in this layou
 from collections.abc import Mapping
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -39,9 +39,47 @@ from inference.models.markov import remove_markov_head
 from inference.report.build import validate
 
 
+class Prepared(NamedTuple):
+    """A draft as an engine loads it: with the target's vocabulary, and for one temperature. report: the draft's, if it
+    was measured. remarks: for the README."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    metadata: Metadata
+    report: Mapping[str, Any] | None
+    remarks: list[str]
+
+
 def export(
     source: str | Path,
     output: str | Path,
+    engine: str,
+    k: int | None = None,
+    *,
+    replace: bool = False,
+    name: str | None = None,
+    **settings: Any,
+) -> Path:
+    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`.
+
+    k and settings: see `prepare`. name: the folder's name in the README, by default its path.
+
+    The folder is written only if it passes `check`. Raises ValueError naming the key or file to change, and
+    FileExistsError as `inference.drafts.draft_folder.save` does.
+    """
+    draft = prepare(source, engine, k, **settings)
+    with new_folder(Path(output), replace=replace) as new:
+        write(draft.model, draft.tokenizer, new, draft.metadata, draft.report)
+        path = name or str(Path(output).absolute())
+        text = card(draft.metadata, engine, path, draft.report, draft.remarks)
+        (new / "README.md").write_text(text, encoding="utf-8")
+        if problems := check(new):
+            raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
+    return Path(output)
+
+
+def prepare(
+    source: str | Path,
     engine: str,
     k: int | None = None,
     *,
@@ -50,21 +88,18 @@ def export(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     objective: str | None = None,
     dtype: torch.dtype | None = None,
-    replace: bool = False,
-    name: str | None = None,
     temperature: float | None = None,
-) -> Path:
-    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`. A
-    Markov head, which no engine reads in this layout, is left out with a remark.
+) -> Prepared:
+    """Load a draft folder and fit it to the target. A Markov head, which no engine reads in this layout, is left out
+    with a remark.
 
     k: drafts per round; target: hub id or path to serve; objective: "sampled" or "greedy". Their defaults are in
     cotrain.json; for a folder without it, k and target are required, and objective is "sampled". target_config: resize
     the vocabulary to the target's (`fitting.resize`); target_tokenizer: compare the vocabularies. dtype: of the
-    weights, by default unchanged. name: the folder's name in the README, by default its path. temperature: the serving
-    temperature of a conditioned draft, which is written as an independent draft (`fitting.folded`).
+    weights, by default unchanged. temperature: the serving temperature of a conditioned draft, which is written as an
+    independent draft (`fitting.folded`).
 
-    The folder is written only if it passes `check`. Raises ValueError naming the key or file to change, and
-    FileExistsError as `inference.drafts.draft_folder.save` does.
+    Raises ValueError naming the key or file to change.
     """
     engine_named(engine)
     refuse(source, temperature)
@@ -91,14 +126,7 @@ def export(
         remarks.append(f"Made for temperature {temperature:g}: at others, export it again.")
         if apart := measured_elsewhere(original, temperature):
             remarks.append(apart)
-    with new_folder(Path(output), replace=replace) as new:
-        write(model, tokenizer, new, metadata, report)
-        (new / "README.md").write_text(
-            card(metadata, engine, name or str(Path(output).absolute()), report, remarks), encoding="utf-8"
-        )
-        if problems := check(new):
-            raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
-    return Path(output)
+    return Prepared(model, tokenizer, metadata, report, remarks)
 
 
 def _metadata(metadata: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:

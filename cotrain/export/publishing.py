@@ -37,7 +37,9 @@ def card(
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
-    command = launch(engine, draft_path, place(resolve(target)), k, *drafting, layers)
+    file = layout == "gguf" and target.endswith(".gguf")
+    served = str(Path(target).absolute()) if file else place(resolve(target))
+    command = launch(engine, draft_path, served, k, *drafting, layers)
     parts = [
         FRONT,
         f"# Draft for {target}",

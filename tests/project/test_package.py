@@ -85,6 +85,7 @@ def test_every_import_is_declared() -> None:
         **dict.fromkeys((*PACKAGES, *sys.stdlib_module_names), ""),
     }
     lazy = {
+        "gguf",
         "peft",
         "triton",
         "vllm",

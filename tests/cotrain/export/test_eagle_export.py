@@ -98,6 +98,7 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
         commands.run(ExportConfig(
             draft=Model(str(built)), target=Model("merged/one"), engine=engine, layout="eagle3", k=k, objective=None,
             check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
+            dtype="auto",
         ))  # fmt: skip
         return capsys.readouterr().out
 

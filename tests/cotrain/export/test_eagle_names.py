@@ -82,7 +82,7 @@ def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     return ExportConfig(
         draft=Model(str(place / "draft")), target=Model("the/target"), engine="tensorrt_llm", layout="eagle3", k=2,
         objective=None, check=None, output=str(place / "out"), overwrite=True, json=False, push_to_hub=None,
-        temperature=None,
+        temperature=None, dtype="auto",
     )  # fmt: skip
 
 

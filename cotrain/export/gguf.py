@@ -1,0 +1,326 @@
+"""Export of causal LMs of Llama's shape to one GGUF file, for llama.cpp.
+
+The file holds the weights under llama.cpp's names, the sizes, and the tokenizer. llama.cpp compares the vocabularies of
+draft and target, token by token: for a target that is a GGUF file the tokenizer is copied from it, otherwise it is
+written from the tokenizer in the draft folder, which must be a byte-level BPE.
+
+Llama's file stores the rows of the query and key projections in another order than transformers: llama.cpp rotates
+neighbouring pairs of rows, transformers a row of the first half with one of the second.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import (
+    GGML_QUANT_VERSION,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    TokenType,
+    get_tensor_name_map,
+)
+from gguf.quants import quantize
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cotrain.errors import UserError
+from cotrain.export.engines import GGUF_FILE
+from cotrain.export.fitting import resize
+from cotrain.export.hf import prepare
+from cotrain.export.publishing import card
+from inference.drafts.atomic import new_folder
+from inference.drafts.draft_folder import REPORT
+
+ENGINE = "llamacpp"
+ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
+}  # fmt: skip
+TYPES = {  # dtype= -> how matrices are stored, and the name of such a file
+    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+BLOCK = 32  # weights of a row that share a scale in q8_0
+TOKENS = "tokenizer.ggml.tokens"
+# how texts are cut before BPE: steps of tokenizer.json -> llama.cpp's name
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    (("ByteLevel", True),): "gpt-2",
+    (("Digits", True), ("ByteLevel", True)): "smollm",
+    (("Split", rf"{_WORDS}\p{{N}}{_REST}"), ("ByteLevel", False)): "qwen2",
+    (("Split", rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"), ("ByteLevel", False)): "llama-bpe",
+}
+UNKNOWN_SPLIT = "default"
+WHOLE_WORDS = "llama-bpe"  # cuts after which llama.cpp looks for a whole word among the tokens before it merges
+
+
+def export(
+    source: str | Path,
+    output: str | Path,
+    k: int | None = None,
+    *,
+    target: str,
+    dtype: str | None = None,
+    replace: bool = False,
+    name: str | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a draft folder's model to a GGUF file, with a README that has the launch command. Returns `output`.
+
+    k, settings: see `hf.prepare`. target: hub id, folder or GGUF file. dtype: of the matrices, a key of `TYPES`, by
+    default unchanged. name: the folder's name on the hub, if it will be pushed. Raises ValueError naming the key or
+    file to change, and FileExistsError if `output` is not empty, without replace.
+    """
+    draft = prepare(source, ENGINE, k, target=target, **settings)
+    remarks, reader = list(draft.remarks), None
+    if target.endswith(".gguf"):
+        reader = GGUFReader(target)
+        remarks += fit(draft.model, draft.tokenizer, reader, target)
+    else:
+        remarks.append(f"TARGET.gguf is {target} in this format: llama.cpp's convert_hf_to_gguf.py writes it.")
+    if dtype == "q8_0":
+        remarks.append("The matrices are rounded to 8 bits (Q8_0), after the draft was measured.")
+    if name:
+        remarks.append(f"Fetch the file first: hf download {name} --local-dir {name.split('/')[-1]}")
+    with new_folder(Path(output), replace=replace) as new:
+        remarks += write_file(draft.model, draft.tokenizer if reader is None else reader, new / GGUF_FILE, dtype)
+        if draft.report is not None:
+            shutil.copy(Path(source) / REPORT, new / REPORT)
+        path = name.split("/")[-1] if name else str(Path(output).absolute())
+        text = card(draft.metadata, ENGINE, path, draft.report, remarks, layout="gguf")
+        (new / "README.md").write_text(text, encoding="utf-8")
+    return Path(output)
+
+
+def write_file(
+    model: PreTrainedModel, words: PreTrainedTokenizerBase | GGUFReader, file: Path, dtype: str | None = None
+) -> list[str]:
+    """Write a causal LM and its tokenizer, or the tokenizer of another file, to `file`, which must be in a folder that
+    `new_folder` makes. dtype: as in `export`. Returns remarks. Raises UserError for a model or a tokenizer that cannot
+    be written."""
+    config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
+    refuse(config)
+    if dtype not in TYPES:
+        raise UserError(f"dtype={dtype}: a GGUF file is written in {', '.join(TYPES)}")
+    stored, file_type = TYPES[dtype]
+    architecture = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    _add_sizes(writer, config)
+    if isinstance(words, GGUFReader):
+        remarks = _copy_tokenizer(writer, words)
+    else:
+        remarks = _add_tokenizer(writer, words, model)
+    for tensor, values in tensors(model, architecture):
+        packed, kind = pack(tensor, values, stored)
+        writer.add_tensor(tensor, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return remarks
+
+
+def refuse(config: PretrainedConfig) -> None:
+    """Raise UserError, naming the key of config.json, for a model that is not of Llama's shape."""
+    at = f"engine={ENGINE}: config.json:"
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(f"{at} model_type is {config.model_type}, and {', '.join(ARCHITECTURES)} are written")
+    if config.hidden_act != "silu":
+        raise UserError(f"{at} hidden_act is {config.hidden_act}, and silu is written")
+    window = config.model_type == "mistral" and config.sliding_window is not None
+    if window or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(f"{at} sliding_window is {config.sliding_window}, and whole attention is written")
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(config, key, False):
+            raise UserError(f"{at} {key} is true, and projections without such a bias are written")
+    rope, scaled = config.rope_parameters["rope_type"], ("default", "linear", "llama3")
+    if rope not in scaled[: 3 if ARCHITECTURES[config.model_type] is MODEL_ARCH.LLAMA else 2]:
+        raise UserError(f"{at} rope_type is {rope}, and {', '.join(scaled)} are written (llama3 for Llama alone)")
+
+
+def _add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+
+
+# --- weights
+
+
+def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[str, np.ndarray]]:
+    """The name in the file and the values, in float32, of every tensor."""
+    config, names = model.config, get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for key, values in model.state_dict().items():
+        if tied and key == "lm_head.weight":
+            continue
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise UserError(f"engine={ENGINE}: llama.cpp has no name for the tensor {key}")
+        if architecture is MODEL_ARCH.LLAMA and (".attn_q." in name or ".attn_k." in name):
+            values = permuted(values, config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
+        yield name, values.detach().float().cpu().numpy()
+    if config.rope_parameters["rope_type"] == "llama3":
+        yield "rope_freqs.weight", _rope_factors(model)
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """The rows (heads * 2 * n, ...) in llama.cpp's order: rows i and i + n of each head become neighbours."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _rope_factors(model: Any) -> np.ndarray:
+    """What llama.cpp divides the rotary frequencies of an unscaled rope by, (head_dim / 2,) float32."""
+    scaled = model.model.rotary_emb.inv_freq.float().cpu().numpy()
+    powers = np.arange(len(scaled), dtype=np.float32) / len(scaled)
+    return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
+
+
+def pack(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
+    """The bytes of a tensor and their type: vectors stay in float32, and a matrix whose rows are not divisible into
+    blocks is not quantised. Raises UserError for values that the type cannot hold."""
+    if values.ndim == 1:
+        return values, GGMLQuantizationType.F32
+    if stored is GGMLQuantizationType.Q8_0 and values.shape[-1] % BLOCK:
+        stored = GGMLQuantizationType.BF16
+    packed = quantize(values, stored)
+    if stored is GGMLQuantizationType.F16 and not np.isfinite(packed).all():
+        raise UserError(f"dtype=float16: {name} has values above {np.finfo(np.float16).max:g}; use bfloat16")
+    return packed, stored
+
+
+# --- tokenizer
+
+
+def fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str) -> list[str]:
+    """Resize the draft's vocabulary, in place, to that of a GGUF target; returns remarks. Raises UserError if the
+    draft's tokens are not those of the file."""
+    field = target.get_field(TOKENS)
+    if field is None:
+        raise UserError(f"target.path={path}: it has no {TOKENS}")
+    theirs, size = field.contents(), model.config.vocab_size
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if index >= len(theirs) or theirs[index] != token:
+            other = repr(theirs[index]) if index < len(theirs) else "no token"
+            raise UserError(f"tokenizer: vocabularies differ, first at id {index}: {other} in {path}, {token!r} in the "
+                            "draft's")  # fmt: skip
+    mass = resize(model, len(theirs), tokenizer)
+    if len(theirs) <= size:
+        return []
+    return [f"Vocabulary padded from {size} to {len(theirs)} rows; mass on the new ones: {mass:.1e}."]
+
+
+def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
+    for name, field in other.fields.items():
+        if name.startswith("tokenizer."):
+            inner = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    return []
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[str]:
+    """Write a byte-level BPE, with a token for every row of the embedding. Returns a remark for cuts without a name."""
+    core = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
+    if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
+        one["type"] for one in _steps(core, "decoder")
+    }:
+        raise UserError(f"engine={ENGINE}: the tokenizer is no byte-level BPE: give the target's GGUF file as "
+                        "target.path=, and its tokenizer is copied")  # fmt: skip
+    tokens, types = _tokens(tokenizer, model.config.vocab_size)
+    cut = split_name(core)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in core["model"]["merges"]])
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id)
+    for add, index in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_eot_token_id, _other_end(tokenizer, model)),
+        (writer.add_unk_token_id, tokenizer.unk_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+    ):
+        if index is not None:
+            add(index)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+    if cut != UNKNOWN_SPLIT:
+        return []
+    return ["llama.cpp has no name for how this tokenizer cuts texts into words. As a draft the file needs none, since "
+            "it reads the target's ids; do not serve it by itself."]  # fmt: skip
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:
+    """The text and the type of every id below `size`; ids without a token are unused."""
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [int(TokenType.UNUSED)] * size
+    for token, index in tokenizer.get_vocab().items():
+        tokens[index], types[index] = token, int(TokenType.NORMAL)
+    for index, added in tokenizer.added_tokens_decoder.items():
+        types[index] = int(TokenType.CONTROL if added.special else TokenType.USER_DEFINED)
+    return tokens, types
+
+
+def _other_end(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int | None:
+    """The first id besides the tokenizer's that ends a text, such as one that ends a turn; None if there is none."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    others = [end for end in (ends if isinstance(ends, list) else [ends]) if end != tokenizer.eos_token_id]
+    return others[0] if others else None
+
+
+def split_name(core: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how a tokenizer.json cuts texts into words before it merges; `UNKNOWN_SPLIT` if it has
+    none."""
+    normalizers = {one["type"] for one in _steps(core, "normalizer")}
+    name = SPLITS.get(tuple(_cut(one) for one in _steps(core, "pre_tokenizer")), UNKNOWN_SPLIT)
+    whole = bool(core["model"].get("ignore_merges"))
+    return UNKNOWN_SPLIT if normalizers - {"NFC"} or whole != (name == WHOLE_WORDS) else name
+
+
+def _steps(core: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
+    """The steps of a part of tokenizer.json, whose sequences have theirs under `pretokenizers` and the like."""
+    step = core.get(part)
+    if step is None:
+        return []
+    inner = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}[part]
+    return list(step[inner]) if step["type"] == "Sequence" else [step]
+
+
+def _cut(step: Mapping[str, Any]) -> tuple[str, Any]:
+    """A step of the pre-tokenizer as in `SPLITS`."""
+    if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
+        return "ByteLevel", step.get("use_regex", True)
+    if step["type"] == "Digits":
+        return "Digits", step["individual_digits"]
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return "Split", step["pattern"].get("Regex")
+    return step["type"], None
