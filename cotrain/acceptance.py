@@ -89,8 +89,8 @@ def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
     """Return the number of target calls that a unit of acceptance saves at each token. It is -d calls / d r, detached,
     with the shape of r.
 
-    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with the sampled ratio
-    replaced by alpha, which has less variance. For r (B,T) no weight is negative.
+    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with alpha in place of the
+    sampled ratio. alpha has less variance. For r (B,T) no weight is negative.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()

@@ -215,7 +215,7 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
-    """In a sweep, give each job its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
+    """Give each job of a sweep its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode

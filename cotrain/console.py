@@ -1,4 +1,4 @@
-"""Output of a command: its answer, as text or as one JSON object, and the progress of long jobs."""
+"""Output of a command. It is the command's answer, as text or as one JSON object, and the progress of long jobs."""
 
 import json
 import math

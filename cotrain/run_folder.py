@@ -153,8 +153,8 @@ def claim(
     same ones. kind: a function that says what a changed setting means. "free": it may change. "longer": it may change,
     and a finished run becomes unfinished. "other": it may not change. None: no setting may change.
 
-    Raises UserError, naming the key to change, if another process uses the folder, if a setting differs, or if the
-    folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
+    Raises UserError, naming the key to change, if another process uses the folder, or if a setting differs. It is also
+    raised if the folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists

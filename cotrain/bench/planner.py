@@ -293,8 +293,9 @@ def rounds_in_turn(
 
 
 def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
-    """Return the best tree for each rule, once with sampled children and once with the likeliest tokens as children, in
-    the order of seconds per token. With greedy drafting, and at temperature 0, all children are the likeliest tokens.
+    """Return the best tree for each rule, in the order of seconds per token. Each rule has two trees: one with sampled
+    children, and one with the likeliest tokens as children. With greedy drafting, and at temperature 0, all children
+    are the likeliest tokens.
     """
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)

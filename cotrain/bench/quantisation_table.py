@@ -1,4 +1,4 @@
-"""Table of acceptance and speed by the weight quantisation of target and draft, and by temperature."""
+"""Table of acceptance and speed. It has one row per weight quantisation of target and draft, and per temperature."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -66,8 +66,8 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
-    or if the target does not support its quantisation setting."""
+    """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
+    support its quantisation setting. It is called before weights are loaded."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)

@@ -102,8 +102,8 @@ def folder(path: str) -> Folder:
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
     """Return the pair without storage. A warning is printed if the draft is larger than the target.
 
-    Raises UserError, before weights are loaded, if the target is missing, if the draft has other token ids, or if the
-    draft does not fit the target (`Proposer.fits`).
+    Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
+    or the draft does not fit the target (`Proposer.fits`).
     """
     try:
         target, tokenizer = outline(target_path, trust_remote_code)

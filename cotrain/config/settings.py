@@ -222,8 +222,8 @@ def register() -> None:
 def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     """Return `cfg` typed by the schema of the command `name`.
 
-    Raises UserError for a key that the schema lacks (`+key=` can add one), for a key without a value (after `~key`, or
-    with `???` in a file), and for a value outside its range, see `cotrain.config.ranges`.
+    Raises UserError for a key that the schema lacks (`+key=` can add one) and for a key without a value (after `~key`,
+    or with `???` in a file). It is also raised for a value outside its range, see `cotrain.config.ranges`.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError

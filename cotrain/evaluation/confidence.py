@@ -150,8 +150,8 @@ def judged(
 
 
 def figures(drafts: Drafts) -> dict[str, Any]:
-    """Return the number of drafts, the means of alpha and of the confidence, the expected calibration error, and areas
-    under the ROC curve of "accepted" by score.
+    """Return the number of drafts, the means of alpha and of the confidence, and the expected calibration error. Return
+    also areas under the ROC curve of "accepted" by score.
 
     The scores are the confidence, the prediction by the state alone, the draft's entropy, margin and top probability,
     and alpha itself, which no score exceeds. in_rounds: error and areas with each draft weighted by its `reach`.

@@ -94,8 +94,8 @@ class LossBatch:
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
     """Return the weight of each guess in the mean over depths (K,). The weights sum to 1.
 
-    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j],
-    the number of target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
+    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j].
+    This is the number of target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
     (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0. Then no token was sampled from the target, or
     stored top-k distributions lack the sampled tokens.
     """

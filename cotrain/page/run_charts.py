@@ -1,5 +1,5 @@
-"""Sections of charts on the page: acceptance, predicted and measured speed, quantisation, costs of a round, and
-training curves."""
+"""Sections of charts on the page. They show acceptance, predicted and measured speed, quantisation, costs of a round,
+and training curves."""
 
 import re
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """An early exit while it trains. One pass computes all rounds of a text, one round from every token.
 
-A round reads the keys and values of its text from the target, and those of its drafts from the changed layers, so a
-draft's distribution depends on its depth. The pass has K + 1 copies of the text: one as the target reads it, and one
-for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t - j. It
-attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
+A round reads the keys and values of its text from the target, and those of its drafts from the changed layers. A
+draft's distribution therefore depends on its depth. The pass has K + 1 copies of the text: one as the target reads it,
+and one for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t -
+j. It attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
 
 B texts, T tokens, K depths, H heads, D size of a head.
 """

@@ -309,8 +309,9 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
     device, the network is too. The names and shapes of the folder's tensors are compared with its config.json before
     any tensor is read.
 
-    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, for tensors that are missing,
-    superfluous, not finite or of other shapes than config.json says, and for a target of other sizes.
+    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, and for a target of other
+    sizes. It is also raised for tensors that are missing, superfluous, not finite or of other shapes than config.json
+    says.
     """
     path = _checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"

@@ -1,8 +1,8 @@
 """Drafts with fewer bits. `quantised` drafts with the quantised target alone. `two_levels` verifies the tokens of a
 small draft with the quantised target, before the target verifies them. Neither kind is trained.
 
-This module also rounds the weights of other drafts, to train them as they will be served (quantisation-aware training)
-and to measure the cost of rounding.
+This module also rounds the weights of other drafts. This serves to train them as they will be served
+(quantisation-aware training), and to measure the cost of rounding.
 """
 
 import copy

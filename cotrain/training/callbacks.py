@@ -292,8 +292,8 @@ class HeldOutPoints(Callback):
     of all texts.
 
     A point between validations is skipped if such points would then take more than the share MOST_TIME of the
-    training's seconds so far, which do not include them. k, objective, verify: the settings of tau. swaps: see
-    `showing`.
+    training's seconds so far. These seconds do not include the points. k, objective, verify: the settings of tau.
+    swaps: see `showing`.
     """
 
     def __init__(

@@ -290,8 +290,7 @@ def _step(
     except NotFinite as error:
         texts = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
         raise UserError(f"{error} ({texts}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
-                        f"last "
-                        "good checkpoint") from error  # fmt: skip
+                        "last good checkpoint") from error  # fmt: skip
     job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
 
 

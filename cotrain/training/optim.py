@@ -1,4 +1,4 @@
-"""Factories of optimisers and learning-rate schedules, and the precision of a step."""
+"""Factories of optimisers and learning-rate schedules. This module also chooses the precision of a step."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -63,9 +63,9 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Return a schedule with three parts: a linear warm-up over the first fraction `warmup` of the training, a constant
-    rate, and a linear decay to 0 over the last fraction `decay`. If a training is extended, it resumes at its progress
-    in the longer training."""
+    """Return a schedule with three parts. The learning rate rises linearly over the first fraction `warmup` of the
+    training, is then constant, and falls linearly to 0 over the last fraction `decay`. If a training is extended, it
+    resumes at its progress in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)

@@ -182,9 +182,9 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for a time limit that is not above 0. Raise it also for a time limit together
-    with rollout.rounds > 1, since these rounds end at given steps, and for a measurement that leaves training too small
-    a share of minutes=."""
+    """Raise ValueError, naming the key, for a time limit that is not above 0. It is also raised for a time limit
+    together with rollout.rounds > 1, since these rounds end at given steps. A measurement that leaves training too
+    small a share of minutes= raises it too."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
@@ -447,9 +447,9 @@ def holds(config: PretrainedConfig) -> int:
 def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     """Check the loaded models, before texts are sampled.
 
-    Raises ValueError if the draft's network cannot be trained as a draft of its kind, and for a model that would read
-    texts packed into a block as one text. It also raises the errors of `refuse_losses`, `refuse_draft` and
-    `refuse_given`.
+    Raises ValueError if the draft's network cannot be trained as a draft of its kind. It is also raised for a model
+    that would read texts packed into a block as one text. The errors of `refuse_losses`, `refuse_draft` and
+    `refuse_given` are raised too.
     """
     refuse_losses(job.cfg, losses)
     refuse_draft(job.cfg, student.network, job.target)
@@ -501,8 +501,7 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
         raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, but the target is already in "
-                         f"{current}: "
-                         "use a target that is not quantised, or another kind of draft")  # fmt: skip
+                         f"{current}: use a target that is not quantised, or another kind of draft")  # fmt: skip
 
 
 def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
