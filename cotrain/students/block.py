@@ -31,7 +31,7 @@ MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where
 
 
 class BlockStudent(EagleStudent):
-    """The student that trains the draft that `inference.proposers.block` serves."""
+    """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
     takes = ("depths", "head_rank", "vocabulary", "mask", "markov", "confidence")

@@ -15,7 +15,7 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, co
 
 
 class ConditionedStudent(IndependentStudent):
-    """The student that trains the draft that `inference.proposers.conditioned` serves. It is an independent draft whose
+    """Trains the draft that `inference.proposers.conditioned` serves. It is an independent draft whose
     states are multiplied by a scale before the head reads them. The scale depends on the temperature and is learnt at
     draft.temperatures."""
 

@@ -34,7 +34,7 @@ JUDGED = 8  # evaluate at least this many depths, since served rounds may be lon
 
 
 class EagleStudent(Student):
-    """The student that trains the draft that `inference.proposers.eagle` serves."""
+    """Trains the draft that `inference.proposers.eagle` serves."""
 
     kind = "eagle"
     takes: tuple[str, ...] = ("depths", "head_rank", "vocabulary")

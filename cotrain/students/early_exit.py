@@ -29,7 +29,7 @@ ROUNDS = "cotrain_rounds"  # transformers' name for `attention`
 
 
 class EarlyExitStudent(Student):
-    """The student that trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each
+    """Trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each
     depth. At rank 0 only the norm differs from the target, so a single guess holds for all depths."""
 
     kind = "early_exit"

@@ -26,7 +26,7 @@ UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings for draft
 
 
 class MedusaStudent(Student):
-    """The student that trains the Medusa heads that `inference.proposers.heads` serves (Cai et al. 2024, 2401.10774).
+    """Trains the Medusa heads that `inference.proposers.heads` serves (Cai et al. 2024, 2401.10774).
     Their logits come from the target's own head, which is frozen."""
 
     kind = "medusa"
@@ -98,7 +98,7 @@ class MedusaStudent(Student):
 
 
 class HydraStudent(MedusaStudent):
-    """The student that trains the Hydra heads that `inference.proposers.heads` serves (Ankner et al. 2024, 2402.05109).
+    """Trains the Hydra heads that `inference.proposers.heads` serves (Ankner et al. 2024, 2402.05109).
     Each head reads the target's last state, the anchor (the text's last token) and the drafts before its own. In
     training those drafts are the tokens of the text."""
 

@@ -43,7 +43,7 @@ COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other p
 
 
 class IndependentStudent(Student):
-    """The student that trains the draft that `inference.proposers.independent` serves. It makes one guess, whose
+    """Trains the draft that `inference.proposers.independent` serves. It makes one guess, whose
     distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT

@@ -51,7 +51,7 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 
 class HybridStudent(IndependentStudent):
-    """The student that trains the draft that `inference.proposers.hybrid` serves. It is trained as an independent
+    """Trains the draft that `inference.proposers.hybrid` serves. It is trained as an independent
     draft. The key `lookup` of its network's config has the settings of look-up, and those of the gate after
     `calibrate`."""
 
