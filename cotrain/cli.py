@@ -158,11 +158,12 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     from omegaconf import OmegaConf
 
     from cotrain.config.ranges import refuse_unread
-    from cotrain.config.settings import checked
+    from cotrain.config.settings import checked, refuse_from_target
 
     quiet()
     try:
         cfg = checked(name, cfg)
+        refuse_from_target(name, cfg)
         refuse_unread(cfg, HydraConfig.get().overrides.task, _student_class)
         _own_folder(name, cfg, arguments)
         _refuse_paths(name, cfg)

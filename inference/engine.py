@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.drafts.bundled_target import resolve
 from inference.models.cache import spare_slots
 from inference.models.graphs import Graphs
 from inference.models.lm import LM
@@ -83,8 +84,9 @@ class Engine:
             _require_whole("context", context)
         _require_parts(target, proposer, policy, tokenizer)
         if isinstance(target, str | PathLike):
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
-            target = load_model(fspath(target), dtype)
+            path = resolve(fspath(target))
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
+            target = load_model(path, dtype)
             if device is not None:
                 move(target, device)
         elif dtype is not None or device is not None and torch.device(device).type != target.device.type:

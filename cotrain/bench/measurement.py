@@ -130,7 +130,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     chains = taus(plan, texts)
     length, costs = plan_length(plan, costs, chains.__getitem__, budget.until(COSTS))
     tree = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
-    served, line = chain_or_tree(length, tree)
+    served, line = chain_or_tree(length, tree, plan.planned is not None)
     choice, k = plan_entries(length, tree, served, plan.verify), served.tree.depth if served else length.drafting
     plan = replace(plan, tree=served.tree) if served else plan
     if choice["plain_is_faster"]:

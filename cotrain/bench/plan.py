@@ -48,6 +48,7 @@ class Plan:
     given: Prompts | None = None  # None: the shipped prompts
     kind: str = DEFAULT  # the draft's
     known: dict[int, RealRound] = field(default_factory=dict)  # rounds by draft length, shared by all checkpoints
+    planned: int | None = None  # the draft length to measure; None: the fastest of bench.depths
     tree: PlannedTree | None = None  # drafted instead of a chain; `measure` compares it with the best chain first
 
     @cached_property
@@ -86,9 +87,10 @@ class Plan:
     @cached_property
     def depths(self) -> list[int]:
         """Return the draft lengths to choose from: those of bench.depths that the draft supports. If it supports none
-        of them, return its longest.
-        """
+        of them, return its longest. For a planned draft, return only the planned length."""
         most = self.proposer(counted=True).depths or inf
+        if self.planned:
+            return [int(min(self.planned, most))]
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:

@@ -189,19 +189,20 @@ def plan_length(
     plan: Plan, costs: MeasuredCosts, tau: Callable[[int], float], until: float = inf
 ) -> tuple[DraftLength, MeasuredCosts]:
     """Choose the fastest draft length among 0, 1 and bench.depths. If no rounds at the chosen length were timed, time
-    some, and choose again with the costs scaled to them."""
+    some, and choose again with the costs scaled to them. A planned length is not chosen, and compared with 0 alone."""
+    always = ALWAYS[:1] if plan.planned else ALWAYS
     for _ in range(TRIES):
-        length = choose(costs.costs, tau, plan.depths)
+        length = choose(costs.costs, tau, plan.depths, always)
         if length.drafting in costs.rounds:
             break
         costs = costs.at(rounds_of(plan, (length.drafting,), until))
-    return choose(costs.costs, tau, plan.depths), costs
+    return choose(costs.costs, tau, plan.depths, always), costs
 
 
-def choose(costs: Costs, tau: Callable[[int], float], depths: Any) -> DraftLength:
+def choose(costs: Costs, tau: Callable[[int], float], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
     """Choose the draft length with the fewest seconds per token, see `measure.costs.best_k`."""
     speedups = best_k(costs, tau).speedups
-    allowed = sorted({*ALWAYS, *depths})
+    allowed = sorted({*always, *depths})
     best, drafting = (max(lengths, key=speedups.__getitem__) for lengths in (allowed, allowed[1:]))
     return DraftLength(best, drafting, speedups)
 
@@ -318,13 +319,15 @@ def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
 # --- the choice, in words and for the report
 
 
-def chain_or_tree(length: DraftLength, tree: MeasuredTree | None) -> tuple[MeasuredTree | None, str]:
-    """Return the tree if it is expected to be faster than the best chain, else None. A line of text about the choice is
-    returned with it."""
+def chain_or_tree(
+    length: DraftLength, tree: MeasuredTree | None, planned: bool = False
+) -> tuple[MeasuredTree | None, str]:
+    """Return the tree if it is planned, or if it is expected to be faster than the best chain, else None. A line of
+    text about the choice is returned with it."""
     k = length.drafting
     if tree is None:
         return None, f"draft length {k}"
-    if tree.speedup > tree.chain:
+    if planned or tree.speedup > tree.chain:
         return tree, f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
     return None, f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
 

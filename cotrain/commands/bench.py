@@ -18,6 +18,7 @@ from cotrain.commands.served_pair import Pair, load_network, measured, refuse_pa
 from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.data.corpora import shipped_ids
+from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
@@ -29,8 +30,11 @@ from cotrain.training.job import models, settle, source
 from cotrain.training.preconditions import fits, holds, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import Metadata
 from inference.report import replay
 from inference.report.table import headline, table
+
+DEPTHS = [2, 3, 4, 5, 6, 7, 8]  # draft lengths to choose from, if the plan of the folder is not measured
 
 
 def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
@@ -65,23 +69,65 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
+def _room(pair: Pair) -> int:
+    """Return the length of the longest text that both models can read."""
+    return min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
+
+
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
     support its quantisation setting. It is called before weights are loaded."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
-    size, room = cfg.bench, min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room)
+    size = cfg.bench
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), _room(pair))
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
-def prompts(cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+def _rule(metadata: Metadata) -> str:
+    """Return the verification rule with which the folder was planned."""
+    chains = (metadata.origin.get("served") or {}).get("verify", "token")
+    return metadata.tree.rule if metadata.tree else str(chains)
+
+
+def _plan_line(metadata: Metadata) -> str:
+    """Return a line that says what is measured, if the folder's plan is measured."""
+    shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
+    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; to choose anew, set bench.depths=[2,4,8], "
+            "bench.trees=16 or verify=")  # fmt: skip
+
+
+def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
+    """Return the draft length with which the folder was planned, if its length or its tree is to be measured.
+    bench.depths is filled in. Return None if the settings name others (bench.depths, bench.trees, or `typed`, another
+    rule), or if the folder has no plan. Then the fastest of bench.depths is chosen."""
+    size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
+    size.depths = list(size.depths) or DEPTHS
+    if metadata is None or not chosen:
+        return None
+    if typed not in (None, _rule(metadata)):
+        return None
+    size.depths = sorted({*size.depths, metadata.k})
+    return metadata.k
+
+
+def prompts(
+    cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, room: int | None = None
+) -> Prompts:
     """Return the prompts to measure on. These are the prompts of data.path that are not in the training split or,
-    without data.path, the shipped ones."""
-    tokens, seed = cfg.bench.prompt_tokens, cfg.bench.seed
+    without data.path, the shipped ones.
+
+    room: the largest allowed number of tokens of a prompt, if the user did not set bench.prompt_tokens. The setting is
+    then raised for texts that have a domain without a prompt of that length, since the value stored in the folder is
+    for other texts."""
+    seed = cfg.bench.seed
     if cfg.data.path is None:
-        return apart(*shipped_ids(tokenizer, tokens), [], "shipped")
+        return apart(*shipped_ids(tokenizer, cfg.bench.prompt_tokens), [], "shipped")
     sources = {split: source(cfg, split, target, tokenizer) for split in SPLITS[1:]}
+    if room is not None and not all(rows.covered(cfg.bench.prompt_tokens) for rows in sources.values()):
+        first, *others = sources.values()
+        cfg.bench.prompt_tokens = max(cfg.bench.prompt_tokens, prompt_tokens(first, room, others))
+    tokens = cfg.bench.prompt_tokens
     for split, rows in sources.items():
         print(rows.left_out(tokens, split, "bench.prompt_tokens"), end="", file=sys.stderr)
     ranking, final = (rows.several(tokens, seed) for rows in sources.values())
@@ -116,14 +162,17 @@ def run(cfg: BenchConfig) -> None:
 
 def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     """Measure the draft, write the report and the replay, and return the report."""
+    typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
     path = resolved(cfg)
+    draft_folder = measured(draft_path)
+    planned = _planned(cfg, draft_folder.metadata, typed)
     measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
-    draft_folder = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)
     _refuse_matrix(cfg, draft_folder.kind, pair)
-    given = prompts(cfg, pair.target, pair.tokenizer)
+    room = _room(pair) - timed(cfg.bench)
+    given = prompts(cfg, pair.target, pair.tokenizer, room if open_tokens else None)
     target, tokenizer = models(cfg)
     draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:
@@ -132,10 +181,12 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         assert cfg.verify is not None
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=draft_folder.kind, tree=metadata.tree if metadata else None,
+            kind=draft_folder.kind, tree=metadata.tree if metadata else None, planned=planned,
         )  # fmt: skip
+        if metadata and planned:
+            print(_plan_line(metadata))
         report = measurement.measure(plan)
-        chains = replace(plan, tree=None)
+        chains = replace(plan, tree=None, planned=None)
         if cfg.matrix.targets:
             report["extra"]["bits"] = _bits(cfg, chains)
         elif cfg.matrix.temperatures:

@@ -29,6 +29,7 @@ from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
 from inference.drafts.draft_folder import REPORT, Metadata, read
+from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import read_json
 
 
@@ -167,7 +168,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
         "name": cfg.push_to_hub,
         "temperature": cfg.temperature,
     }
-    if not (cfg.layout == "gguf" and target.endswith(".gguf")):  # whose vocabulary is read from the file
+    if cfg.layout != "gguf" or gguf_file(target) is None:  # else the vocabulary is read from the file
         settings["target_config"], settings["target_tokenizer"] = load_config(target)
     dtype = None if cfg.dtype == "auto" else cfg.dtype
     if cfg.layout == "gguf":

@@ -1,13 +1,17 @@
 """Command `cotrain rollout`. It samples texts of the target, for training or for evaluation."""
 
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from cotrain.commands.served_pair import refuse_pair
-from cotrain.config.settings import RolloutConfig, sampling
+from cotrain.config.settings import RolloutConfig, from_target, sampling
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Source, beside
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import refuse_quantisation
-from cotrain.training.job import models, sampled, settle, source
+from cotrain.training.job import models, sample_prompts, sampled, settle, source
 from cotrain.training.preconditions import fits, holds, outline, server
 
 
@@ -20,28 +24,42 @@ def run(cfg: RolloutConfig) -> None:
         )
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
-        asked, prompts = cfg.rollout, _prompts(cfg)
+        asked, loaded = cfg.rollout, None
+        if from_target(cfg.data):
+            _checked(cfg)
+            loaded = models(cfg)
+            sample_prompts(cfg, *loaded, Path(asked.folder or folder))
+        prompts = _prompts(cfg)
         prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
-        target, tokenizer = models(cfg)
+        target, tokenizer = loaded or models(cfg)
         texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
         path = texts.sample(cfg.kind, sampling(cfg.regime), prompts)
     print(f"wrote {beside(path, 'parquet')}")
+
+
+def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the target without storage, and its tokenizer. Raises UserError or ValueError if target, draft or server
+    cannot be used."""
+    target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
+    refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+    if cfg.rollout.url:
+        server("rollout.url", cfg.rollout.url)
+    if cfg.draft.path:
+        refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
+    return target, tokenizer
 
 
 def _prompts(cfg: RolloutConfig) -> Source:
     """Return the source of the prompts. It is read before weights are loaded. Raises UserError if data, target, draft
     or server cannot be used."""
     try:
-        target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
-        refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
-        if cfg.rollout.url:
-            server("rollout.url", cfg.rollout.url)
-        if cfg.draft.path:
-            refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
+        target, tokenizer = _checked(cfg)
         asked, room = cfg.rollout, holds(target.config)
         if not asked.prompt_tokens:
-            train = source(cfg, "train", target, tokenizer) if cfg.data.path else None
-            asked.prompt_tokens = prompt_tokens(train, room - asked.new_tokens)
+            splits = {"train", cfg.kind} if cfg.data.path else set()
+            texts = {split: source(cfg, split, target, tokenizer) for split in splits}
+            train = texts.pop("train", None)
+            asked.prompt_tokens = prompt_tokens(train, room - asked.new_tokens, texts.values())
         fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room)
         return source(cfg, cfg.kind, target, tokenizer)
     except (ValueError, OSError) as error:

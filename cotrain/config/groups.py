@@ -143,6 +143,7 @@ class Data:
     chat: bool | None  # render each text as a user's message by the target's chat template; false: use it unchanged
     streaming: bool  # read only the first `take` rows, for data that does not fit into memory
     take: int
+    from_target: bool  # with path=null: the target samples the prompts itself, see rollout.self_prompts
 
 
 @dataclass
@@ -220,7 +221,9 @@ class Bench:
     rows: int  # prompts that are decoded together
     minutes: float
     interval: float  # both ends of the interval may differ from the speed-up by this share of it
-    depths: list[int]  # draft lengths to choose from; 0 (plain decoding) and 1 are always considered
+    # Draft lengths to choose from; 0 (plain decoding) and 1 are always considered. [], for cotrain bench: the length or
+    # the tree that the folder was planned with.
+    depths: list[int]
     draft_dtype: str  # the dtype in which the draft is served; auto: its checkpoint's
     draft_int8: bool  # on a CPU, serve the draft with 8-bit weights
     compile: bool  # compile the short passes of both models, see inference/models/compiled.py

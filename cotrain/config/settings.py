@@ -210,6 +210,9 @@ SCHEMAS = {
 }
 
 
+SAMPLING_COMMANDS = ("train", "rollout")  # they can use data=self
+
+
 @cache
 def register() -> None:
     """Register each schema with Hydra as `NAME_schema`, the name that `conf/NAME.yaml` refers to."""
@@ -240,6 +243,18 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
         raise UserError(f"set a value for {', '.join(f'{key}=' for key in missing)}")
     refuse(name, typed)
     return typed
+
+
+def refuse_from_target(name: str, cfg: "DictConfig") -> None:
+    """Raise UserError for data=self with a command that samples no prompts."""
+    if "data" in cfg and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
+        raise UserError(f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
+                        "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl")  # fmt: skip
+
+
+def from_target(data: Data) -> bool:
+    """Whether the target samples the prompts itself; a given path goes first."""
+    return data.from_target and data.path is None
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":

@@ -7,6 +7,7 @@ template renders it at that turn; some templates drop the thoughts of earlier tu
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.splits import split_of
+from cotrain.data.splits import splits_of
 from inference.request import content_of
 
 Message = dict[str, Any]
@@ -48,7 +49,7 @@ class Template:
 
     def ids(self, text: str) -> list[int]:
         """The template has written the special tokens already."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def ended(self, ids: list[int]) -> list[int]:
         """The ids up to and including the first end token."""
@@ -74,19 +75,37 @@ def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) 
     Raises ValueError, naming the row, for values that are no messages, and for a template that fails, renders nothing
     or renders earlier messages anew; and if no conversation is in the split.
     """
-    turns, number = [], 0
-    for number, row in enumerate(rows, 1):
-        try:
-            messages = _messages(row)
-            first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
-            if split_of(json.dumps(messages[:first])) == split:
+    turns: list[dict[str, Any]] = []
+    conversations = list(_read(rows))
+    splits = splits_of([_opened(messages) for messages, _ in conversations])
+    for number, ((messages, row), own) in enumerate(zip(conversations, splits, strict=True), 1):
+        if own == split:
+            with _naming_row(number):
                 pairs = _turns(messages, row.get("tools"), template)
                 turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
-        except ValueError as error:
-            raise ValueError(f"data.path: row {number}: {error}") from error
     if not turns:
-        raise ValueError(f"data.path: none of {number} conversations falls to the split {split}: give more")
+        raise ValueError(f"data.path: none of {len(splits)} conversations falls to the split {split}: give more")
     return Chats(turns)
+
+
+def _read(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Message], Mapping[str, Any]]]:
+    for number, row in enumerate(rows, 1):
+        with _naming_row(number):
+            yield _messages(row), row
+
+
+def _opened(messages: list[Message]) -> str:
+    """What opens a conversation, up to the first turn of the assistant."""
+    first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
+    return json.dumps(messages[:first])
+
+
+@contextmanager
+def _naming_row(number: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"data.path: row {number}: {error}") from error
 
 
 def _messages(row: Mapping[str, Any]) -> list[Message]:

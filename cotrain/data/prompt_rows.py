@@ -3,7 +3,7 @@
 Prompts have the special tokens that the tokenizer adds, as on a server, and are never cut at the front.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ class PromptRows:
                              f"shortest has {shortest}: raise rollout.prompt_tokens")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 
+    def covered(self, tokens: int) -> bool:
+        """Whether each domain has a prompt of at most `tokens` ids."""
+        return all(each[0] <= tokens for each in _lengths(self))
+
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
         """At most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
         fitting = self._fitting(tokens, seed)
@@ -84,6 +88,10 @@ class TextStarts:
         """Empty: long texts are used too, see `PromptRows.left_out`."""
         return ""
 
+    def covered(self, tokens: int) -> bool:
+        """True: texts are cut to any length."""
+        return True
+
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
         """Return (domain, prompt ids) of at most `count` random texts per domain."""
         generator, prompts = torch.Generator().manual_seed(seed), []
@@ -107,6 +115,16 @@ def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
         yield from tokenizer(list(texts[first : first + BATCH]), verbose=False)["input_ids"]
 
 
+def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that a text starts with: the tokenizer's start token if it writes one, else its end token. Raises
+    ValueError if it has neither."""
+    first = next(iter(tokenizer("a")["input_ids"]), None)
+    start = first if first == tokenizer.bos_token_id else tokenizer.eos_token_id
+    if start is None:
+        raise ValueError("target.path: its tokenizer has no start token and no end token, which separate texts")
+    return int(start)
+
+
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
     """Tokenize rows (text, domain) that are whole prompts."""
     ids = encoded(texts["text"], tokenizer)
@@ -116,16 +134,27 @@ def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
     return PromptRows(rows)
 
 
-def prompt_tokens(train: PromptRows | TextStarts | None, room: int) -> int:
+def _lengths(prompts: PromptRows) -> list[list[int]]:
+    """The lengths of the prompts of each domain, in ascending order; empty prompts are left out."""
+    lengths: dict[str, list[int]] = {}
+    for row in prompts.rows:
+        if row["prompt"]:
+            lengths.setdefault(row["domain"], []).append(len(row["prompt"]))
+    return [sorted(each) for each in lengths.values()]
+
+
+def prompt_tokens(
+    train: PromptRows | TextStarts | None, room: int, others: Iterable[PromptRows | TextStarts] = ()
+) -> int:
     """The limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
 
-    For whole prompts, the share `COVERED` of the training prompts does not exceed it; it is at least `SHORTEST`, and at
-    most `room`, the tokens that the context has before the new ones. Otherwise it is `SHORTEST`. None: the embedded
-    corpora."""
+    For whole prompts, the share `COVERED` of the training prompts of each domain does not exceed it; it is at least
+    `SHORTEST`, and at most `room`, the tokens that the context has before the new ones. Each domain of the `others`,
+    the splits to measure on, has a prompt that does not exceed it either. Otherwise it is `SHORTEST`. None: the
+    embedded corpora."""
     if not isinstance(train, PromptRows):
         return SHORTEST
-    lengths = sorted(len(row["prompt"]) for row in train.rows if row["prompt"])
-    if not lengths:
-        return SHORTEST
-    covering = lengths[min(int(COVERED * len(lengths)), len(lengths) - 1)]
-    return max(min(max(-(-covering // STEP) * STEP, SHORTEST), room), 1)
+    covering = [each[min(int(COVERED * len(each)), len(each) - 1)] for each in _lengths(train)]
+    covering += [each[0] for other in others if isinstance(other, PromptRows) for each in _lengths(other)]
+    longest = max(covering, default=SHORTEST)
+    return max(min(max(-(-longest // STEP) * STEP, SHORTEST), room), 1)

@@ -21,8 +21,8 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.fingerprints import contents, stamps
-from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows
-from cotrain.data.splits import split_of
+from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows, start_token
+from cotrain.data.splits import splits_of
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
@@ -283,7 +283,7 @@ def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> 
     texts = texts_of(rows, str(data.path), column)
     if data.chat:
         return chats_of(_asked(texts, template), split, template)
-    mine = texts.filter(lambda row: split_of(row["text"]) == split)
+    mine = texts.select([place for place, own in enumerate(splits_of(texts["text"])) if own == split])
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
     if column == PROMPT:
@@ -315,7 +315,7 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("target.path: its tokenizer has no end token, which separates texts")
-    ids, domain, names, start = [], [], sorted(set(texts["domain"])), _start(tokenizer)
+    ids, domain, names, start = [], [], sorted(set(texts["domain"])), start_token(tokenizer)
     for index, name in enumerate(names):
         part = texts.filter(lambda row, name=name: row["domain"] == name)
         stream = torch.tensor(list(_stream(part["text"], tokenizer, start)), dtype=torch.int32)
@@ -332,13 +332,6 @@ def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
     """Position ids of packed blocks: they restart at 0 at every token `start`; ids (N, T) -> (N, T)."""
     places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
     return places - torch.where(ids == start, places, 0).cummax(1).values
-
-
-def _start(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that precedes each text in a block: the tokenizer's start token if it writes one, else its end
-    token."""
-    first = tokenizer("a")["input_ids"][0]
-    return int(first if first == tokenizer.bos_token_id else tokenizer.eos_token_id)
 
 
 def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[int]:

@@ -9,18 +9,35 @@ from dataclasses import dataclass
 
 SPLITS = ("train", "held_out", "final")  # for training, ranking, and timing the exported draft
 PERCENT = {"held_out": 5, "final": 5}
+LEAST, PART = 4, 5  # of a small data set, held_out and final have so many rows each, or the PART-th part of all
 
 Prompt = list[int]
 
 
 def split_of(content: str) -> str:
     """The split of a row of the user's data. It is a hash of the content, so equal rows are in one split."""
-    place = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") % 100
+    place = _hash(content) % 100
     for name, percent in PERCENT.items():
         if place < percent:
             return name
         place -= percent
     return "train"
+
+
+def _hash(content: str) -> int:
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
+
+
+def splits_of(contents: Sequence[str]) -> list[str]:
+    """The split of each row of a data set: that of `split_of`. If held_out or final has fewer than LEAST different
+    rows, it gets those of the training rows with the lowest hashes."""
+    split = {content: split_of(content) for content in contents}
+    least = min(LEAST, len(split) // PART)
+    lowest = iter(sorted((one for one in split if split[one] == "train"), key=_hash))
+    for name in PERCENT:
+        for _ in range(least - list(split.values()).count(name)):
+            split[next(lowest)] = name
+    return [split[content] for content in contents]
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:

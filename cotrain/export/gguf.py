@@ -39,6 +39,7 @@ from cotrain.export.hf import prepare
 from cotrain.export.publishing import card
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import REPORT
+from inference.drafts.gguf_target import SPLITS, WHOLE_WORDS, gguf_file
 
 ENGINE = "llamacpp"
 ARCHITECTURES = {
@@ -52,17 +53,7 @@ TYPES = {  # dtype= -> how matrices are stored, and the name of such a file
 }
 BLOCK = 32  # weights of a row that share a scale in q8_0
 TOKENS = "tokenizer.ggml.tokens"
-# how texts are cut before BPE: steps of tokenizer.json -> llama.cpp's name
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
-    (("ByteLevel", True),): "gpt-2",
-    (("Digits", True), ("ByteLevel", True)): "smollm",
-    (("Split", rf"{_WORDS}\p{{N}}{_REST}"), ("ByteLevel", False)): "qwen2",
-    (("Split", rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"), ("ByteLevel", False)): "llama-bpe",
-}
 UNKNOWN_SPLIT = "default"
-WHOLE_WORDS = "llama-bpe"  # cuts after which llama.cpp looks for a whole word among the tokens before it merges
 
 
 def export(
@@ -84,8 +75,8 @@ def export(
     """
     draft = prepare(source, ENGINE, k, target=target, **settings)
     remarks, reader = list(draft.remarks), None
-    if target.endswith(".gguf"):
-        reader = GGUFReader(target)
+    if (file := gguf_file(target, "export.target")) is not None:
+        reader = GGUFReader(file)
         remarks += fit(draft.model, draft.tokenizer, reader, target)
     else:
         remarks.append(f"TARGET.gguf is {target} in this format: llama.cpp's convert_hf_to_gguf.py writes it.")

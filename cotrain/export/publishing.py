@@ -16,6 +16,7 @@ from cotrain.errors import UserError
 from cotrain.export.engines import MARK, captured, caveats, engine_named, launch, place
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import REPORT, Metadata
+from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import read_json
 from inference.report.table import table
 
@@ -37,13 +38,14 @@ def card(
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
-    file = layout == "gguf" and target.endswith(".gguf")
-    served = str(Path(target).absolute()) if file else place(resolve(target))
+    file = gguf_file(target) if layout == "gguf" else None
+    served = place(resolve(target)) if file is None else str(file.absolute())
     command = launch(engine, draft_path, served, k, *drafting, layers)
     parts = [
         FRONT,
         f"# Draft for {target}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
+        *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
         f"```sh\n{command}\n```",
         "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
@@ -62,6 +64,15 @@ def card(
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _read_from(metadata: Metadata) -> list[str]:
+    """A line about a target that came from a GGUF file; empty for other targets."""
+    gguf = metadata.origin.get("gguf")
+    if not gguf:
+        return []
+    return ["The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), dequantised to "
+            "bfloat16.".format(**gguf)]  # fmt: skip
 
 
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:

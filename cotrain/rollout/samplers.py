@@ -152,19 +152,20 @@ class Remote:
 def collect(
     sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
     say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
+    title: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`.
 
     Each finished batch is appended to the file `partial`, and a resumed run continues after the last one. keys: of the
     random numbers, by default the index of each prompt, so a resumed run samples the same texts as an uninterrupted
     one. say: receives a line per batch; None: see `Display`. seconds: after the first batch, no batch is started that
-    is expected to end later, so there may be fewer rows than prompts.
+    is expected to end later, so there may be fewer rows than prompts. title: of the display.
     """
     keys = range(len(asked)) if keys is None else keys
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
-    display = Display(f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
+    display = Display(title or f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         for start in range(first, len(asked), sampler.rows):
             batch = asked[start : start + sampler.rows]

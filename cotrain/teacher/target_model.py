@@ -140,7 +140,7 @@ def load_config(
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Raises the errors of `load_config`."""
-    folder = resolve(path)
+    folder = resolve(path, key)
     if Path(folder).is_dir():
         try:
             if (Path(folder) / CONFIG).is_file():

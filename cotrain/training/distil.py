@@ -22,7 +22,8 @@ from cotrain.bench.measurement import recorded, sample_text
 from cotrain.bench.planner import served_tree
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
-from cotrain.config.settings import TrainConfig, learnt, sampling, truncation
+from cotrain.config.settings import TrainConfig, from_target, learnt, sampling, truncation
+from cotrain.data.splits import SPLITS
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison, confidence, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -34,12 +35,14 @@ from cotrain.training.assembly import coverage, fitting, foreign, held_out_texts
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
-from cotrain.training.job import Job, loss_name, models, objective, settle, source
+from cotrain.training.job import Job, loss_name, models, objective, sample_prompts, settle, source
 from cotrain.training.module import Distillation, alpha_of
-from cotrain.training.preconditions import fill_prompt_tokens, refuse_run
+from cotrain.training.preconditions import fill_prompt_tokens, refuse_run, require_texts
+from cotrain.training.progress import prompt_seconds
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
+from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
 from inference.report import replay
 
@@ -64,9 +67,13 @@ def _distilled(
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    if cfg.data.path and "train" not in sources:
-        sources["train"] = source(cfg, "train", target, tokenizer)
-    fill_prompt_tokens(cfg, target, sources.get("train"))
+    if from_target(cfg.data):
+        place, timed = Path(cfg.rollout.folder or folder / "rollouts"), cfg.bench.prompts * cfg.measure
+        sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
+        sources |= require_texts(cfg, target, tokenizer)
+    if cfg.data.path:
+        sources |= {split: source(cfg, split, target, tokenizer) for split in SPLITS if split not in sources}
+    fill_prompt_tokens(cfg, target, sources)
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
     job.shape = shape(job)
     student = new_student(cfg, target, job.vocabulary)
@@ -218,6 +225,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "on_draft": job.cfg.rollout.on_draft,
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
+        "gguf": about(job.cfg.target.path),
         "draft_quantisation": job.cfg.draft.quantisation,
         "served": served_as(job.cfg),
         "draft_vocabulary": _pruned(job, module),
@@ -259,7 +267,8 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
                "environment": environment()}  # fmt: skip
     if rank():
         return {}
-    origin = {"adapter": job.cfg.target.adapter, "served": served_as(job.cfg)}
+    target = job.cfg.target
+    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
         unmeasured(job, student.network, origin)

@@ -15,7 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.config.groups import Loss
-from cotrain.config.settings import BenchConfig, RolloutConfig, ServeCheckConfig, TrainConfig, learnt, sampling
+from cotrain.config.settings import (
+    BenchConfig,
+    RolloutConfig,
+    ServeCheckConfig,
+    TrainConfig,
+    learnt,
+    sampling,
+)
+from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows
@@ -23,6 +31,7 @@ from cotrain.data.sources import pack, prompt_origin, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
+from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
@@ -30,9 +39,10 @@ from cotrain.teacher.target_distributions import TopKAndRest
 from cotrain.teacher.target_model import Head, Reader, adapted, load_pair, served
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import sampling_seconds
-from inference import load
+from inference import Engine, load
 from inference.drafts.draft_folder import OBJECTIVES
 from inference.measure.costs import RealRound
+from inference.models.pretrained import length_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -223,6 +233,29 @@ def source(
 ) -> Source:
     """Return the user's texts of a split, see `data.prompt_rows`."""
     return source_of(cfg.data, split, tokenizer, ends_of(target))
+
+
+def sample_prompts(
+    cfg: TrainConfig | RolloutConfig,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    timed: int = 0,
+    seconds: float | None = None,
+) -> None:
+    """With data=self: let the target sample prompts, and set data.path to their file in `folder`. timed: how many are
+    needed to time a draft; seconds: a budget. Raises as `SelfPrompts.file`."""
+    ask = cfg.rollout
+    own = SelfPrompts(
+        Template(tokenizer, cfg.data.template, ends_of(target)),
+        folder,
+        identity(target, tokenizer),
+        needed(ask.texts, ask.held_out_texts, timed),
+        ask.seed,
+        min(LONGEST, length_of(target.config.get_text_config()) // 2),
+        seconds,
+    )
+    cfg.data.path = str(own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))))
 
 
 def models(

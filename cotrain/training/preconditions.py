@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
-from cotrain.config.settings import TrainConfig, learnt
-from cotrain.data.conversations import Chats
+from cotrain.config.settings import TrainConfig, from_target, learnt
+from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError
+from cotrain.rollout.self_prompts import SELF, opening
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
 from cotrain.students.base import Student, student_class
@@ -44,6 +45,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.pretrained import quantisation_of
+from inference.request import ends_of
 from inference.servers.openai_client import Client
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -75,16 +77,27 @@ def require(cfg: TrainConfig) -> RunOutline:
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
-        sources = _sources(cfg, target, tokenizer)
-        fill_prompt_tokens(cfg, target, sources.get("train"))
+        if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
+            opening(Template(tokenizer, cfg.data.template, ends_of(target)))
+            sources = {}
+        else:
+            sources = require_texts(cfg, target, tokenizer)
         _lengths(cfg, target, draft)
-        _texts(cfg, target, tokenizer, sources)
-        _shares(cfg, sources)
     except UserError:
         raise
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error
     return RunOutline(target, tokenizer, draft, sources)
+
+
+def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
+    """Read and check the user's texts, and set `rollout.prompt_tokens` by them. Returns them by split, {} for the
+    embedded corpora. Raises UserError or ValueError naming the key."""
+    sources = _sources(cfg, target, tokenizer)
+    fill_prompt_tokens(cfg, target, sources)
+    _texts(cfg, target, tokenizer, sources)
+    _shares(cfg, sources)
+    return sources
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
@@ -354,12 +367,12 @@ def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) ->
     return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
 
 
-def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, train: Source | None) -> None:
-    """Set `rollout.prompt_tokens` if it is 0. train: the user's texts to learn from, or None for the embedded corpora.
-    """
+def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
+    """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
-        cfg.rollout.prompt_tokens = prompt_tokens(train, room)
+        others = [texts for split, texts in sources.items() if split != "train"]
+        cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
 
 
 def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
@@ -393,6 +406,8 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
 
 def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:
     """Return the domains of the user's texts, or those of the embedded corpora."""
+    if from_target(cfg.data):
+        return {SELF}
     if split in sources:
         return {domain for domain, _ in sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
     sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from cotrain.config.settings import TrainConfig, judged, learnt
+from cotrain.config.settings import TrainConfig, from_target, judged, learnt
+from cotrain.data.conversations import Template
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
+from cotrain.rollout.self_prompts import opening
 from cotrain.students.base import student_class
 from cotrain.training.job import source
 from cotrain.training.preconditions import RunOutline, domains, ids_of, size_of
@@ -28,6 +30,7 @@ from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half
+from inference.request import ends_of
 
 WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
@@ -117,6 +120,10 @@ def _minutes(seconds: float) -> str:
 
 def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
     """Return a line with the first prompt for sampling, as the target gets it, with special tokens."""
+    if from_target(cfg.data):
+        ends = ends_of(known.target)
+        ids = opening(Template(known.tokenizer, cfg.data.template, ends)).ids
+        return f"prompts       sampled from the target itself, which begins after {str(known.tokenizer.decode(ids))!r}"
     split = "train" if known.sources else "held_out"
     texts = known.sources.get(split) or source(cfg, split, known.target, known.tokenizer)
     ((_, ids), *_) = texts.prompts(1, cfg.rollout.prompt_tokens, cfg.rollout.seed)

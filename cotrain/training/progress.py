@@ -21,6 +21,7 @@ NEVER = sys.maxsize  # batches between validations, if a budget of time decides 
 # shares of the run's minutes (minutes=)
 LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
 SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
+PROMPTS = 0.06  # sampling prompts of the target itself gets at most this share
 JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
 ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
 # durations of the end of a run
@@ -114,6 +115,11 @@ def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
         return {}
     sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
     return {split: 60 * cfg.minutes * share / sets[split] for split, share in SAMPLING.items()}
+
+
+def prompt_seconds(cfg: TrainConfig) -> float | None:
+    """Return the seconds that sampling prompts (data=self) may take; None without a budget."""
+    return 60 * cfg.minutes * PROMPTS if cfg.minutes else None
 
 
 def validations(cfg: TrainConfig, first: Validation) -> int:

@@ -1,5 +1,5 @@
-"""Resolves the path of a model: the bundled target (in a checkout or in an installed `cotrain`), a folder, or a hub
-id."""
+"""Resolves the path of a model: the bundled target (in a checkout or in an installed `cotrain`), a GGUF file, a folder,
+or a hub id."""
 
 import os
 import re
@@ -8,15 +8,19 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from inference.drafts.gguf_target import PACKAGED, dequantised, gguf_file
+
 NAME = "bundled"
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or a data set on the hub
 
 
-def resolve(path: str) -> str:
-    """The folder of the bundled target for "bundled", else `path`. Raises FileNotFoundError if there is no bundled
-    target."""
+def resolve(path: str, key: str = "target.path") -> str:
+    """The folder of a model: of the bundled target for "bundled", and the dequantised one of a GGUF file, which is
+    written if it is not in the cache; else `path`. Raises FileNotFoundError if there is no bundled target, and as
+    `gguf_file` and `dequantised`."""
     if path != NAME:
-        return path
+        file = gguf_file(path, key)
+        return path if file is None else str(dequantised(file, key))
     root = Path(__file__).resolve().parents[2]
     folders = (root / "data" / "target", root / "cotrain" / "_data" / "target")
     for folder in folders:
@@ -31,7 +35,7 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     It cannot be one if it is no valid name on the hub, if it lies inside an existing folder, or if a similar path
     exists. The message names the key and the working directory.
     """
-    if path == NAME or os.path.lexists(path):
+    if path == NAME or path in PACKAGED or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
     if hub and (isinstance(try_to_load_from_cache(path, "config.json"), str) or not (

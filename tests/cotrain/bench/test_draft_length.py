@@ -34,7 +34,7 @@ def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> N
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     start = MeasuredCosts(calibrated(TABLE, SLOW), TABLE, SLOW)
     assert choose(start.costs, tau, [2, 3, 4]).drafting == 3
-    length, measured = plan_length(SimpleNamespace(depths=[2, 3, 4]), start, tau)
+    length, measured = plan_length(SimpleNamespace(depths=[2, 3, 4], planned=None), start, tau)
     assert ran[0] == 3 and 3 in measured.rounds and length.speedups[3] < choose(start.costs, tau, [3]).speedups[3]
 
 

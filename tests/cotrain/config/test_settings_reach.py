@@ -183,7 +183,7 @@ def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch
 # --- what made kept texts, and whether a run goes on
 
 OTHERS: dict[type, Any] = {int: 977, float: 0.37, bool: True, str: "other", type(None): "other"}
-FREE_DATA = {"block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
+FREE_DATA = {"from_target", "block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
 FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts", "on_draft"}
 
 

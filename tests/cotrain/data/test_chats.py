@@ -145,7 +145,7 @@ def test_what_cannot_be_rendered_names_the_row(template: str | None, row: dict[s
 
 
 def settings(path: Path, column: str = "text") -> Data:
-    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, {}, None, False, False, 1000)
+    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, {}, None, False, False, 1000, False)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

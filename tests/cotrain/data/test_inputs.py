@@ -34,6 +34,7 @@ def given(path: Path | str, **changed: object) -> Data:
         "chat": False,
         "streaming": False,
         "take": 1000,
+        "from_target": False,
     }
     return Data(**(settings | changed))  # type: ignore[arg-type]
 

@@ -26,6 +26,24 @@ def test_most_prompts_are_used(lengths: list[int], room: int, wanted: int) -> No
     assert prompt_tokens(rows(*lengths), room) == wanted
 
 
+def of(**domains: list[int]) -> PromptRows:
+    return PromptRows(
+        [{"domain": name, "prompt": [2] * size, "completion": []} for name, sizes in domains.items() for size in sizes]
+    )
+
+
+def test_a_domain_of_long_prompts_is_covered_as_others_are() -> None:
+    train = of(chats=[60] * 200, summaries=[400] * 9 + [500])
+    assert prompt_tokens(train, 1000) == 512
+    assert train.prompts(999, prompt_tokens(train, 1000), 0)
+
+
+def test_every_domain_to_measure_on_has_a_prompt() -> None:
+    train, held_out = of(chats=[60] * 200, code=[60] * 40), of(chats=[60], code=[300, 200])
+    assert prompt_tokens(train, 1000) == 64 and prompt_tokens(train, 1000, [held_out]) == 208
+    assert prompt_tokens(train, 150, [held_out]) == 150
+
+
 def test_texts_are_begun() -> None:
     texts = datasets.Dataset.from_dict({"text": ["abc" * 500], "domain": ["a"]})
     assert prompt_tokens(TextStarts(texts, texts, tokenizer()), 1000) == prompt_tokens(None, 1000) == 48

@@ -138,7 +138,7 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
-    return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, {}, None, False, False, 1000)
+    return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, {}, None, False, False, 1000, False)
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": "b"}, {"messages": []}])

@@ -11,7 +11,7 @@ import torch
 from cotrain.acceptance import expected_calls, expected_calls_block
 from cotrain.data import splits
 from cotrain.data.corpora import shipped_ids
-from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of
+from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of, splits_of
 from cotrain.evaluation.held_out import Scores, by_depth
 from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.training.job import Job
@@ -26,6 +26,21 @@ def test_content_decides_about_the_split() -> None:
     assert found == [split_of(f"text number {i}") for i in range(4000)]
     shares = {name: found.count(name) / 4000 for name in SPLITS}
     assert shares == pytest.approx({"train": 0.9, "held_out": 0.05, "final": 0.05}, abs=0.012)
+
+
+@pytest.mark.parametrize(("count", "least"), [(3, 0), (5, 1), (12, 2), (20, 4), (60, 4)])
+def test_a_small_data_set_has_rows_in_every_split(count: int, least: int) -> None:
+    for first in range(0, 1000, 100):
+        contents = [f"text number {first + i}" for i in range(count)]
+        found = splits_of(contents)
+        assert min(found.count(name) for name in SPLITS) >= least
+        assert all(own == split_of(one) or split_of(one) == "train" for one, own in zip(contents, found, strict=True))
+        assert splits_of(contents[::-1]) == found[::-1] and splits_of(contents * 2) == found * 2
+
+
+def test_a_large_data_set_is_split_by_content_alone() -> None:
+    contents = [f"text number {i}" for i in range(1000)]
+    assert splits_of(contents) == [split_of(one) for one in contents]
 
 
 @pytest.mark.parametrize(

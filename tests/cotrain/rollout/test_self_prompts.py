@@ -1,0 +1,293 @@
+"""Prompts that the target samples itself: where each family of templates begins and ends, filters, splits, resuming."""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cotrain.config.groups import Data
+from cotrain.data.conversations import Template
+from cotrain.data.sources import source_of
+from cotrain.data.splits import SPLITS
+from cotrain.errors import UserError
+from cotrain.rollout import self_prompts
+from cotrain.rollout.self_prompts import FILTERS, MOST, Opening, SelfPrompts, filtered, line, needed, opening
+from inference import Sampling
+from tests.folders import tokenizer
+
+START = "<|endoftext|>"  # of the tests' tokenizer: starts and ends a text
+
+
+class Family(NamedTuple):
+    """A chat template; its special tokens; the text before a user's content; the token, or the text, that ends it."""
+
+    template: str
+    special: tuple[str, ...]
+    before: str
+    end: str | None
+    close: str = ""
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+QWEN = CHATML.removesuffix("{% endif %}") + "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+VICUNA = "{% for m in messages %}USER: {{ m.content }} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+IM = ("<|im_start|>", "<|im_end|>")
+FAMILIES = {
+    "chatml": Family(CHATML, IM, "<|im_start|>user\n", "<|im_end|>"),
+    "chatml with a system prompt": Family(
+        SYSTEM + CHATML, IM, "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\n", "<|im_end|>"
+    ),
+    "llama 3": Family(
+        LLAMA,
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        f"{START}<|start_header_id|>user<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "qwen 3": Family(QWEN, IM, "<|im_start|>user\n", "<|im_end|>"),
+    "gemma": Family(
+        GEMMA, ("<start_of_turn>", "<end_of_turn>"), f"{START}<start_of_turn>user\n", "<end_of_turn>"
+    ),
+    "mistral": Family(MISTRAL, ("[INST]", "[/INST]"), f"{START}[INST]", "[/INST]"),
+    "vicuna": Family(VICUNA, (), "USER:", None, "ASSISTANT:"),
+}  # fmt: skip
+
+
+def template_of(family: Family | None) -> Template:
+    words: PreTrainedTokenizerFast = copy.deepcopy(tokenizer())
+    words.bos_token = START
+    if family:
+        words.add_special_tokens({"additional_special_tokens": list(family.special)})
+        words.chat_template = family.template
+    return Template(words, {}, {words.eos_token_id})
+
+
+CHAT = template_of(FAMILIES["chatml"])
+OPENED = opening(CHAT)
+END = CHAT.tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def written(text: str, end: bool = True) -> list[int]:
+    """What a target samples: a user's message, and the token that ends it."""
+    return [*CHAT.ids(text), *([END] if end else [])]
+
+
+def messages(count: int) -> list[list[int]]:
+    """Different messages that pass all filters."""
+    return [written(f"Please tell me a story about number {i}") for i in range(count)]
+
+
+class Scripted:
+    """A sampler of given completions, by key. stops: it is interrupted after so many batches."""
+
+    rows = 8
+
+    def __init__(self, completions: Sequence[list[int]], stops: int | None = None) -> None:
+        self.completions, self.stops = completions, stops
+        self.keys: list[int] = []
+        self.prompts: list[list[int]] = []
+        self.sampling, self.seeds = Sampling(), set[int]()
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        if self.stops is not None and len(self.keys) >= self.stops * self.rows:
+            raise KeyboardInterrupt
+        self.keys += keys
+        self.prompts, self.sampling = prompts, sampling
+        self.seeds.add(seed)
+        return [self.completions[key % len(self.completions)][:new_tokens] for key in keys]
+
+    def by(self) -> Callable[[], "Scripted"]:
+        return lambda: self
+
+
+def asked(folder: Path, wanted: dict[str, int] | None = None, seed: int = 1, **changed: Any) -> SelfPrompts:
+    return SelfPrompts(CHAT, folder, {"weights": "a"}, wanted or needed(20, 2, 2), seed, **changed)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in path.read_text().splitlines()]
+
+
+class TestOpening:
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_a_template_is_cut_where_the_user_begins(self, name: str) -> None:
+        family = FAMILIES[name]
+        template = template_of(family)
+        opened, words = opening(template), template.tokenizer
+        assert words.decode(opened.ids) == family.before and opened.chat
+        assert opened.ids == template.ids(family.before)
+        ends = {words.eos_token_id} | ({words.convert_tokens_to_ids(family.end)} if family.end else set())
+        assert (opened.ends, opened.close) == (ends, family.close)
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_what_follows_the_opening_is_read_back_as_the_user_wrote_it(self, name: str) -> None:
+        template = template_of(FAMILIES[name])
+        opened, text = opening(template), "Write a poem about the sea"
+        message = [{"role": "user", "content": text}]
+        rendered = template.ids(template.text(message, None, prompt=True))
+        assert rendered[: len(opened.ids)] == opened.ids
+        rows, _ = filtered([rendered[len(opened.ids) :]], opened, template, 99)
+        assert [row["messages"] for row in rows] == [message]
+
+    def test_options_of_the_template_reach_it(self) -> None:
+        words = template_of(FAMILIES["chatml"]).tokenizer
+        words.chat_template = "{% if brief %}Be brief. {% endif %}" + CHATML
+        ids = opening(Template(words, {"brief": True}, {0})).ids
+        assert words.decode(ids) == "Be brief. <|im_start|>user\n"
+
+    def test_a_target_without_a_template_begins_a_text_with_its_start_token(self) -> None:
+        template = template_of(None)
+        opened = opening(template)
+        assert not opened.chat and len(opened.ids) == 1 and opened.ends == {template.tokenizer.eos_token_id}
+        rows, dropped = filtered([template.ids("a text without an end, of which")], opened, template, 99)
+        assert [row["text"] for row in rows] == ["a text without an end, of which"] and not any(dropped.values())
+
+    def test_a_template_that_changes_the_content_is_refused(self) -> None:
+        words = template_of(FAMILIES["chatml"]).tokenizer
+        words.chat_template = CHATML.replace("m.content", "m.content | upper")
+        with pytest.raises(ValueError, match="data=self: .* does not write the user's content as it is"):
+            opening(Template(words, {}, {0}))
+
+
+class TestFilters:
+    @pytest.mark.parametrize(
+        ("reason", "ids"),
+        [
+            ("unfinished", written("Tell me a story about number", end=False)),
+            ("empty", written(" \n ")),
+            ("short", written("a")),
+            ("markup", [*CHAT.ids("Tell me a story "), *CHAT.ids("<|im_start|>"), *CHAT.ids("of it"), END]),
+            ("repetitive", written("xyz" * 30)),
+        ],
+    )
+    def test_a_prompt_is_dropped_and_counted(self, reason: str, ids: list[int]) -> None:
+        good = messages(1)[0]
+        rows, dropped = filtered([good, ids, good], OPENED, CHAT, 99)
+        assert [row["messages"][0]["content"] for row in rows] == ["Please tell me a story about number 0"]
+        assert {name for name, count in dropped.items() if count} == {reason, "duplicate"}
+        assert sum(dropped.values()) == 2 and tuple(dropped) == FILTERS
+
+    def test_duplicates_differ_in_case_and_spaces_only(self) -> None:
+        rows, dropped = filtered(
+            [written(text) for text in ("Tell me a story", "tell  me\na Story", "Tell me the story")], OPENED, CHAT, 99
+        )
+        assert len(rows) == 2 and dropped["duplicate"] == 1
+
+    def test_the_first_end_ends_a_prompt(self) -> None:
+        rows, _ = filtered([[*written("Tell me a story"), *written("and another one")]], OPENED, CHAT, 99)
+        assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"]
+
+    def test_a_text_ends_a_prompt_where_no_token_does(self) -> None:
+        opened = Opening([0], frozenset(), "ASSISTANT:", True)
+        ids = CHAT.ids("Tell me a story ASSISTANT: Once upon")
+        rows, dropped = filtered([ids, CHAT.ids("Tell me a story and more")], opened, CHAT, 99)
+        assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"] and dropped["unfinished"] == 1
+
+
+class TestFile:
+    def test_the_target_continues_the_opening_until_the_turn_ends(self, tmp_path: Path) -> None:
+        sampler = Scripted(messages(40))
+        asked(tmp_path, seed=7).file(sampler.by(), say=print)
+        assert all(prompt == OPENED.ids for prompt in sampler.prompts)
+        assert set(sampler.sampling.stop_ids) == OPENED.ends and sampler.sampling.temperature == 1
+        assert sampler.seeds == {7} and sampler.keys == list(range(len(sampler.keys)))
+
+    def test_every_split_has_as_many_as_are_wanted_as_a_run_reads_them(self, tmp_path: Path) -> None:
+        wanted = needed(30, 6, 4)
+        path = asked(tmp_path, wanted).file(Scripted(messages(900)).by(), say=print)
+        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        sources = [source_of(data_of(path), split, CHAT.tokenizer, CHAT.ends) for split in SPLITS]
+        sizes = [len(source.prompts(10**6, 99, 0)) for source in sources]
+        assert sizes == [counts["splits"][split] for split in SPLITS] and sum(sizes) == counts["kept"]
+        assert all(size >= wanted[split] for size, split in zip(sizes, SPLITS, strict=True))
+        texts = [{tuple(ids) for _, ids in source.prompts(10**6, 99, 0)} for source in sources]
+        assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])
+
+    def test_more_are_asked_for_while_filters_drop_many(self, tmp_path: Path) -> None:
+        good = messages(2000)
+        half = [good[i] if i % 2 else written("a") for i in range(2000)]
+        asked(tmp_path).file(Scripted(half).by(), say=print)
+        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["short"] - counts["asked"]) <= 1
+
+    def test_what_was_asked_kept_and_dropped_is_printed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        asked(tmp_path).file(Scripted([*messages(300), written("a")]).by())
+        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        assert line(counts) in capsys.readouterr().out
+        assert counts["asked"] == counts["kept"] + sum(counts["dropped"].values())
+        some = {"asked": 5, "kept": 3, "dropped": {"short": 2, "empty": 0}, "splits": {"train": 2, "held_out": 1}}
+        assert line(some) == (
+            "data=self: 5 prompts sampled from the target, 3 kept (train 2, held_out 1); dropped: 2 short"
+        )
+
+    def test_a_target_that_writes_no_prompts_is_refused_after_a_while(self, tmp_path: Path) -> None:
+        sampler = Scripted([written("a")])
+        with pytest.raises(UserError, match=r"0 kept .* dropped: \d+ short; none for the split train, held_out, final"):
+            asked(tmp_path).file(sampler.by(), say=print)
+        first = max(20 / 0.9, 2 / 0.05)
+        assert len(sampler.keys) <= MOST * (first + 1) + sampler.rows
+
+    def test_the_same_seed_gives_the_same_file_and_is_not_sampled_again(self, tmp_path: Path) -> None:
+        first, again = Scripted(messages(300)), Scripted(messages(300))
+        path = asked(tmp_path / "a").file(first.by(), say=print)
+        assert asked(tmp_path / "a").file(again.by(), say=print) == path and not again.keys
+        other = asked(tmp_path / "b").file(Scripted(messages(300)).by(), say=print)
+        assert other.read_bytes() == path.read_bytes()
+
+    @pytest.mark.parametrize(
+        "changed", [{"seed": 2}, {"identity": {"weights": "b"}}, {"wanted": needed(10, 1, 1)}, {"tokens": 60}]
+    )
+    def test_another_seed_target_or_number_is_sampled_anew(self, changed: dict[str, Any], tmp_path: Path) -> None:
+        whole = {"identity": {"weights": "a"}, "wanted": needed(20, 2, 2), "seed": 1}
+        SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by(), say=print)
+        sampler = Scripted(messages(300))
+        SelfPrompts(CHAT, tmp_path, **whole | changed).file(sampler.by(), say=print)
+        assert sampler.keys
+
+    def test_an_interrupted_sampling_goes_on(self, tmp_path: Path) -> None:
+        whole = asked(tmp_path / "whole").file(Scripted(messages(300)).by(), say=print)
+        with pytest.raises(KeyboardInterrupt):
+            asked(tmp_path / "parts").file(Scripted(messages(300), stops=2).by(), say=print)
+        rest = Scripted(messages(300))
+        path = asked(tmp_path / "parts").file(rest.by(), say=print)
+        assert rest.keys[0] == 2 * Scripted.rows and path.read_bytes() == whole.read_bytes()
+        assert {one.name for one in (tmp_path / "parts").iterdir()} == {"self_prompts.json", "self_prompts.jsonl"}
+
+    def test_a_file_without_its_counts_is_sampled_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked(tmp_path).file(Scripted(messages(300)).by(), say=print)
+        (tmp_path / "self_prompts.json").unlink()
+        sampler = Scripted(messages(300))
+        asked(tmp_path).file(sampler.by(), say=print)
+        assert sampler.keys
+
+    def test_the_first_process_samples_for_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = asked(tmp_path).file(Scripted(messages(300)).by(), say=print)
+        monkeypatch.setattr(self_prompts, "rank", lambda: 1)
+        sampler = Scripted(messages(300))
+        assert asked(tmp_path).file(sampler.by(), say=print) == path and not sampler.keys
+
+
+def data_of(path: Path) -> Data:
+    return Data(path=str(path), from_target=True, column="text", split="train", bytes={}, held_out_bytes={}, block=64,
+                template={}, on_target=False, shares={}, embedded_shares={}, config=None, chat=False, streaming=False,
+                take=1)  # fmt: skip
