@@ -93,7 +93,8 @@ def _rule(metadata: Metadata) -> str:
 def _plan_line(metadata: Metadata) -> str:
     """Return a line that says what is measured, if the folder's plan is measured."""
     shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
-    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; to choose anew, set bench.depths=[2,4,8], "
+    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; to choose anew, set "
+            f"bench.depths=[2,4,8], "
             "bench.trees=16 or verify=")  # fmt: skip
 
 
@@ -118,8 +119,8 @@ def prompts(
     without data.path, the shipped ones.
 
     room: the largest allowed number of tokens of a prompt, if the user did not set bench.prompt_tokens. The setting is
-    then raised for texts that have a domain without a prompt of that length, since the value stored in the folder is
-    for other texts."""
+    then raised for texts that have a domain without a prompt of that length. The value in the folder is for other
+    texts."""
     seed = cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, cfg.bench.prompt_tokens), [], "shipped")

@@ -253,7 +253,7 @@ def refuse_from_target(name: str, cfg: "DictConfig") -> None:
 
 
 def from_target(data: Data) -> bool:
-    """Whether the target samples the prompts itself; a given path goes first."""
+    """Return whether the target samples the prompts itself. If data.path is set, it has priority."""
     return data.from_target and data.path is None
 
 

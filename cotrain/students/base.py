@@ -70,8 +70,8 @@ class Trials:
 class Student(Protocol):
     """A kind of draft while it trains. Subclasses inherit the methods that have a body here.
 
-    The constructor takes the network, the target (its head, layers or embeddings may be shared with the draft), and
-    `vocabulary`, the number of ids that can have mass (None: all ids of the head).
+    The constructor takes the network, the target and `vocabulary`. The target's head, layers or embeddings may be
+    shared with the draft. `vocabulary` is the number of ids that can have mass (None: all ids of the head).
 
     takes: the settings of `OPTIONAL` that this kind has; other settings of `OPTIONAL` raise an error.
     reads: the layers of the target's states that it reads. LAST is always available, because losses read it.

@@ -163,7 +163,7 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key}: {name} is not a folder, and the hub has no such model: {reason}") from error
+        raise ValueError(f"{key}: {name} is no folder, and the hub has no such model: {reason}") from error
 
 
 def load_pair(

@@ -243,8 +243,8 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> None:
-    """With data=self: let the target sample prompts, and set data.path to their file in `folder`. timed: how many are
-    needed to time a draft; seconds: a budget. Raises as `SelfPrompts.file`."""
+    """Let the target sample prompts if data=self, and set data.path to their file in `folder`. timed: the number of
+    prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
         Template(tokenizer, cfg.data.template, ends_of(target)),
