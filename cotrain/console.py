@@ -68,8 +68,8 @@ class Display:
         self.close()
 
     def to(self, done: float, note: str = "", total: float | None = None) -> None:
-        """Show that `done` units are done. note: further text of the line, which stays until another note replaces it.
-        """
+        """Show that `done` units are done. note: further text of the line, which stays until another note replaces
+        it."""
         self.done, self.note = done, note or self.note
         self.total = self.total if total is None else total
         if self.bar:

@@ -1,5 +1,5 @@
-"""Choices that are made by measurement: the layers of a draft before training, and its own settings before it is timed.
-"""
+"""Choices that are made by measurement: the layers of a draft before training, and its own settings before it is
+timed."""
 
 from dataclasses import replace
 from typing import Any

@@ -97,8 +97,8 @@ def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, 
 
 
 def best(exits: Sequence[Exit]) -> Exit:
-    """Return the exit with the highest speed-up. Among exits of equal speed-up, return the one with the fewest layers.
-    """
+    """Return the exit with the highest speed-up. Among exits of equal speed-up, return the one with the fewest
+    layers."""
     return max(exits, key=lambda one: (one.speedup, -one.layers))
 
 

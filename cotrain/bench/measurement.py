@@ -107,8 +107,8 @@ class Budget:
     start: float
 
     def until(self, share: float) -> float:
-        """Return the value of time.perf_counter() at which this share of the time is over. It is inf without a limit.
-        """
+        """Return the value of time.perf_counter() at which this share of the time is over. It is inf without a
+        limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
     def over(self, share: float) -> bool:

@@ -72,8 +72,10 @@ def over_http(client: Client, plan: Plan) -> Ask:
         )
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
-            raise ValueError("url: the server returns no token ids, and the prediction needs them; use a server that "
-                             "returns them, such as vLLM")
+            raise ValueError(
+                "url: the server returns no token ids, and the prediction needs them; use a server that "
+                "returns them, such as vLLM"
+            )
         counted = after - before if after and before else None
         return [one.ids or [] for one in answers], seconds, counted
 

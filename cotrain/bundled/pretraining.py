@@ -102,8 +102,8 @@ def llama(
     context: int,
     head_dim: int = 64,
 ) -> LlamaForCausalLM:
-    """Return a Llama with random weights and tied embeddings. Id 0 ends a text and id 1 is padding, see tokenizer.py.
-    """
+    """Return a Llama with random weights and tied embeddings. Id 0 ends a text and id 1 is padding, see
+    tokenizer.py."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,

@@ -41,15 +41,17 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError, naming the key, for a matrix that cannot be measured. It is called before any measurement."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts only, and draft.path={cfg.draft.path} "
-                        f"is {kind}")
+        raise UserError(
+            f"matrix.vllm: vLLM is measured with {DEFAULT} drafts only, and draft.path={cfg.draft.path} is {kind}"
+        )
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
         raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
-        raise UserError(f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM "
-                        f"installation")
+        raise UserError(
+            f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation"
+        )
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
         raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:

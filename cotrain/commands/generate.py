@@ -121,8 +121,10 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
     if prompt is not None:
         return [prompt]
     if prompts is None and sys.stdin.isatty():
-        raise UserError("no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
-                        "the text to standard input")
+        raise UserError(
+            "no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
+            "the text to standard input"
+        )
     if prompts is None:
         lines = [sys.stdin.read()]
     else:

@@ -138,8 +138,10 @@ def measured(path: str) -> Folder:
     """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
     draft_folder = folder(path)
     if draft_folder.kind not in KINDS:
-        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; the kinds that can be measured are "
-                        f"{', '.join(KINDS)}")
+        raise UserError(
+            f"draft.path: {path} is of kind {draft_folder.kind!r}; the kinds that can be measured are "
+            f"{', '.join(KINDS)}"
+        )
     return draft_folder
 
 

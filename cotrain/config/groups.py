@@ -24,8 +24,8 @@ class ServedRegime:
 
 @dataclass
 class PolicySettings:
-    """Draft length of a command. k: the draft length of every round; null selects the plan stored in the draft folder.
-    """
+    """Draft length of a command. k: the draft length of every round; null selects the plan stored in the draft
+    folder."""
 
     k: int | None
 

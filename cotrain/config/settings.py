@@ -280,8 +280,8 @@ def judged(cfg: TrainConfig) -> list[float]:
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """Return a function logits (n, V) -> (n, V) that applies the regime's top-k and top-p, or None if it has neither.
-    """
+    """Return a function logits (n, V) -> (n, V) that applies the regime's top-k and top-p, or None if it has
+    neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []

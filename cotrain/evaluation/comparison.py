@@ -149,8 +149,9 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
     common = _aligned(pairs)
     if not common[0]:
-        raise UserError(f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in "
-                        "all runs")
+        raise UserError(
+            f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in all runs"
+        )
     lengths, ours, theirs = np.array([
         [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
         for (one, two), rows in zip(pairs, common, strict=True)

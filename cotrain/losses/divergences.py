@@ -32,8 +32,8 @@ def misaligned(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return the acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot q.
-    """
+    """Return the acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot
+    q."""
     return _at(wide(logp), logq.argmax(-1)).exp()
 
 

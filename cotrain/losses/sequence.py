@@ -60,8 +60,8 @@ def to_columns(values: Tensor, at: Tensor) -> Tensor:
 
 
 def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
-    """Put values (B, L) of completions at their positions (B, T), with 0 elsewhere. It is the inverse of `to_columns`.
-    """
+    """Put values (B, L) of completions at their positions (B, T), with 0 elsewhere. It is the inverse of
+    `to_columns`."""
     inside = torch.arange(values.shape[1], device=values.device) < sampled.sum(1, keepdim=True)
     return values.new_zeros(sampled.shape).masked_scatter(sampled, values[inside])
 

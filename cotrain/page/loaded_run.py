@@ -158,7 +158,7 @@ def _report(file: Path | None) -> dict[str, Any] | None:
         validate(report)
     except ValueError as error:
         raise UserError(f"run={file} is no report of this version: {error}; measure the draft again with cotrain "
-                        f"bench") from error  # fmt: skip # noqa: E501
+                        f"bench") from error  # fmt: skip
     return report
 
 

@@ -84,8 +84,8 @@ def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Mark
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """Return a table whose first column has the names of the rows. In a narrow window the table scrolls, not the page.
-    """
+    """Return a table whose first column has the names of the rows. In a narrow window the table scrolls, not the
+    page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 

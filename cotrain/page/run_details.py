@@ -1,5 +1,5 @@
-"""Sections of the page that compare no runs: worst contexts, replay of a generation, exactness, origin of the figures.
-"""
+"""Sections of the page that compare no runs: worst contexts, replay of a generation, exactness, origin of the
+figures."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -252,14 +252,15 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
     sizes."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
-        raise ValueError("draft.depths: set how many drafts per round an eagle is trained for, for example "
-                         "draft.depths=6")
+        raise ValueError(
+            "draft.depths: set how many drafts per round an eagle is trained for, for example draft.depths=6"
+        )
     refuse_sizes(draft, size, target.config.get_text_config().hidden_size)
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is not set is None.
-    """
+    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is not set is
+    None."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
@@ -272,8 +273,9 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
     """Return the arguments of the config. like: whether the draft's layer has the shape of the target's layers."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
-        raise ValueError("draft.intermediate, head_dim, kv_heads: an eagle needs all three, for example "
-                         "draft.head_dim=64")
+        raise ValueError(
+            "draft.intermediate, head_dim, kv_heads: an eagle needs all three, for example draft.head_dim=64"
+        )
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
     layers = fused(theirs.num_hidden_layers)

@@ -45,8 +45,9 @@ class EarlyExitStudent(Student):
         exit in the folder draft.path. If draft.layers is null, the exit is the last of `candidates`, which is the
         largest draft. Raises ValueError naming the key to change."""
         if draft.depths is None:
-            raise ValueError("draft.depths: set how many drafts per round the exit is trained for, for example "
-                             "draft.depths=4")
+            raise ValueError(
+                "draft.depths: set how many drafts per round the exit is trained for, for example draft.depths=4"
+            )
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
             _refuse_windows(target, network.config.rank)

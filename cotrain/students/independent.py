@@ -218,8 +218,9 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     """
     total = target.config.get_text_config().num_hidden_layers
     if any(not -total <= layer < total for layer in layers) or not layers:
-        raise ValueError(f"init.layers: {list(layers)} are not all layers of the target, whose number of layers is "
-                         f"{total}")
+        raise ValueError(
+            f"init.layers: {list(layers)} are not all layers of the target, whose number of layers is {total}"
+        )
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(chosen)
@@ -323,8 +324,8 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """Return draft.path. Raises ValueError if it is not set, or is a draft of a kind that `student` cannot begin with.
-    """
+    """Return draft.path. Raises ValueError if it is not set, or is a draft of a kind that `student` cannot begin
+    with."""
     path = draft.path
     if not path:
         raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")

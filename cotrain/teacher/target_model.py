@@ -94,8 +94,9 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
     if quantised(config):
         raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
     if find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set "
-                         f"quantisation=none")
+        raise ValueError(
+            f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set quantisation=none"
+        )
 
 
 def _unpacked(model: PreTrainedModel) -> None:
@@ -202,8 +203,9 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     whole = whole[..., : halves.shape[-1]]
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
-        raise ValueError(f"{type(model).__name__}: its head does more than a projection, so it cannot be computed in "
-                         f"chunks")
+        raise ValueError(
+            f"{type(model).__name__}: its head does more than a projection, so it cannot be computed in chunks"
+        )
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:

@@ -45,8 +45,9 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
     """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
     if student_class(draft.kind).trained:
         if draft.path and init.kind != "pretrained":
-            raise ValueError(f"draft.path={draft.path}: it is read only with init=pretrained, not with "
-                             f"init={init.kind}")
+            raise ValueError(
+                f"draft.path={draft.path}: it is read only with init=pretrained, not with init={init.kind}"
+            )
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
     elif draft.quantisation != "none":

@@ -127,8 +127,8 @@ class SwapWeights(Callback):
     own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the replacement of each weight of the draft, by name. Weights of the draft without a replacement stay.
-        """
+        """Return the replacement of each weight of the draft, by name. Weights of the draft without a replacement
+        stay."""
         raise NotImplementedError
 
     @torch.no_grad()

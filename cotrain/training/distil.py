@@ -202,8 +202,9 @@ def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str
     held, origin = others
     alpha = module.on(held)["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
-    print(f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is "
-          f"{own:.3f}")
+    print(
+        f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is {own:.3f}"
+    )
     return asdict(origin) | {"alpha": alpha, "alpha_own": own}
 
 

@@ -82,8 +82,9 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
         raise ValueError("rollout.on_draft: set a share in [0, 1] of the prompts of every round but the first; it "
                          "needs rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
-        raise ValueError("rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or "
-                         "data.on_target=true")
+        raise ValueError(
+            "rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or data.on_target=true"
+        )
     ends = [min(every * math.ceil(count * (i + 1) / rounds), steps) for i in range(rounds)]
     return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
 

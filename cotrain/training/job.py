@@ -129,8 +129,8 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Return whether the user's texts are prompts, with or without completions. Then only completions are learnt.
-        """
+        """Return whether the user's texts are prompts, with or without completions. Then only completions are
+        learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property

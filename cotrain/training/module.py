@@ -475,8 +475,9 @@ def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raise ValueError if draft and target have hidden states of different widths, since these have no cosine."""
     ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
     if ours != theirs:
-        raise ValueError(f"init.cosine: the draft's hidden states have width {ours}, and the target's have width "
-                         f"{theirs}")
+        raise ValueError(
+            f"init.cosine: the draft's hidden states have width {ours}, and the target's have width {theirs}"
+        )
 
 
 def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:

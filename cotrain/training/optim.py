@@ -51,8 +51,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
-    """
+    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on
+    vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -135,8 +135,9 @@ def _settings(cfg: TrainConfig) -> None:
         raise UserError("draft.confidence=true: texts of data.path are set aside for the head, and corpus steps would "
                         "learn them: set trainer.corpus_steps=0")  # fmt: skip
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
-        raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most "
-                        f"trainer.steps={cfg.trainer.steps}")
+        raise UserError(
+            f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"
+        )
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
         raise UserError(f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
                         "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone")  # fmt: skip
@@ -266,11 +267,14 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
-        raise UserError(f"target.path: {cfg.target.path} has a tokenizer with {size} ids, but the number of rows of "
-                        f"the model is {rows}")
+        raise UserError(
+            f"target.path: {cfg.target.path} has a tokenizer with {size} ids, but the number of rows of "
+            f"the model is {rows}"
+        )
     if cfg.regime.top_k > size:
-        raise UserError(f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no "
-                        f"tokens")
+        raise UserError(
+            f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no tokens"
+        )
     if cfg.trainer.top > size:
         raise UserError(f"trainer.top: {cfg.trainer.top} tokens, but the target has {size}")
     if cfg.quantisation.kind != "none" and device() == "cpu":
@@ -299,8 +303,8 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Check draft.path, if the draft starts from it. It must be a model with weights and with the target's token ids.
-    """
+    """Check draft.path, if the draft starts from it. It must be a model with weights and with the target's token
+    ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))

@@ -1,5 +1,5 @@
-"""The progress of a training in steps and in time. This module has the clock, the budget of minutes, and the display.
-"""
+"""The progress of a training in steps and in time. This module has the clock, the budget of minutes, and the
+display."""
 
 import sys
 import time
@@ -50,8 +50,8 @@ class Progress:
 
     @property
     def judging(self) -> float | None:
-        """Return the seconds that one evaluation of the held-out texts may take, or None without a budget of the run.
-        """
+        """Return the seconds that one evaluation of the held-out texts may take, or None without a budget of the
+        run."""
         return 60 * self.whole * JUDGING * ONCE if self.whole else None
 
     def at(self, step: int) -> float:

@@ -85,7 +85,7 @@ def test_bits_reach_every_command(
     ("settings", "message"),
     [
         ("draft=quantised draft.bits=3", "draft.bits=3: it must be 8 (int8) or 4 (nf4)"),
-        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set the number"),
+        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set the"),
         ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
@@ -124,5 +124,8 @@ def test_a_quantised_target_is_refused_before_it_is_loaded(place: Path, capsys: 
     folder = draft_folder(place / "rounded", place / "target", "quantised")
     for asked in ("quantisation=int8", "matrix.targets=[none,int8]"):
         assert main(["bench", f"draft.path={folder}", *BENCH, asked, f"output={place / 'never'}"]) == 1
-        assert "quantised drafts with the target in fewer bits, but the target is already in int8" in capsys.readouterr().err
+        assert (
+            "quantised drafts with the target in fewer bits, but the target is already in int8"
+            in capsys.readouterr().err
+        )
     assert not (place / "never").exists()

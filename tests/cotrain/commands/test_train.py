@@ -278,7 +278,9 @@ def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
     monkeypatch.setattr(samplers.Own, "__call__", wrong)
     settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.steps=1", "trainer.corpus_steps=0")
     assert job(place, "wrong", *settings) == 0
-    assert "warning: texts sampled at temperature 1 do not look as if this target sampled them" in capsys.readouterr().err
+    assert (
+        "warning: texts sampled at temperature 1 do not look as if this target sampled them" in capsys.readouterr().err
+    )
 
 
 def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,10 @@ def test_the_first_line_says_the_speed_and_what_to_serve(tmp_path: Path) -> None
     report["speedup"]["whole"] = {"value": 1.2, "low": 1.1, "high": 1.5}
     assert "1.20x [1.10, 1.50] at temperature 1: serve with k = 8" in parsed(folder(tmp_path / "e", report)).texts[""]
     report["exactness"]["passed"] = False
-    assert "at temperature 1: the output is not exact; do not serve this draft" in parsed(folder(tmp_path / "f", report)).texts[""]
+    assert (
+        "at temperature 1: the output is not exact; do not serve this draft"
+        in parsed(folder(tmp_path / "f", report)).texts[""]
+    )
 
 
 def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:
