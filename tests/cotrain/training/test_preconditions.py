@@ -32,7 +32,7 @@ def command(place: Path, *settings: str) -> list[str]:
 MISTAKES = {
     "target.path=PLACE/nowhere": "target.path: ",
     "target.path=PLACE/bare": "target.path: ",
-    "target.adapter=/nowhere": "target.adapter: /nowhere is no adapter",
+    "target.adapter=/nowhere": "target.adapter: /nowhere is not an adapter",
     "data.path=PLACE/none.jsonl": "data.path: no such file",
     "data.path=PLACE/empty.jsonl": "data.path: ",
     "data.column=body": "data.column: ",
