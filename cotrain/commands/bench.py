@@ -53,7 +53,7 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
             f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation"
         )
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is not one of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
