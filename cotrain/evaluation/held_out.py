@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
 from cotrain.data.texts import Texts
-from cotrain.losses.chunked import Comparison, Truncate, compared
+from cotrain.losses.chunked import CHUNK, Comparison, TargetDistributions, Truncate, compared
 from cotrain.students.base import ANY, LAST, Guess, Student
-from cotrain.teacher.target_distributions import FromStates, seen
+from cotrain.teacher.target_distributions import FromStates, remembered, seen
 from cotrain.teacher.target_model import Head, Reader, Record
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
@@ -209,8 +209,11 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
     mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)
-    target, following = FromStates(record[LAST], head_target), ids.roll(-1, 1)
+    following = ids.roll(-1, 1)
+    target: TargetDistributions = FromStates(record[LAST], head_target)
     options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
+    if len(guesses) > 1:
+        target = remembered(target, guesses, mask, **options, chunk=CHUNK)
     comparisons = [compared(target, guess, following, mask, **options) for guess in guesses]  # one a depth
     grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in comparisons]
     sums = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in comparisons]

@@ -238,14 +238,14 @@ def compared(
     """Return the figures of the guesses at positions in mask (B,T), from one pass through both heads. They serve
     evaluation.
 
-    x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`.
+    x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`. If the guess is pruned, kl is
+    that of the columns, and log p of a token outside the vocabulary is that of all such tokens.
     """
-    guess = guess.whole()
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.distributions(i)
-        served, tokens = rows.served(logq, i), x.flatten()[guess.at[i]]
+        served, tokens = rows.served(logq, i), rows.columns(x.flatten()[guess.at[i]])
         top = logq.max(-1)
         hit = (top.indices == tokens).to(logq)
         values = [losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)]

@@ -81,7 +81,7 @@ class Remembered:
 
 @torch.no_grad()
 def remembered(
-    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: Tensor,
+    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: float | Tensor,
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.

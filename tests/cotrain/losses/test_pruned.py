@@ -73,6 +73,24 @@ def test_logs_of_tokens(cut: str, temperature: str) -> None:
     assert bool((logp >= p - 1e-9)[guessed].all()) and bool((logq == -torch.inf)[guessed & ~known].all())
 
 
+@pytest.mark.parametrize("temperature", ["1", "0", "of texts"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_comparisons_are_those_over_all_columns(cut: str, temperature: str) -> None:
+    """All figures but kl, and but log p of a token outside the vocabulary."""
+    target, guess, weights, x = given()
+    asked: Any = (x, weights > 0, TEMPERATURES[temperature])
+    ours, theirs = (
+        chunked.compared(target, one, *asked, chunk=4, truncate=CUTS[cut]) for one in (guess, guess.whole())
+    )
+    known = torch.isin(x.flatten()[ours.at], IDS)
+    assert bool(known.any()) and bool((~known).any())
+    for name, one, other in zip(ours._fields, ours, theirs, strict=True):
+        if name == "logp":
+            one, other = one[known], other[known]
+        if name != "kl":
+            torch.testing.assert_close(one, other, msg=name)
+
+
 def test_what_is_computed_once_is_what_each_guess_would_compute() -> None:
     """For guesses at some positions each, pruned and whole, of texts and tokens at their own temperatures."""
     target, guess, weights, _ = given()
