@@ -1,3 +1,4 @@
-"""Draft models for speculative decoding: distilled for acceptance, measured, planned and exported."""
+"""Draft models for speculative decoding. This package distils them for acceptance, measures them, plans their draft
+length and exports them."""
 
 __version__ = "0.1.0"

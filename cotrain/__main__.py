@@ -1,4 +1,4 @@
-"""`python -m cotrain`: Lightning starts the further processes of a run with it."""
+"""Entry point of `python -m cotrain`. Lightning uses it to start the further processes of a run."""
 
 import sys
 

@@ -48,28 +48,31 @@ __all__ = [
 
 
 def iid_tau(alpha: float, K: int) -> float:
-    """Tokens per call if acceptances were i.i.d.: sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
+    """Return tokens per target call if acceptances were independent with the same probability alpha. The value is
+    sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
 
-    A sanity bound only: with varying alpha it under-predicts (Leviathan et al. 2023, arXiv 2211.17192).
+    Use it only as a sanity bound: if alpha varies, it is too low (Leviathan et al. 2023, arXiv 2211.17192).
     """
     return float(sum(alpha**i for i in range(K + 1)))
 
 
 def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Minus the expected tokens of a round under the token rule, averaged over starts t < L -> (B,).
+    """Return minus the expected tokens of a round under the token rule, averaged over starts t < L -> (B,).
 
-    -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), without tokens past the text's end. Differentiable in r.
+    The value is -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), without tokens past the text's end. It is
+    differentiable in r.
     """
     return _length(reach(r, k, lengths), lengths)
 
 
 def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`length` under block verification, from l = log q - log p of the text's tokens -> (B,). Differentiable in l."""
+    """Return `length` under block verification, from l = log q - log p of the text's tokens -> (B,). It is
+    differentiable in l."""
     return _length(reach_block(l, k, lengths), lengths)
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Expected target calls of each text as a loss -> (B,), see `expected_calls`. Differentiable in r.
+    """Return the expected target calls of each text as a loss -> (B,), see `expected_calls`. It is differentiable in r.
 
     Unlike `length`, it weights each start by the probability that a round begins there.
     """
@@ -77,15 +80,17 @@ def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """`calls` under block verification, from l = log q - log p of the text's tokens -> (B,). Differentiable in l."""
+    """Return `calls` under block verification, from l = log q - log p of the text's tokens -> (B,). It is
+    differentiable in l."""
     return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Target calls that a unit of acceptance saves at each token: -d calls / d r, detached, shaped as r.
+    """Return the number of target calls that a unit of acceptance saves at each token. It is -d calls / d r, detached,
+    with the shape of r.
 
-    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with the sampled ratio
-    replaced by alpha, which has less variance. The weights of r (B,T) are not negative.
+    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with alpha in place of the
+    sampled ratio. alpha has less variance. For r (B,T) no weight is negative.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()
@@ -95,7 +100,8 @@ def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
 
 
 def _length(reach: Tensor, lengths: Tensor | None) -> Tensor:
-    """-mean over t < L of sum_{n < L-t} reach_n. A round emits one token more than it accepts, so n counts from 0."""
+    """Return minus the mean over t < L of sum_{n < L-t} reach_n. A round emits one token more than it accepts, so n
+    counts from 0."""
     total, depths = reach.shape[1:]
     at = torch.arange(total, device=reach.device)
     end = torch.full_like(reach[:, 0, 0], total) if lengths is None else lengths.to(reach)

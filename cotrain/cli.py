@@ -1,4 +1,4 @@
-"""The console script: `cotrain NAME key=value ...` runs a command of `cotrain.commands` through Hydra.
+"""Console script: `cotrain NAME key=value ...` runs a command of `cotrain.commands` through Hydra.
 
 Hydra and the command's module are imported only if a command runs, so that `cotrain --help` answers at once.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 COMMANDS = {
     "pretrain": "train the bundled target on the embedded corpora",
     "rollout": "sample continuations from the target: text to train a draft on",
-    "datastore": "index a corpus in which drafts are looked up",
+    "datastore": "index a corpus, from which drafts are then looked up",
     "train": "distil a draft from a target and measure its speed-up",
     "bench": "measure speculative decoding beside plain decoding",
-    "export": "write a draft in the layout a serving engine loads",
-    "compare": "paired intervals of tau between runs",
+    "export": "write a draft in the layout that a serving engine loads",
+    "compare": "compare the tau of runs, with confidence intervals",
     "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",
     "serve_check": "compare a running server's acceptance with this engine's",
-    "generate": "generate text, the drafted tokens marked",
+    "generate": "generate text in which drafted tokens are marked",
 }
 SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them
 FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
@@ -42,9 +42,10 @@ FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's) and return the exit status.
+    """Run the command line `argv` (by default that of this process) and return the exit status.
 
-    0: success; 1: failure; 2: the command line is wrong; 130, 143: SIGINT, SIGTERM; 141: standard output was closed.
+    The status is 0 after success, 1 after a failure, and 2 if the command line is wrong. It is 130 after SIGINT, 143
+    after SIGTERM, and 141 if standard output was closed.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -134,7 +135,7 @@ def _compared(name: str, outputs: list[str]) -> None:
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Settings that keep Hydra from writing files of its own. Those that the user set are left out."""
+    """Return the settings that keep Hydra from writing files of its own, except those that the user set."""
     settings = {
         "hydra.run.dir": ".",
         "hydra.sweep.dir": literal(scratch),
@@ -150,7 +151,7 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
-    """Run one job; return its status and the value that the command returns. Appends the job's output to `outputs`.
+    """Run one job. Return its status and the value that the command returns. The job's output is appended to `outputs`.
 
     Errors are printed here, since Hydra would add its own lines to an exception that reaches it."""
     from hydra.core.hydra_config import HydraConfig
@@ -180,7 +181,7 @@ def _student_class(kind: str) -> Any:
 
 
 def quiet() -> None:
-    """Silence progress bars and tips of libraries."""
+    """Silence the progress bars and tips of libraries."""
     import logging
     import warnings
 
@@ -215,7 +216,7 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
 
 
 def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
-    """In a sweep, give each job its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
+    """Give each job of a sweep its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
@@ -237,7 +238,7 @@ def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
-    """Print why no job ran, and return the status. Errors of Hydra are reworded for the user by `explain`."""
+    """Print why no job ran, and return the status. `explain` rewords errors of Hydra for the user."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -249,8 +250,8 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print the error of a job, and return the exit status. Errors that the user can correct are printed as one line,
-    others with the traceback."""
+    """Print the error of a job, and return the exit status. Errors that the user can correct are printed as one line.
+    Other errors are printed with the traceback."""
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -268,8 +269,8 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """The message for a full disk. It names the file or, if the error names none, the free space of the disks in
-    question."""
+    """Return the message for a full disk. It names the file or, if the error names none, the free space of the disks on
+    which the job writes."""
     if isinstance(error, OSError) and error.filename:
         return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")

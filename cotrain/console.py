@@ -1,4 +1,4 @@
-"""What a command prints: its answer, as text or as one JSON object, and the progress of long jobs."""
+"""Output of a command. It is the command's answer, as text or as one JSON object, and the progress of long jobs."""
 
 import json
 import math
@@ -16,8 +16,8 @@ Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Yield a function that prints the command's answer on standard output. as_json: it prints the object, and until
-    the block ends all other prints go to standard error."""
+    """Yield a function that prints the command's answer on standard output. as_json: the function prints the object,
+    and until the block ends all other prints go to standard error."""
     if not as_json:
         yield lambda _, words: print(words)
         return
@@ -41,11 +41,12 @@ Say = Callable[[str], None]
 
 
 class Display:
-    """The progress of a job of `total` units, of which `start_at` were done before: a bar on a terminal, else lines.
+    """The progress of a job of `total` units, of which `start_at` were done before. It is a bar on a terminal, else
+    lines.
 
-    say: a function that `to` calls with a line instead of printing. hidden: print nothing. brief: lines without a bar,
-    and nothing if the job ends within SHORT seconds, for jobs inside another one. Use it as a context manager, so that
-    the bar is closed.
+    say: a function that `to` calls with a line, instead of printing it. hidden: nothing is printed. brief: lines are
+    printed without a bar, and none if the job ends within SHORT seconds; it is meant for jobs inside another job. Use
+    the display as a context manager, so that the bar is closed.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Display:
         self.close()
 
     def to(self, done: float, note: str = "", total: float | None = None) -> None:
-        """Show that `done` units are done. note: further text of the line, shown until another one replaces it."""
+        """Show that `done` units are done. note: further text of the line, which stays until another note replaces
+        it."""
         self.done, self.note = done, note or self.note
         self.total = self.total if total is None else total
         if self.bar:
@@ -79,13 +81,13 @@ class Display:
             print(self.line(), flush=True)
 
     def line(self) -> str:
-        """The progress as one line of text."""
+        """Return the progress as one line of text."""
         left = f", {clock(self.left)} left" if self.left and self.done < self.total else ""
         return f"{self.title}: {self._count()}{left}" + (f", {self.note}" if self.note else "")
 
     @property
     def left(self) -> float | None:
-        """The expected seconds to the end, at the mean speed so far; None before the first unit."""
+        """Return the expected seconds to the end, at the mean speed so far, or None before the first unit."""
         units = self.done - self.start_at
         return (time.monotonic() - self.start) / units * (self.total - self.done) if units > 0 else None
 
@@ -96,7 +98,7 @@ class Display:
             self.bar = None
 
     def _due(self, done: float) -> bool:
-        """Whether it is time to print the next line."""
+        """Return whether it is time to print the next line."""
         now = time.monotonic()
         if self.brief and self.last_shown == self.start:  # the first line
             return now - self.start >= SHORT

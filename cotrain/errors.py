@@ -1,4 +1,4 @@
-"""Errors that the user can fix."""
+"""Exceptions that end a command with a message for the user."""
 
 
 class UserError(ValueError):
@@ -7,7 +7,8 @@ class UserError(ValueError):
 
 
 class NotFinite(UserError):
-    """The loss is NaN or infinite; raised before the optimiser step. ids: token ids of the texts in the batch."""
+    """An error for a loss that is NaN or infinite. It is raised before the optimiser step. ids: token ids of the texts
+    in the batch."""
 
     def __init__(self, said: str, ids: list[list[int]]) -> None:
         super().__init__(said)
@@ -15,7 +16,7 @@ class NotFinite(UserError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; the message says what was saved. signum: 2 for SIGINT, 15 for SIGTERM.
+    """The end of a run by a signal. The message says what was saved. signum: 2 for SIGINT, 15 for SIGTERM.
 
     It is not an Exception, so that `except Exception` does not catch it.
     """

@@ -1,10 +1,10 @@
-"""The folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
+"""Folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
 
 from pathlib import Path
 
 
 def folder(name: str, package: Path | None = None) -> Path:
-    """The folder `name` ("conf" or "data") that belongs to the running code.
+    """Return the folder `name` ("conf" or "data") that belongs to the running code.
 
     A wheel packs `conf/` as `cotrain/_conf` and `data/` as `cotrain/_data`; in a checkout they are next to `cotrain/`.
     The packed folder is tried first, since a folder next to an installed package may belong to another one.

@@ -1,6 +1,6 @@
 """The output folder of a run. One process uses it at a time, an unfinished run is resumed, and only runs are replaced.
 
-`run.json` marks a folder as a run of cotrain; it names the command and the state. `run.lock` is locked while a process
+`run.json` marks a folder as a run of cotrain. It names the command and the state. `run.lock` is locked while a process
 works in the folder.
 """
 
@@ -41,7 +41,7 @@ WORDS = frozenset({
 
 @dataclass
 class RunFolder:
-    """A claimed folder. state: the state of the run when the folder was claimed, see `claim`."""
+    """A claimed output folder. state: the state of the run when the folder was claimed, see `claim`."""
 
     path: Path
     state: State
@@ -55,8 +55,8 @@ class RunFolder:
 
 
 def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the key to change, if a folder that `command` writes contains one of its inputs, lies in
-    one, or holds a run of another command.
+    """Raise UserError if a folder that `command` writes contains one of its inputs, lies in one, or has a run of
+    another command. The message names the key to change.
 
     values: all settings of `command`, nested. Inputs are the paths in them, and the target, adapter and datastore that
     draft folders name. Paths are compared both with and without resolving symbolic links.
@@ -81,15 +81,15 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
-    """Raise UserError for a run of another command. A marker of an older version names no command: with settings it
-    counts as one of `train`, else as one of `UNNAMED`."""
+    """Raise UserError for a run of another command. A marker of an older version names no command. If it has settings,
+    it counts as one of `train`, else as one of `UNNAMED`."""
     marker = read_marker(folder)
     if marker is None:
         return
     makers = {marker["command"]} if "command" in marker else {"train"} if marker.get("settings") else UNNAMED
     if key != "output" or command not in makers:
-        raise UserError(f"{key}={folder} holds a run of cotrain {' or '.join(sorted(makers))}: name another folder "
-                        "(overwrite=true replaces only what the same command made)")  # fmt: skip
+        raise UserError(f"{key}={folder} has a run of cotrain {' or '.join(sorted(makers))}: name another folder "
+                        "(overwrite=true replaces only folders of the same command)")  # fmt: skip
 
 
 def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "output") -> None:
@@ -99,12 +99,13 @@ def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "out
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
     if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{key}={path} holds files, but no {name} that this command wrote: name another folder (a "
-                        "command replaces only what it made)")  # fmt: skip
+        raise UserError(f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
+                        "command replaces only its own folders)")  # fmt: skip
 
 
 def _paths(key: str, value: object) -> list[str]:
-    """The paths that a setting names: existing ones, matches of a glob pattern, and those of `STORES`."""
+    """Return the paths that a setting names. These are existing paths, matches of a glob pattern, and those of
+    `STORES`."""
     if key in WORDS or key.startswith("data.template"):
         return []
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
@@ -113,7 +114,7 @@ def _paths(key: str, value: object) -> list[str]:
 
 
 def _named_by(folder: Path) -> list[str]:
-    """The target, adapter and datastore that a draft folder names, if they are on this machine."""
+    """Return the target, adapter and datastore that a draft folder names, if they are on this machine."""
     named: list[object] = []
     for file, outer, inner in (
         ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
@@ -124,12 +125,12 @@ def _named_by(folder: Path) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """The symbolic links in a folder; empty for a file."""
+    """Return the symbolic links in a folder. For a file, return an empty list."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
 def _within(path: str, folder: str) -> bool:
-    """Whether a path is `folder` or lies in it; if the path is a symbolic link, also whether its target does."""
+    """Return whether a path is `folder` or lies in it. If the path is a symbolic link, its target is tested too."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
     link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
@@ -145,15 +146,15 @@ def claim(
 ) -> Iterator[RunFolder]:
     """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
 
-    The state is "new" for an absent or empty folder, and for a run that `overwrite` deleted; otherwise it is that of
+    The state is "new" for an absent or empty folder, and for a run that `overwrite` deleted. Otherwise it is that of
     the run: "unfinished", to be resumed, or "finished".
 
     settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
-    same ones. kind: says what a changed setting means. "free": it may change; "longer": it may change, and a finished
-    run becomes unfinished; "other": it may not. None: no setting may change.
+    same ones. kind: a function that says what a changed setting means. "free": it may change. "longer": it may change,
+    and a finished run becomes unfinished. "other": it may not change. None: no setting may change.
 
-    Raises UserError, naming the key to change, if another process uses the folder, if a setting differs, or if the
-    folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
+    Raises UserError, naming the key to change, if another process uses the folder, or if a setting differs. It is also
+    raised if the folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
@@ -173,8 +174,8 @@ def claim(
 def refuse(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
-    """Raise the UserError that `claim` would raise, else return the state that it would have; changes nothing. Commands
-    call it before minutes of work."""
+    """Raise the UserError that `claim` would raise, else return the state that `claim` would give. Nothing is changed.
+    Commands call it before minutes of work."""
     path = Path(path)
     _usable(path)
     if (path / LOCK).exists():
@@ -191,7 +192,7 @@ def refuse(
 
 
 def writable(key: str, path: str | Path) -> None:
-    """Raise UserError, naming the key, if the file or folder cannot be written or created. Leaves no files."""
+    """Raise UserError, naming the key, if the file or folder cannot be written or created. No files are left."""
     path = Path(path)
     try:
         place = path.absolute().parent if path.is_file() else path.absolute()
@@ -213,7 +214,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 
 def finished(path: str | Path) -> bool:
-    """Whether the folder has a finished run."""
+    """Return whether the folder has a finished run."""
     marker = read_marker(Path(path))
     return marker is not None and marker["state"] == "finished"
 
@@ -236,13 +237,15 @@ def _usable(path: Path) -> None:
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
         raise UserError(
-            f"output={path} holds files but no {MARKER} of cotrain: name another folder"
+            f"output={path} has files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"
         )
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """The run in the locked folder `path`. Deletes its files if `overwrite`, or if a deletion was interrupted."""
+    """Return the run in the locked folder `path`. Its files are deleted if `overwrite` is set, or if an earlier
+    deletion was interrupted.
+    """
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker["settings"], command)
@@ -261,21 +264,22 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """The changed settings: key -> kind of change, see `claim`. Raises UserError if one may not change."""
+    """Return the changed settings, as key -> kind of change, see `claim`. Raises UserError if one of them may not
+    change."""
     old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
                 for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
     if "other" in kinds.values():
         changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
-        raise UserError(f"output={path} holds a run with {changes}: name another folder, or overwrite=true")
+        raise UserError(f"output={path} has a run with {changes}: name another folder, or set overwrite=true")
     # a free setting that is missing from the marker was added by a later version of cotrain: no change
     return {key: change for key, change in kinds.items() if key in old or change != "free"}
 
 
 def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
-    """Delete all files but marker and lock. The marker has the state "emptying" meanwhile, so that the next claim goes
-    on if this process is killed."""
+    """Delete all files except marker and lock. The marker has the state "emptying" meanwhile, so that the next claim
+    goes on if this process is killed."""
     _mark(path, "emptying", settings, command)
     for entry in path.iterdir():
         if entry.name in (MARKER, LOCK):
@@ -287,14 +291,14 @@ def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
+    """Return whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
     return not ours and read_marker(path) is None
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """The content of the marker in `path`, without settings that no longer exist and had no effect. None if there is no
-    marker, or only a `run.json` of another program."""
+    """Return the content of the marker in `path`, without settings that no longer exist and had no effect. Return None
+    if there is no marker, or only a `run.json` of another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -342,7 +346,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is(file: Path, handle: int) -> bool:
-    """Whether the open `handle` still refers to `file`, which may have been removed and created again."""
+    """Return whether the open `handle` still refers to `file`, which may have been removed and created again."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""Choices of a draft by measurement: its layers before training, and its own settings before it is timed."""
+"""Choices that are made by measurement: the layers of a draft before training, and its own settings before it is
+timed."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,14 @@ from inference.proposers.base import Proposer
 
 
 def shape(job: TrainingJob) -> dict[str, Any] | None:
-    """Choose the layers of a draft by measurement, if its kind allows it and draft.layers is null. Returns the figures
+    """Choose the layers of a draft by measurement, if its kind allows it and draft.layers is null. Return the figures
     of all candidates for the report, or None if nothing was chosen."""
     return planned(job) if student_class(job.cfg.draft.kind).open_layers else None
 
 
 def prepare(plan: Plan) -> None:
-    """Calibrate a draft whose kind needs it, and store the result in its config. It uses ranking prompts, which are not
-    timed later."""
+    """Calibrate a draft whose kind needs it, and store the result in its config. The ranking prompts are used for it,
+    which are not timed later."""
     if not student_class(plan.kind).calibrated:
         return
     size, replayed = plan.bench, plan.target.device.type == "cuda"

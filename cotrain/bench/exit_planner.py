@@ -1,8 +1,8 @@
-"""Choose the exit of an early-exit draft before training: the number of layers with the best expected speed-up.
+"""Choice of the exit of an early-exit draft before training: the number of layers with the best expected speed-up.
 
 The acceptance of a trained exit is not known yet. Each exit is therefore rated by a linear exit (Belrose et al. 2023,
 arXiv:2303.08112): a ridge regression that maps the normed states after L layers to the states that the target's head
-reads, fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also
+reads. It is fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also
 changes the layers up to the exit, which raises acceptance above that of the linear exit. Costs are measured at the
 first and the last exit and interpolated, since all layers cost the same.
 N tokens, D width, B texts, T tokens of the longest, V vocabulary.
@@ -57,16 +57,17 @@ class TrainingJob(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def source(self, split: str) -> Any:
-        """The source of a split's prompts."""
+        """Return the source of a split's prompts."""
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
-        """The plan that measures a draft on these prompts."""
+        """Return the plan that measures a draft on these prompts."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A candidate. layers: how many decoder layers draft; alpha: mean acceptance of the linear exit; k, tau: the best
-    draft length and its tokens per target call; cost: of one draft, in plain steps; speedup: over plain decoding."""
+    """A candidate exit and its rating. layers: how many decoder layers draft. alpha: mean acceptance of the linear
+    exit. k, tau: the best draft length and its tokens per target call. cost: the cost of one draft, in plain steps.
+    speedup: the expected speed-up over plain decoding."""
 
     layers: int
     alpha: float
@@ -81,54 +82,57 @@ class Exit:
 
 
 class TextStates(NamedTuple):
-    """One text: its tokens x (n,), and by layer the normed states (n, D) that predict them. The key LAST has the states
-    that the target's head reads."""
+    """One text and the states that predict it: its tokens x (n,), and per layer the normed states (n, D). The key LAST
+    has the states that the target's head reads."""
 
     x: Tensor
     states: Mapping[int | str, Tensor]
 
 
 def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, depths: Sequence[int]) -> Exit:
-    """Rate an exit at its best draft length by measured costs, see `planner.choose`."""
+    """Return the rating of an exit at its best draft length, by measured costs, see `planner.choose`."""
     length = choose(costs, tau, depths)
     k = length.drafting
     return Exit(layers, alpha, k, tau(k), costs.ratio, length.speedups[k])
 
 
 def best(exits: Sequence[Exit]) -> Exit:
-    """The exit with the highest speed-up, and with the fewest layers among equals."""
+    """Return the exit with the highest speed-up. Among exits of equal speed-up, return the one with the fewest
+    layers."""
     return max(exits, key=lambda one: (one.speedup, -one.layers))
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
-    """Interpolate the costs of an exit between those of two others. share: its position between them, from 0 to 1."""
+    """Return the costs of an exit, interpolated between those of two others. share: its position between them, from 0
+    to 1."""
     return replace(
         low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
     )
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """W (D + 1, D) such that f + [f, 1] W approximates s; f, s (N, D).
+    """Return the linear map W (D + 1, D) for which f + [f, 1] W is the best approximation of s; f, s (N, D).
 
-    A ridge regression. Its weight is the mean square norm of the rows [f, 1], so W stays small if N is small."""
+    It is fitted by ridge regression. The regularisation weight is the mean square norm of the rows [f, 1], so W stays
+    small if N is small."""
     x = _with_one(f)
     ridge = x.square().sum() / len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(x.T @ x + ridge, x.T @ (s - f).double())
 
 
 def moved(f: Tensor, w: Tensor) -> Tensor:
-    """f + [f, 1] W (N, D), in the dtype of f."""
+    """Return f + [f, 1] W (N, D), in the dtype of f."""
     return (f.double() + _with_one(f) @ w).to(f.dtype)
 
 
 def _with_one(f: Tensor) -> Tensor:
-    """[f, 1] (N, D + 1), float64."""
+    """Return [f, 1] (N, D + 1) in float64."""
     return torch.nn.functional.pad(f.double(), (0, 1), value=1.0)
 
 
 def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
-    """Probabilities of the target and of the linear exit after `layer`. The exit is fitted on every second text, and
-    the figures are those of the other texts."""
+    """Return the probabilities of the target and of the linear exit after `layer`. The exit is fitted on every second
+    text, and the figures are those of the other texts."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
@@ -164,7 +168,8 @@ def read(
 
 
 def plan_of(job: TrainingJob, layers: int) -> Plan:
-    """The plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in serving."""
+    """Return the plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in
+    serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -178,7 +183,7 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[Exit]:
-    """Rate the exits after each number of layers in `candidates`."""
+    """Return the ratings of the exits after each number of layers in `candidates`."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
@@ -194,8 +199,8 @@ def exits(job: TrainingJob) -> list[Exit]:
 
 
 def planned(job: TrainingJob) -> dict[str, Any] | None:
-    """Set draft.layers if it is null, print the table of candidates, and return it. Returns None if draft.layers is
-    set, and for init=pretrained, which fixes the exit.
+    """Set draft.layers if it is null, print the table of candidates, and return it. Return None if draft.layers is set,
+    and for init=pretrained, which fixes the exit.
 
     The choice is written to the run's folder. A resumed run and the other processes of the run read it there."""
     if job.cfg.draft.layers is not None or job.cfg.init.kind == "pretrained":
@@ -213,7 +218,7 @@ def planned(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
-    """The table of candidates and the choice, as lines of text."""
+    """Return the table of candidates and the choice, as lines of text."""
     rows = [Exit(**one) for one in plan["exits"]]
     chosen = next(one for one in rows if one.layers == plan["layers"])
     return [

@@ -1,5 +1,5 @@
-"""Speed-up by temperature and batch size. A cell is one pair of them, an arm one engine or draft length. The arms of a
-cell are timed in turn, and each speed-up is compared with the one that the measured costs allow."""
+"""Measurement of speed-up by temperature and batch size. A cell is one pair of them, and an arm is one engine or draft
+length. The arms of a cell are timed in turn. Each speed-up is compared with the one that the measured costs allow."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Grid:
     """The cells of the matrix. k: the draft length of the other engines; this engine is timed at k with the token rule,
-    and at its planned length. vllm: (interpreter of a vLLM installation, target, draft folder), or None; logs: folder
-    for the servers' logs."""
+    and at its planned length. vllm: (interpreter of a vLLM installation, target, draft folder), or None if vLLM is not
+    measured. logs: folder for the servers' logs."""
 
     temperatures: Sequence[float]
     batches: Sequence[int]
@@ -38,8 +38,9 @@ class Grid:
 
 
 def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
-    """Measure each cell; settings other than temperature and batch size are the plan's. Returns one entry per cell:
-    speeds, ratios with intervals, costs, and the measured speed-up as a share of the one that the costs allow."""
+    """Measure each cell, with the plan's settings except for temperature and batch size. Return one entry per cell. It
+    has the speeds, their ratios with intervals, the costs, and the measured speed-up as a share of the one that the
+    costs allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
         bench = copy.copy(plan.bench)
@@ -90,9 +91,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
-    """The arms of transformers: plain generation, and assisted generation if rows == 1 (its limit) and the draft is a
-    language model. Assisted generation is timed with its defaults ("assisted"), and with constant k and no confidence
-    threshold ("matched")."""
+    """Return the arms of transformers. These are plain generation and, if rows == 1 (its limit) and the draft is a
+    language model, assisted generation. Assisted generation is timed with its defaults ("assisted"), and with constant
+    k and no confidence threshold ("matched")."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
@@ -107,8 +108,9 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
 
 
 def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine) -> dict[str, Any]:
-    """The least time that this machine needs for a plain step and for a round (the floor), as a share of the measured
-    time; the bytes moved; and the peak memory. The floor leaves out a draft that is no language model."""
+    """Return the floor, the least time that this machine needs for a plain step and for a round, as a share of the
+    measured time. The bytes moved and the peak memory are returned with it. A draft that is no language model adds
+    nothing to the floor."""
     floor: dict[str, Any] = {"machine": asdict(machine), "peak_memory_mib": peak_memory() / 2**20}
     for name, drafted in (("plain", 0), ("round", k)):
         loads = round_loads(target, draft, drafted, costs.rows, costs.context)
@@ -118,9 +120,9 @@ def _floor(target: LM, draft: LM | None, costs: Costs, k: int, machine: Machine)
 
 
 def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Sampling) -> dict[str, Any]:
-    """A cell's entry. over_plain: an arm's speed divided by plain decoding's; under_speculative: the speed of the
-    fastest speculative arm divided by the arm's; allowed: the speed-up that the costs allow at the arm's tau. lengths:
-    draft lengths of this engine's arms."""
+    """Return the entry of a cell, with these ratios. over_plain: an arm's speed divided by that of plain decoding.
+    under_speculative: the speed of the fastest speculative arm divided by the arm's. allowed: the speed-up that the
+    costs allow at the arm's tau. lengths: the draft lengths of this engine's arms."""
     speculative = max((name for name, k in lengths.items() if k), key=timing.speed)
     arms: dict[str, Any] = {}
     for name in timing.arms:
@@ -146,7 +148,7 @@ def _entry(timing: Timing, costs: Costs, lengths: dict[str, int], sampling: Samp
 
 
 def line(cell: dict[str, Any]) -> str:
-    """A cell's entry as aligned lines of text."""
+    """Return a cell's entry as aligned lines of text."""
     rows = [f"temperature {cell['temperature']:g}, {cell['rows']} rows, {cell['prompts']} prompts"]
     for name, arm in cell["arms"].items():
         ratio = arm["over_plain"]

@@ -1,4 +1,5 @@
-"""Measure a target and a draft with the bundled engine: briefly at each checkpoint, in full for the exported draft."""
+"""Measurement of a target and a draft with the bundled engine. Each checkpoint is measured briefly, and the exported
+draft in full."""
 
 import time
 from collections.abc import Mapping
@@ -50,9 +51,9 @@ REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 def quick(plan: Plan, k: int) -> dict[str, float]:
     """Time speculative and plain decoding in turn on a few prompts, at draft length k.
 
-    Returns speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
-    share_of_cost_table: the measured decoding speed-up divided by the one predicted from tau and the seconds of a
-    round. These seconds are measured separately, once for all checkpoints."""
+    Return speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
+    share_of_cost_table. The last one is the measured decoding speed-up divided by the one that is predicted from tau
+    and the seconds of a round. These seconds are measured separately, once for all checkpoints."""
     arms = [
         engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
         engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
@@ -75,8 +76,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """A text for TensorBoard: the first ranking prompt, continued at draft length k with the same random numbers at
-    every checkpoint. New tokens are marked as drafted, corrected or bonus."""
+    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. The random numbers are the
+    same at every checkpoint. New tokens are marked as drafted, corrected or bonus."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -93,29 +94,30 @@ def refuse(size: Bench) -> None:
     if not size.depths or min(size.depths) < 1:
         raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
     if not size.minutes >= 0:
-        raise ValueError(f"bench.minutes={size.minutes}: give minutes, or 0 to time exactly bench.prompts")
+        raise ValueError(f"bench.minutes={size.minutes}: set minutes, or 0 to time exactly bench.prompts prompts")
     if not size.interval > 0:
-        raise ValueError(f"bench.interval={size.interval}: give a share of the speed-up above 0, such as 0.1")
+        raise ValueError(f"bench.interval={size.interval}: set a share of the speed-up above 0, such as 0.1")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The time for a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds: no limit."""
+    """The time for a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds means no limit."""
 
     seconds: float
     start: float
 
     def until(self, share: float) -> float:
-        """The value of time.perf_counter() at which this share of the time is over; inf without a limit."""
+        """Return the value of time.perf_counter() at which this share of the time is over. It is inf without a
+        limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
     def over(self, share: float) -> bool:
-        """Whether this share of the time is over."""
+        """Return whether this share of the time is over."""
         return time.perf_counter() > self.until(share)
 
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measure in full, and return the report: the draft length or tree chosen by costs, speed with intervals,
+    """Measure in full, and return the report. It has the draft length or tree chosen by costs, speed with intervals,
     exactness, parity and greedy decoding. extra: further entries of the report's `extra`. Raises the errors of
     `refuse`."""
     size = plan.bench
@@ -190,7 +192,7 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
 
 
 class TimingDisplay(Display):
-    """Shows the progress of a timing: in batches, or in seconds if there is a deadline (until < inf)."""
+    """Display of the progress of a timing. It counts batches, or seconds if there is a deadline (until < inf)."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()
@@ -199,7 +201,7 @@ class TimingDisplay(Display):
         super().__init__("bench: timing", total, unit)
 
     def known(self, _: int, within: float) -> None:
-        """Note the largest distance of the interval's ends from the speed-up, as a share of it."""
+        """Store the largest distance of the interval's ends from the speed-up, as a share of the speed-up."""
         if within < inf:
             self.near = f"interval within {100 * within:.0f} % of the speed-up"
 
@@ -215,11 +217,11 @@ class TimingDisplay(Display):
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
-    """Compare the predicted and the measured number of target calls, on at least `parity_tokens` tokens, or fewer if
-    the time is over (at least FEW texts).
+    """Compare the predicted and the measured number of target calls on at least `parity_tokens` tokens. If the time is
+    over, fewer tokens are used, but at least FEW texts.
 
     The prompts are final ones, beginning after those that were timed, and the random numbers are new. until: the
-    deadline, a value of time.perf_counter(); noise: see `text_figures`. Returns None for the coupled rule, whose calls
+    deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled rule, whose calls
     cannot be predicted from the text.
     """
     size = plan.bench
@@ -249,8 +251,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 
 
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
-    """Speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, where small models repeat
-    themselves. late: the time is over, so only two prompts are used."""
+    """Measure the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
+    models repeat themselves. late: the time is over, so only two prompts are used."""
     size, sampling = plan.bench, Sampling(temperature=0)
     arms = [
         engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
@@ -271,7 +273,7 @@ def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Decode a few final prompts and return the record of their rounds for the page, see `inference.report.replay`.
-    extra: the report's, which names the draft length or tree."""
+    extra: the `extra` of the report, which names the draft length or tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

@@ -1,4 +1,4 @@
-"""The plan of a measurement: target and draft, regime, verification rule, and the sizes of the benchmark."""
+"""Plan of a measurement. It joins target and draft, regime, verification rule, and the sizes of the benchmark."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from inference.proposers.base import Proposer
 
 
 class CompiledParts(NamedTuple):
-    """Which models are compiled: the target in plain decoding, the target in speculative rounds, and the draft."""
+    """Three flags that say which models are compiled: the target in plain decoding, the target in speculative rounds,
+    and the draft."""
 
     plain: bool = False
     target: bool = False
@@ -33,7 +34,7 @@ class CompiledParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A target and a draft to measure, with the engines and prompts for it."""
+    """A target and a draft to measure, with the engines and prompts that the measurement uses."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -52,7 +53,8 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """The draft in evaluation mode and in the dtype of bench.draft_dtype; a copy if it differs from the draft."""
+        """Return the draft in evaluation mode and in the dtype of bench.draft_dtype. It is a copy if that dtype is not
+        the draft's."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -65,17 +67,17 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """The served draft as this machine runs it: cast to float32 if its dtype would be emulated and no 8-bit kernel
-        is used."""
+        """Return the served draft as this machine runs it. It is cast to float32 if its dtype would be emulated and no
+        8-bit kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def student(self, network: PreTrainedModel) -> Student:
-        """The student of the draft's kind with the weights of `network`."""
+        """Return the student of the draft's kind with the weights of `network`."""
         return student_class(self.kind)(network, self.target)
 
     def proposer(self, counted: bool = False) -> Proposer:
-        """The proposer that serves the draft. counted: it counts tokens and is not timed, so it is not compiled on a
-        CPU."""
+        """Return the proposer that serves the draft. counted: only tokens are counted and nothing is timed, so the
+        proposer is not compiled on a CPU."""
         compile = None if counted else self.compiled.draft
         greedy, shape = self.objective == "greedy", {}
         if self.tree is not None:
@@ -84,23 +86,24 @@ class Plan:
 
     @cached_property
     def depths(self) -> list[int]:
-        """The draft lengths to choose from: those of bench.depths that the draft supports, or else its longest; or the
-        planned one alone."""
+        """Return the draft lengths to choose from: those of bench.depths that the draft supports. If it supports none
+        of them, return its longest. For a planned draft, return only the planned length."""
         most = self.proposer(counted=True).depths or inf
         if self.planned:
             return [int(min(self.planned, most))]
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """The speculative engine. k: draft length, or the levels of a tree. rows: number of texts decoded at once;
-        given only when tokens are counted, not timed. proposer: replaces the draft's; it drafts chains."""
+        """Return the speculative engine. k: draft length, or the number of levels of a tree. rows: number of texts
+        decoded at once; set it only when tokens are counted and nothing is timed. proposer: replaces the draft's
+        proposer and drafts chains."""
         rule = self.tree.rule if self.tree and proposer is None else self.verify
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
                       compile=None if rows else self.compiled.target)  # fmt: skip
 
     def plain(self, rows: int | None = None) -> Engine:
-        """The engine that decodes without a draft. rows: as in `engine`."""
+        """Return the engine that decodes without a draft. rows: as in `engine`."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
@@ -109,11 +112,12 @@ class Plan:
         return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """`count` ranking prompts from number `first` on; after the last one they start again."""
+        """Return `count` ranking prompts from number `first` on. The first prompt follows the last one."""
         return _repeated(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """`count` final prompts from number `first` on, as for `ranking`. They time and check the exported draft."""
+        """Return `count` final prompts from number `first` on, with the same order as in `ranking`. The exported draft
+        is timed and checked on them."""
         return _repeated(self.prompts.final, first, count)
 
 

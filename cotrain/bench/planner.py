@@ -1,4 +1,4 @@
-"""Choose from measured costs and expected acceptance which parts are compiled, the draft length, and chain or tree.
+"""Choices from measured costs and expected acceptance: which parts are compiled, the draft length, and chain or tree.
 
 Trees are rated by their expected target calls (`inference.measure.tree_plan`) and by a model of costs, which is fitted
 to the rounds of a few trees. The best trees are then run, and compared with the best chain by the time of their rounds.
@@ -49,23 +49,23 @@ CANDIDATES = 2  # how many trees are run
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """alone: the costs of each part, timed separately; rounds: real rounds by draft length; costs: `alone`, scaled to
-    the real rounds (`calibrated`)."""
+    """Costs of the plan's parts and of whole rounds. alone: the costs of each part, timed separately. rounds: real
+    rounds by draft length. costs: `alone`, scaled to the real rounds (`calibrated`)."""
 
     costs: Costs
     alone: Costs
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """The costs after more rounds were timed."""
+        """Return the costs scaled to these rounds as well, which were timed later."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
 
 @dataclass(frozen=True)
 class DraftLength:
-    """k: the fastest draft length, 0 for plain decoding; drafting: the fastest of at least 1, which is measured and
-    exported; speedups[k]: the predicted speed-up over plain decoding, k = 0..K."""
+    """The chosen draft length of chains. k: the fastest draft length, 0 for plain decoding. drafting: the fastest of at
+    least 1, which is measured and exported. speedups[k]: the predicted speed-up over plain decoding, k = 0..K."""
 
     k: int
     drafting: int
@@ -75,7 +75,7 @@ class DraftLength:
 @dataclass(frozen=True)
 class MeasuredTree:
     """A tree that was run in turn with plain decoding and the best chain. tau: expected tokens per target call on the
-    ranking texts; round: the times of its phases; speedup, chain: the speed-up of the tree and of the best chain over
+    ranking texts. round: the times of its phases. speedup, chain: the speed-up of the tree and of the best chain over
     plain decoding, predicted from their rounds."""
 
     tree: PlannedTree
@@ -85,7 +85,7 @@ class MeasuredTree:
     chain: float
 
     def words(self) -> str:
-        """A description of the tree."""
+        """Return a description of the tree."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
         return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
 
@@ -94,10 +94,10 @@ class MeasuredTree:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Choose which parts are compiled: on a GPU, or if bench.compile is set, real rounds are timed with and without
+    """Choose which parts are compiled. On a GPU, or if bench.compile is set, real rounds are timed with and without
     compiling.
 
-    Returns the plan with these parts, and its costs. until: the deadline. If there is too little time for the compiled
+    Return the plan with these parts, and its costs. until: the deadline. If there is too little time for the compiled
     measurement, nothing is compiled.
     """
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
@@ -121,14 +121,14 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
 
 
 def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """The costs of the parts, scaled to real rounds of the plan's engines."""
+    """Return the costs of the parts, scaled to real rounds of the plan's engines."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
-    """The costs of each part, timed separately at the mean context length of the benchmark. most: the longest draft
-    that is timed, by default the longest of the plan's depths."""
+    """Return the costs of each part, timed separately at the mean context length of the benchmark. most: the longest
+    draft that is timed; by default it is the longest of the plan's depths."""
     size, prompts = plan.bench, plan.prompts.ranking
     context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
     target = plan.engine(1).target  # with the slots of real rounds, so that the same CUDA graph is timed
@@ -137,7 +137,7 @@ def costs_of(plan: Plan, most: int | None = None) -> Costs:
 
 
 def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:
-    """Time real rounds on ranking prompts at these draft lengths; length 0 is plain decoding."""
+    """Time real rounds on ranking prompts at these draft lengths. Length 0 is plain decoding."""
     size = plan.bench
     drafting = plan.engine(max(1, *lengths)) if any(lengths) else None
     engines = {k: plan.plain() if not k or drafting is None else drafting for k in lengths}
@@ -151,7 +151,8 @@ def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[
 
 
 def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
-    """Continue ranking prompts by plain decoding. Predictions are computed on these texts, which are not timed."""
+    """Continue ranking prompts by plain decoding. Predictions are computed on these texts, and nothing is timed on
+    them."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
     arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
@@ -159,15 +160,15 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
 
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
-    """Probabilities of both models on texts, at draft length k, in large batches. noise: the numerical noise of the
-    target's score gaps, from a verdict."""
+    """Return the probabilities of both models on texts, at draft length k, computed in large batches. noise: the
+    numerical noise of the differences between the target's logits, from a verdict on exactness."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def tau_of(figures: Figures, verify: str, k: int) -> float:
-    """Predicted tokens per target call at draft length k. For a rule whose acceptance depends on the random numbers
-    that made the text, the token rule's is used instead."""
+    """Return the predicted tokens per target call at draft length k. For a rule whose acceptance depends on the random
+    numbers that made the text, the prediction of the token rule is returned instead."""
     reach = reach_of(figures, verify, k)
     reach = reach_of(figures, "token", k) if reach is None else reach
     assert reach is not None
@@ -175,7 +176,7 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
 
 
 def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
-    """Predicted tau by draft length, on `texts`, by default new `plain_texts`."""
+    """Return the predicted tau by draft length on `texts`. By default these are new `plain_texts`."""
     longest = max(plan.depths)
     figures = text_figures(plan, texts or plain_texts(plan), longest)
     return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}
@@ -212,10 +213,11 @@ def choose(costs: Costs, tau: Callable[[int], float], depths: Any, always: Seque
 def best_tree(
     plan: Plan, length: DraftLength, chains: Mapping[int, float], texts: Emitted, until: float = inf
 ) -> MeasuredTree | None:
-    """The fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
+    """Return the fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
 
-    None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no candidates.
-    length: of the best chain; chains: tau by draft length; texts: `plain_texts`, on which trees and chains are rated.
+    Return None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no
+    candidates. length: that of the best chain. chains: tau by draft length. texts: `plain_texts`, on which trees and
+    chains are rated.
     """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
@@ -246,11 +248,11 @@ def best_tree(
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
-    """The distributions of both models on the texts, on as many as `ENTRIES` allows. None for kinds that draft no
-    trees.
+    """Return the distributions of both models on the texts, or on as many of them as `ENTRIES` allows. Return None for
+    kinds that draft no trees.
 
-    A draft that is no language model has another distribution at each depth. These come from forced rounds of chains,
-    as deep as the longest of bench.depths, and at least `levels`."""
+    A draft that is no language model has another distribution at each depth. These distributions come from forced
+    rounds of chains. The chains are as deep as the longest of bench.depths, and have at least `levels` drafts."""
     if not kind_of(plan.kind).drafts_trees:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
@@ -267,7 +269,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float) -> Seconds:
-    """A model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
+    """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_in_turn(plan, trees, until)
@@ -277,7 +279,7 @@ def tree_seconds(plan: Plan, until: float) -> Seconds:
 def rounds_in_turn(
     plan: Plan, drafted: Sequence[PlannedTree | int], until: float
 ) -> dict[PlannedTree | int, RealRound]:
-    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain; 0 is plain
+    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
     decoding."""
     size, engines = plan.bench, dict[PlannedTree | int, tuple[Engine, int]]()
     for one in drafted:
@@ -292,8 +294,10 @@ def rounds_in_turn(
 
 
 def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
-    """The best tree for each rule, with sampled and with likeliest children, in the order of seconds per token. With
-    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
+    """Return the best tree for each rule, in the order of seconds per token. Each rule has two trees: one with sampled
+    children, and one with the likeliest tokens as children. With greedy drafting, and at temperature 0, all children
+    are the likeliest tokens.
+    """
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
     ranked = search.ranked(seconds, branching=True)
@@ -301,12 +305,12 @@ def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> li
 
 
 def _likeliest_only(plan: Plan) -> bool:
-    """Whether children of trees can only be the likeliest tokens."""
+    """Return whether children of trees can only be the likeliest tokens."""
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
 def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
-    """Expected tokens per target call on the texts, see `reach_under`."""
+    """Return the expected tokens per target call on the texts, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     calls = predict_chain.calls_from(reach, distributions.lengths).sum()
     return tokens_of(distributions.p, distributions.lengths) / float(calls)
@@ -318,21 +322,21 @@ def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
 def chain_or_tree(
     length: DraftLength, tree: MeasuredTree | None, planned: bool = False
 ) -> tuple[MeasuredTree | None, str]:
-    """Return the tree if it is expected to be faster than the best chain, or if it is planned, else None; and a line
-    about the choice."""
+    """Return the tree if it is planned, or if it is expected to be faster than the best chain, else None. A line of
+    text about the choice is returned with it."""
     k = length.drafting
     if tree is None:
         return None, f"draft length {k}"
     if planned or tree.speedup > tree.chain:
-        return tree, f"{tree.words()}: it would give {tree.speedup:.2f}x, the chain of {k} {tree.chain:.2f}x"
-    return None, f"draft length {k}: trees would give {tree.speedup:.2f}x, the chain {tree.chain:.2f}x"
+        return tree, f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
+    return None, f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
 
 
 def plan_entries(
     length: DraftLength, best: MeasuredTree | None, served: MeasuredTree | None, rule: str
 ) -> dict[str, Any]:
-    """The report's entries about the plan: the chain's length, and the tree that is drafted instead, if any. best: the
-    fastest tree, served or not; rule: the rule for chains."""
+    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, that tree.
+    best: the fastest tree, served or not. rule: the rule for chains."""
     tree = served.tree if served else None
     speedups = {"chain": best.chain, "tree": best.speedup} if best else None
     return {
@@ -347,15 +351,15 @@ def plan_entries(
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """The tree that was drafted according to a report's `extra`; None for chains."""
+    """Return the tree that was drafted according to a report's `extra`, or None if chains were drafted."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = None) -> str | None:
-    """A sentence for the user if no speed-up was measured, else None. speedup: the measured one over plain decoding, at
-    length.drafting or with `tree`."""
+    """Return a sentence for the user if no speed-up was measured, else None. speedup: the measured speed-up over plain
+    decoding, at length.drafting or with `tree`."""
     drafted = f"{speedup.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
     predicted = tree.speedup if tree else length.speedups[length.drafting]
     if speedup.faster is False:

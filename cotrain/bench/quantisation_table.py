@@ -1,4 +1,4 @@
-"""Acceptance and speed by the weight quantisation of target and draft, and by temperature."""
+"""Table of acceptance and speed. It has one row per weight quantisation of target and draft, and per temperature."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,11 +18,12 @@ Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `targ
 
 def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
           say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
-    """Measure each target quantisation, temperature and draft quantisation. Returns one entry per combination.
+    """Measure each combination of target quantisation, temperature and draft quantisation. Return one entry per
+    combination.
 
     alpha = sum_v min(p, q) and tau at draft length k are computed on texts of the quantised target. If q depends on the
-    depth, alpha is that of a round's first draft. The speed-up is over plain decoding of this target, on a few prompts;
-    nf4 drafts are timed with their rounded weights in bfloat16."""
+    depth, alpha is that of a round's first draft. The speed-up is over plain decoding of this target, on a few prompts.
+    Drafts in nf4 are timed with their rounded weights in bfloat16."""
     cells = []
     for target in targets:
         plan = replace(plan, target=load(target))

@@ -1,4 +1,4 @@
-"""Compare the tau of a draft in a running server with the tau predicted on its texts, and with this engine's.
+"""Comparison of the tau of a draft in a running server with the tau predicted on its texts, and with this engine's tau.
 
 A server samples the first token of a text in the prefill, without a round, so its tau is (tokens - texts) / rounds. In
 this engine every token comes from a round. A server's counters give only the total of rounds of all texts.
@@ -29,9 +29,9 @@ Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
 
 @dataclass(frozen=True)
 class Parity:
-    """served: the server's tau; predicted: the tau predicted on the server's texts; z: standard score of the server's
-    rounds under this prediction; ours: this engine's tau on the same prompts; ratio: served / ours, bootstrapped over
-    prompts; speed: the server's tokens per second, over HTTP."""
+    """The result of the comparison. served: the server's tau. predicted: the tau predicted on the server's texts. z:
+    standard score of the server's rounds under this prediction. ours: this engine's tau on the same prompts. ratio:
+    served / ours, bootstrapped over prompts. speed: the server's tokens per second, over HTTP."""
 
     tokens: int
     speed: float
@@ -44,8 +44,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio` is not
-        wholly outside 1 ± `TOLERANCE`."""
+        """Return whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio`
+        overlaps 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
@@ -61,8 +61,8 @@ class Parity:
 
 
 def over_http(client: Client, plan: Plan) -> Ask:
-    """A function that completes prompts with a running server in the plan's regime. It raises ValueError if the server
-    returns no token ids."""
+    """Return a function that completes prompts with a running server in the plan's regime. It raises ValueError if the
+    server returns no token ids."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
         before, clock = stable_counters(client), time.perf_counter()
@@ -72,7 +72,10 @@ def over_http(client: Client, plan: Plan) -> Ask:
         )
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
-            raise ValueError("url: the server returns no token ids, which the prediction needs; vLLM returns them")
+            raise ValueError(
+                "url: the server returns no token ids, and the prediction needs them; use a server that "
+                "returns them, such as vLLM"
+            )
         counted = after - before if after and before else None
         return [one.ids or [] for one in answers], seconds, counted
 
@@ -108,7 +111,9 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """The expected rounds of each text (N,), without its first token, and the standard deviation of their sum."""
+    """Return the expected number of rounds of each text (N,), without its first token. The standard deviation of the
+    sum over all texts is returned with it.
+    """
     starts = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
     engine = plan.engine(k, BATCH, proposer=draft)
@@ -120,8 +125,8 @@ def rounds_expected(
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """The ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds by
-    prompt."""
+    """Return the ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds of
+    each prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:
         total = pairs.sum(-2)

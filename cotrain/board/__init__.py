@@ -1,1 +1,1 @@
-"""The logging of a training run to TensorBoard and Weights & Biases: curves, texts and final figures."""
+"""Logging of a training run to TensorBoard and Weights & Biases. Curves, texts and final figures are logged."""

@@ -1,6 +1,6 @@
-"""The loggers of a run: TensorBoard always, and Weights & Biases with trainer.logger=wandb.
+"""Loggers of a run. A run always logs to TensorBoard, and with trainer.logger=wandb also to Weights & Biases.
 
-They receive curves during training, and at the end the final figures and the settings.
+Loggers receive curves during training, and at the end the final figures and the settings.
 """
 
 import os
@@ -33,17 +33,17 @@ SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layer
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """The TensorBoard logger of a run; TensorBoard shows it under the name of the folder. again: the first step of a
-    resumed run, from which on curves are replaced."""
+    """Return the TensorBoard logger of a run. TensorBoard shows it under the name of the folder. again: the first step
+    of a resumed run; curves are replaced from this step on."""
     return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
 @contextmanager
 def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
-    """Yield the loggers that trainer.logger= adds to TensorBoard, and close them when the block ends. The list is
-    empty in all processes but the first.
+    """Yield the loggers that trainer.logger= adds to TensorBoard, and close them when the block ends. The list is empty
+    in all processes except the first.
 
-    Raises UserError if Weights & Biases rejects the run, for example without a login.
+    Raises UserError if Weights & Biases rejects the run, for example because the user is not logged in.
     """
     if cfg.trainer.logger != WANDB or rank():
         yield []
@@ -58,7 +58,8 @@ def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
 
 
 def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
-    """The logger for Weights & Biases. Its project is the environment variable WANDB_PROJECT, or cotrain."""
+    """Return the logger for Weights & Biases. Its project is the value of the environment variable WANDB_PROJECT, or
+    "cotrain"."""
     import wandb
 
     project, file = os.environ.get("WANDB_PROJECT", "cotrain"), folder / RUN_ID
@@ -74,14 +75,14 @@ def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
 
 
 def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> None:
-    """Write figures to every logger of the trainer. step: the number of optimiser steps done."""
+    """Write figures to every logger of the trainer. step: the number of completed optimiser steps."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(figures), step)
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """The final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was measured
-    (report is not empty), also the speed-up with its interval, the timed tau, and exactness as 1 or 0."""
+    """Return the final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was
+    measured (report is not empty), the speed-up with its interval, the timed tau, and exactness as 1 or 0 are added."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out
@@ -93,8 +94,8 @@ def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[s
 
 
 def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
-    """Write final figures to each logger at the last step. In TensorBoard they and the settings `SHOWN` also make a row
-    of the table of hyperparameters."""
+    """Write final figures to each logger at the last step. In TensorBoard, the figures and the settings `SHOWN` also
+    become a row of the table of hyperparameters."""
     settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:

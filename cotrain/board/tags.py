@@ -24,18 +24,18 @@ LEGEND = "**accepted drafts**, *corrected tokens*, `bonus tokens`"
 
 
 def at(name: str, temperature: float) -> str:
-    """The tag of a figure that was computed on held-out texts at one temperature of the target."""
+    """Return the tag of a figure that was computed on held-out texts at one temperature of the target."""
     return f"{HELD_OUT}/{name}_T{temperature:g}"
 
 
 def speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures of `cotrain.bench.measurement.quick` by tag. NaN is left out, such as the interval of a single
-    batch."""
+    """Return the figures of `cotrain.bench.measurement.quick` by tag. NaN values are left out, for example the interval
+    of a single batch."""
     return {SPEED[name]: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def layout() -> dict[str, Any]:
-    """The layout of the tab CUSTOM SCALARS: which curves share a chart."""
+    """Return the layout of TensorBoard's tab CUSTOM SCALARS, which says which curves share a chart."""
     return {
         "Serving": {
             "acceptance": ["Multiline", [f"^{ACCEPTANCE}$"]],
@@ -51,14 +51,14 @@ def layout() -> dict[str, Any]:
 
 
 def marked(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
-    """A generated text in Markdown, with tokens marked by their kind. parts: (kind of token, text); tokens, calls: the
-    number of new tokens and of target calls."""
+    """Return a generated text in Markdown, with each token marked by its kind. parts: (kind of token, text). tokens,
+    calls: the number of new tokens and of target calls."""
     text = "".join(f"<{ELEMENTS[kind]}>{escaped(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
     return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped(prompt)}{text}"
 
 
 def escaped(text: str) -> str:
     """Escape text so that TensorBoard's Markdown shows it unchanged. All characters but letters and digits become
-    character references; a line end becomes a visible sign and a line break."""
+    character references. A line end becomes a visible sign and a line break."""
     numbers = "".join(one if one.isalnum() else f"&#{ord(one)};" for one in text.replace("\r\n", "\n"))
     return numbers.replace("&#10;", "&#8629;<br>")

@@ -1,1 +1,1 @@
-"""Pretraining of the bundled target and its tokenizer, and the n-gram baselines in its model card."""
+"""Pretraining of the bundled target and its tokenizer, and n-gram baselines, whose figures are in its model card."""

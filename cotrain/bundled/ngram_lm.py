@@ -1,4 +1,4 @@
-"""Baselines without a network: an interpolated Kneser-Ney n-gram model, and a bigram table as a draft.
+"""Baselines without a network: an interpolated Kneser-Ney n-gram model, and a bigram table that serves as a draft.
 
 N tokens in training, M tokens in scoring, V vocabulary, n order, G distinct k-grams, H contexts.
 A k-gram w_1..w_k is packed into one int64, first token first: ((w_1 V + w_2) V + ..) + w_k.
@@ -20,8 +20,8 @@ FALLBACK = (0.5, 1.0, 1.5)  # discounts if the counts define none, as with KenLM
 
 @dataclass(frozen=True)
 class Level:
-    """The model of one order k: the sorted k-grams hw with their discounted shares, and the sorted contexts h with the
-    probability that each leaves to the shorter context."""
+    """The model of one order k. It has the sorted k-grams hw with their discounted shares, and the sorted contexts h
+    with the probability mass that each leaves to the shorter context."""
 
     grams: np.ndarray  # (G,)
     share: np.ndarray  # (G,) (c(hw) - D(c(hw))) / c(h)
@@ -40,7 +40,7 @@ class Level:
 
 @dataclass(frozen=True)
 class KneserNey:
-    """Interpolated modified Kneser-Ney (Chen and Goodman 1998, TR-10-98); built by `KneserNey.train`."""
+    """An interpolated modified Kneser-Ney model (Chen and Goodman 1998, TR-10-98). `KneserNey.train` builds it."""
 
     vocabulary: int
     levels: list[Level]  # orders 1..n
@@ -59,7 +59,7 @@ class KneserNey:
         if order < 1 or vocabulary < 1 or vocabulary**order > 2**63:
             raise ValueError(f"order {order} over {vocabulary} ids must be >= 1 and fit 63 bits: lower it")
         if len(stream) < order:
-            raise ValueError(f"a stream of {len(stream)} tokens holds no {order}-gram")
+            raise ValueError(f"a stream of {len(stream)} tokens has no {order}-gram")
         grams, counts = np.unique(pack(stream, order, vocabulary), return_counts=True)
         levels = [Level.of(grams, counts, vocabulary)]
         for k in reversed(range(1, order)):
@@ -69,7 +69,7 @@ class KneserNey:
         return cls(vocabulary, levels[::-1])
 
     def log_prob(self, ids: np.ndarray) -> np.ndarray:
-        """log P of each token of ids (M,) given up to n - 1 tokens before it -> (M,) float64, in nats.
+        """Return log P of each token of ids (M,) given up to n - 1 tokens before it -> (M,) float64, in nats.
 
         For a context that was not seen in training, the shorter context is used. P sums to 1 over V. Raises ValueError
         for ids outside the vocabulary.
@@ -84,7 +84,7 @@ class KneserNey:
 
 
 def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
-    """The packed k-grams of ids (M,) -> (max(M - k + 1, 0),) int64.
+    """Return the packed k-grams of ids (M,) -> (max(M - k + 1, 0),) int64.
 
     Raises ValueError for ids outside 0..V-1.
     """
@@ -98,10 +98,10 @@ def pack(ids: np.ndarray, k: int, vocabulary: int) -> np.ndarray:
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """The discounts (0, D_1, D_2, D_3+) of the counts 0, 1, 2 and 3 or more (Chen and Goodman 1998).
+    """Return the discounts (0, D_1, D_2, D_3+) of the counts 0, 1, 2 and 3 or more (Chen and Goodman 1998).
 
-    With n_i the number of counts that equal i, Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i.
-    If one of n_1..n_4 is 0, or one D_i is not positive, the discounts are `FALLBACK`.
+    n_i is the number of counts that equal i. Y = n_1 / (n_1 + 2 n_2) and D_i = i - (i + 1) Y n_{i+1} / n_i. If one of
+    n_1..n_4 is 0, or one D_i is not positive, the discounts are `FALLBACK`.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if (n == 0).any():
@@ -112,15 +112,17 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def find(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, default: float) -> np.ndarray:
-    """The value of each key in `wanted`, or `default` for a missing one; shaped as `wanted`. keys must be sorted."""
+    """Return the value of each key in `wanted`, with the shape of `wanted`. A missing key has the value `default`. keys
+    must be sorted."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], default)
 
 
 def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
-    """P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V, V) float64, rows v.
+    """Return P(w|v) = (c(vw) + add) / (c(v) + add V) from a stream of token ids (N,) -> (V, V) float64, rows v.
 
-    Raises ValueError for ids outside 0..V-1, and unless add > 0, since unseen tokens v would have no distribution.
+    Raises ValueError for ids outside 0..V-1, and unless add > 0, since tokens v that were not seen would have no
+    distribution.
     """
     if not add > 0:
         raise ValueError(f"add must be positive, not {add}")
@@ -130,10 +132,11 @@ def bigram(stream: Tensor, vocabulary: int, add: float) -> Tensor:
 
 
 def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean acceptance sum_v min(p, q) over all positions, with the bigram table `probs` (V, V) as the draft q.
+    """Return the mean acceptance sum_v min(p, q) over all positions, with the bigram table `probs` (V, V) as the draft
+    q.
 
-    Each chunk is ids (B, T) and log p (B, T, V), the target's distribution of the token after ids[b, t].
-    Raises ValueError if there is no position.
+    Each chunk is ids (B, T) and log p (B, T, V), the target's distribution of the token after ids[b, t]. Raises
+    ValueError if there is no position.
     """
     logs = probs.log()
     total, positions = 0.0, 0
@@ -146,13 +149,14 @@ def bigram_alpha(probs: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]) -> floa
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """nats / (ln 2 * size): the bits per byte of a text of `size` bytes whose negative log probability is `nats`."""
+    """Return nats / (ln 2 * size), the bits per byte of a text of `size` bytes whose negative log probability is
+    `nats`."""
     return nats / size / math.log(2)
 
 
 def evaluate(train: Blocks, held_out: Blocks, sizes: Tensor, order: int = 5) -> dict[str, float]:
-    """Held-out bits per byte of Kneser-Ney for each domain D, with the keys "all/D" (trained on all domains) and "D/D"
-    (trained on D).
+    """Return the held-out bits per byte of Kneser-Ney for each domain D. The key "all/D" is for the model trained on
+    all domains, and "D/D" for the model trained on D.
 
     sizes (V,): bytes of each id. As for a network, the first token of each held-out block is not scored. Unlike for a
     network, contexts reach into earlier blocks, which favours the n-gram model. Raises ValueError if the splits have

@@ -1,4 +1,4 @@
-"""Pretrain the bundled target, a small Llama, on the embedded corpora, in resumable phases."""
+"""Pretraining of the bundled target, a small Llama, on the embedded corpora. It runs in phases that can be resumed."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ the train split's code, used as draft, is accepted with probability {bigram:.3f}
 
 
 class LanguageModel(lightning.LightningModule):
-    """Trains on next-token cross-entropy, and validates in bits per byte of text, by domain."""
+    """The module that trains on next-token cross-entropy. It validates in bits per byte of text, by domain."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LanguageModel(lightning.LightningModule):
         self.sizes, self.domains = sizes, domains  # bytes of each id (V,)
 
     def nats(self, ids: torch.Tensor) -> torch.Tensor:
-        """-log p of ids[:, 1:], (B, T-1), in nats."""
+        """Return -log p of ids[:, 1:], (B, T-1), in nats."""
         logits = self.network(ids[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
 
@@ -102,7 +102,8 @@ def llama(
     context: int,
     head_dim: int = 64,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights and tied embeddings. Id 0 ends a text and id 1 pads, see tokenizer.py."""
+    """Return a Llama with random weights and tied embeddings. Id 0 ends a text and id 1 is padding, see
+    tokenizer.py."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -127,7 +128,7 @@ def compile_layers(network: PreTrainedModel) -> None:
 
 
 class Phase(Callback):
-    """Ends a training phase after `minutes`; the next phase resumes from its checkpoint."""
+    """Callback that ends a training phase after `minutes`. The next phase resumes from its checkpoint."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -140,8 +141,8 @@ def fit(
     module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
     seed: int, every: int, precision: Any,
 ) -> float:  # fmt: skip
-    """Train up to `steps` optimiser steps in total, or for `minutes`; return the seconds that this phase took. Resumes
-    from folder/last.ckpt if it exists."""
+    """Train up to `steps` optimiser steps in total, or for `minutes`. Return the seconds that this phase took. The
+    training resumes from folder/last.ckpt if that file exists."""
     last = folder / "last.ckpt"
     done = read_saved(last)["global_step"] if last.exists() else 0
     order = SeededOrder(len(train), seed, start=done * batch)
@@ -168,7 +169,7 @@ def fit(
 
 
 def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any) -> dict[str, float]:
-    """Bits per byte on all held-out blocks, by domain."""
+    """Return the bits per byte on all held-out blocks, by domain."""
     trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)
     trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)
     return module.bits_per_byte()
@@ -177,7 +178,7 @@ def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any)
 def write_target(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
 ) -> None:
-    """Write the target in bfloat16 with its tokenizer and model card; replaces an existing folder."""
+    """Write the target in bfloat16 with its tokenizer and model card. An existing folder is replaced."""
     with new_folder(folder, replace=True) as new:
         half: Any = copy.deepcopy(network)
         half.to(torch.bfloat16)
@@ -188,7 +189,7 @@ def write_target(
 
 
 def model_card(card: dict[str, Any]) -> str:
-    """The model card in Markdown, from the figures that `cotrain pretrain` collected."""
+    """Return the model card in Markdown, from the figures that `cotrain pretrain` collected."""
     where, grams = card["environment"], card["five_gram"]
     bits = [
         f"| {name} | {entry:.3f} | {grams[name]:.3f} | {entry / grams[name] - 1:+.1%} |"

@@ -1,4 +1,4 @@
-"""The bundled target's tokenizer: byte-level BPE, trained on the embedded corpora."""
+"""Tokenizer of the bundled target. It is a byte-level BPE, trained on the embedded corpora."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 
 
 def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of `size` tokens. Id 0 ends a text and id 1 pads."""
+    """Train a byte-level BPE of `size` tokens. Id 0 ends a text and id 1 is padding."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -33,7 +33,8 @@ def train_tokenizer(texts: Iterable[str], size: int, context: int) -> PreTrained
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The number of UTF-8 bytes of each id, (V,) int64; 0 for special tokens. For byte-level BPE only."""
+    """Return the number of UTF-8 bytes of each id, (V,) int64. Special tokens have 0. The tokenizer must be a
+    byte-level BPE."""
     special = set(tokenizer.all_special_ids)
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     # the byte-level alphabet writes one character per byte

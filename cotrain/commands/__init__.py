@@ -1,1 +1,1 @@
-"""One file per command: `run(cfg)` executes `cotrain NAME`."""
+"""Commands of the console script, one file per command. `run(cfg)` executes `cotrain NAME`."""

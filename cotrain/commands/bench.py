@@ -1,4 +1,4 @@
-"""`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
+"""Command `cotrain bench`. It measures a draft folder against plain decoding on the same engine."""
 
 import copy
 import json
@@ -41,15 +41,19 @@ def _refuse_matrix(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError, naming the key, for a matrix that cannot be measured. It is called before any measurement."""
     asked, regime = cfg.matrix, cfg.regime
     if asked.vllm and kind != DEFAULT:
-        raise UserError(f"matrix.vllm: vLLM is measured with {DEFAULT} drafts, draft.path={cfg.draft.path} is {kind}")
+        raise UserError(
+            f"matrix.vllm: vLLM is measured with {DEFAULT} drafts only, and draft.path={cfg.draft.path} is {kind}"
+        )
     if asked.vllm and cfg.target.adapter:
         raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
     if asked.vllm and (regime.top_k or regime.top_p != 1):
         raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
     if asked.vllm and shutil.which(asked.vllm) is None:
-        raise UserError(f"matrix.vllm={asked.vllm} is not an interpreter: name that of a vLLM installation")
+        raise UserError(
+            f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation"
+        )
     if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is none of {', '.join(quantised.QUANTISATIONS)}")
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is not one of {', '.join(quantised.QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
@@ -68,13 +72,13 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
 
 
 def _room(pair: Pair) -> int:
-    """The longest text that both models read."""
+    """Return the length of the longest text that both models can read."""
     return min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
-    or if the target cannot be quantised as asked."""
+    """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
+    support its quantisation setting. It is called before weights are loaded."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size = cfg.bench
@@ -83,22 +87,23 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def _rule(metadata: Metadata) -> str:
-    """The verification rule that the folder was planned with."""
+    """Return the verification rule with which the folder was planned."""
     chains = (metadata.origin.get("served") or {}).get("verify", "token")
     return metadata.tree.rule if metadata.tree else str(chains)
 
 
 def _plan_line(metadata: Metadata) -> str:
-    """What is measured, if the folder's plan is."""
+    """Return a line that says what is measured, if the folder's plan is measured."""
     shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
-    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; bench.depths=[2,4,8], "
-            "bench.trees=16 or verify= choose anew")  # fmt: skip
+    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; to choose anew, set "
+            f"bench.depths=[2,4,8], "
+            "bench.trees=16 or verify=")  # fmt: skip
 
 
 def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
-    """The draft length that the folder was planned with, if it is to be measured with its length or tree. None if the
-    settings name others (bench.depths, bench.trees, or `typed`, another rule), or if the folder has no plan: then the
-    fastest of bench.depths is chosen. Fills in bench.depths."""
+    """Return the draft length with which the folder was planned, if its length or its tree is to be measured.
+    bench.depths is filled in. Return None if the settings name others (bench.depths, bench.trees, or `typed`, another
+    rule), or if the folder has no plan. Then the fastest of bench.depths is chosen."""
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
     size.depths = list(size.depths) or DEPTHS
     if metadata is None or not chosen:
@@ -112,10 +117,12 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
 def prompts(
     cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, room: int | None = None
 ) -> Prompts:
-    """The prompts to measure on: those of data.path that are not in the training split, or else the shipped ones.
+    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split or,
+    without data.path, the shipped ones.
 
-    room: most tokens of a prompt, if bench.prompt_tokens was not typed. Then it is raised for texts that have a domain
-    without a prompt of that length; the value stored in the folder is of other texts."""
+    room: the largest allowed number of tokens of a prompt, if the user did not set bench.prompt_tokens. The setting is
+    then raised for texts that have a domain without a prompt of that length. The value in the folder is for other
+    texts."""
     seed = cfg.bench.seed
     if cfg.data.path is None:
         return apart(*shipped_ids(tokenizer, cfg.bench.prompt_tokens), [], "shipped")
@@ -141,7 +148,7 @@ def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json. NaN, such as the interval of a single batch, becomes null."""
+    """Write report.json. NaN, for example the interval of a single batch, becomes null."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 

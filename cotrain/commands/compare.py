@@ -1,4 +1,4 @@
-"""`cotrain compare`: paired intervals between the runs below a folder."""
+"""Command `cotrain compare`. It prints confidence intervals of the paired differences between the runs in a folder."""
 
 import json
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from inference.report.build import environment
 
 
 def run(cfg: CompareConfig) -> None:
-    """Print the table; with `report=`, also write all figures to a JSON file."""
+    """Print the table. With `report=`, also write all figures to a JSON file."""
     if cfg.report:
         file = Path(cfg.report)
         if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):

@@ -1,4 +1,4 @@
-"""`cotrain datastore`: index a corpus in which drafts are looked up."""
+"""Command `cotrain datastore`. It indexes a corpus, from which drafts are then looked up."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""`cotrain export`: write the folder that a serving engine loads, or check such a folder."""
+"""Command `cotrain export`. It writes the folder that a serving engine loads, or checks such a folder."""
 
 import sys
 from pathlib import Path
@@ -37,11 +37,11 @@ def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
         if cfg.push_to_hub:
-            raise UserError("push_to_hub: check= writes no folder to push; leave one of them out")
+            raise UserError("push_to_hub: with check= no folder is written that could be pushed; leave one of them out")
         _check(cfg.check, cfg.json)
         return
     if cfg.json:
-        raise UserError("json=true: only with check=; an export has no JSON output")
+        raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     if cfg.layout == "auto":
@@ -110,18 +110,18 @@ def _push(path: Path, repo: str, target: str) -> None:
 
 
 def _check(path: str, as_json: bool) -> None:
-    """Raise UserError with the problems of a folder that would not load. as_json: print the result before."""
+    """Raise UserError with the problems of a folder that would not load. as_json: print the result first."""
     with answering(as_json) as answer:
         problems = hf.check(path)
         if as_json or not problems:
             report = {"folder": path, "passed": not problems, "problems": problems}
-            answer(report, f"{path}: complete, every tensor as config.json says")
+            answer(report, f"{path}: the folder is complete, and every tensor is as config.json says")
     if problems:
         raise UserError("\n".join([f"{path} would not load:", *problems]))
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """Export a feature draft with its model card; return the folder."""
+    """Export a feature draft with its model card, and return the folder."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
@@ -146,7 +146,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
 
 
 def _remarks(written: Metadata) -> list[str]:
-    """What the layout lacks, and what is served otherwise than planned."""
+    """Return remarks on what the layout lacks, and on what is served otherwise than planned."""
     remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
     return remarks
 
@@ -159,7 +159,7 @@ def _print_remarks(path: Path) -> None:
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """Export a causal LM as a folder or as a GGUF file; return the folder."""
+    """Export a causal LM as a folder or as a GGUF file, and return the path."""
     assert cfg.draft.path
     settings: dict[str, Any] = {
         "target": target,

@@ -1,4 +1,4 @@
-"""`cotrain generate`: continue prompts with a draft, or by plain decoding without one."""
+"""Command `cotrain generate`. It continues prompts with a draft, or by plain decoding without one."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow, and a final
+    """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow. The last
     line has the number of target calls and the speed."""
     prompts = _prompts(cfg.prompt, cfg.prompts)
     _refuse(cfg, prompts)
@@ -40,7 +40,7 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def _colored(engine: Engine, prompts: list[str], settings: dict[str, Any]) -> None:
-    """Print each text while it is generated, and a summary after the last one."""
+    """Print each text while it is generated, and a summary after the last text."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
     events, began = list[Event](), time.perf_counter()
@@ -60,25 +60,25 @@ def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
 
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
-    """The final line. seconds: time of all texts, including prefill."""
+    """Return the final line. seconds: the time of all texts, including prefill."""
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
     kinds = f"{COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus"
-    speed = f"{mean:.2f} a call; {tokens / seconds:.0f} tokens a second"
+    speed = f"{mean:.2f} per call; {tokens / seconds:.0f} tokens per second"
     return f"{tokens} tokens in {len(events)} target calls, {speed}; {kinds}"
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:
-    """Raise UserError that names the first prompt whose text ended in an error."""
+    """Raise UserError if the text of a prompt ended in an error. The message names the first such prompt."""
     for number, message in enumerate(errors, 1):
         if message is not None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
 def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
-    """Fill in settings from the draft folder, and raise UserError, before weights are loaded, for a draft that does not
-    fit the target, and for prompts that do not fit into the context."""
+    """Fill in settings from the draft folder. Raise UserError, before weights are loaded, for a draft that does not fit
+    the target, and for prompts that do not fit into the context."""
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, the engine chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
@@ -97,12 +97,12 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     for number, prompt in enumerate(prompts, 1):
         tokens, key = len(tokenizer(prompt)["input_ids"]), f"prompts: number {number}" if cfg.prompts else "prompt"
         if not 0 < tokens < room:
-            raise UserError(f"{key} has {tokens} tokens: it must have at least one and leave room for one in the "
-                            f"{room} of the target")  # fmt: skip
+            raise UserError(f"{key} has {tokens} tokens: it must have at least one, and leave room for one more "
+                            f"in the {room} tokens of the target's context")  # fmt: skip
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """The engine of a draft folder, or one for plain decoding if there is only a target."""
+    """Return the engine of a draft folder, or an engine for plain decoding if there is only a target."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
         settings |= {} if cfg.verify is None else {"verify": cfg.verify}
@@ -112,23 +112,26 @@ def _engine(cfg: GenerateConfig) -> Engine:
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
-    """The prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt, with
-    `prompts=-` one prompt per line."""
+    """Return the prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt.
+    With `prompts=-` it has one prompt per line."""
     if prompt is not None and prompts is not None:
-        raise UserError("give the text as prompt=, or one prompt a line in the file prompts=, not both")
+        raise UserError("set either prompt= (the text) or prompts= (a file with one prompt per line), not both")
     if prompt is not None and not prompt:
-        raise UserError("prompt= is empty: give the text that is to be continued")
+        raise UserError("prompt= is empty: set it to the text that is to be continued")
     if prompt is not None:
         return [prompt]
     if prompts is None and sys.stdin.isatty():
-        raise UserError("give the text as prompt=, on standard input, or one prompt a line in the file prompts=")
+        raise UserError(
+            "no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
+            "the text to standard input"
+        )
     if prompts is None:
         lines = [sys.stdin.read()]
     else:
         lines = (sys.stdin.read() if prompts == "-" else _read(prompts)).split("\n")
     lines = [line for line in lines if line.strip()]
     if not lines:
-        raise UserError(f"prompts={prompts} holds no prompt" if prompts else "standard input holds no prompt")
+        raise UserError(f"prompts={prompts} contains no prompt" if prompts else "standard input contains no prompt")
     return lines
 
 

@@ -1,4 +1,5 @@
-"""`cotrain pretrain`: train the bundled target in resumable phases, then write its folder and model card."""
+"""Command `cotrain pretrain`. It trains the bundled target in phases that can be resumed, then writes its folder and
+model card."""
 
 import json
 import time
@@ -57,7 +58,8 @@ def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
-    """The packed blocks of a split, stored in the run's folder so that all phases train on the same data."""
+    """Return the packed blocks of a split. They are stored in the run's folder, so that all phases train on the same
+    data."""
     file = folder / f"{split}.pt"
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
@@ -111,8 +113,8 @@ def _card(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
 ) -> dict[str, Any]:
-    """The content of the model card: held-out bits per byte of the model and of a 5-gram, tokens, seconds, machine and
-    corpora."""
+    """Return the content of the model card: held-out bits per byte of the model and of a 5-gram, tokens, seconds,
+    machine and corpora."""
     phases = [json.loads(line) for line in (folder / "phases.jsonl").read_text().splitlines()]
     rate = cfg.pretraining
     bits = evaluate(train, held_out, token_bytes(tokenizer))
@@ -134,7 +136,7 @@ def _card(
 def _bigram_alpha(
     module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, tokenizer: PreTrainedTokenizerBase
 ) -> float:
-    """Mean acceptance, on held-out code, of a bigram table that was counted on the training code."""
+    """Return the mean acceptance, on held-out code, of a bigram table that was counted on the training code."""
     code = train.domains.index("code")
     table = bigram(train.ids[train.domain == code].flatten(), len(tokenizer), add=0.1)
     blocks = held_out.ids[held_out.domain == code].long().split(1)

@@ -1,4 +1,4 @@
-"""`cotrain report`: write the page of one run, or of several side by side."""
+"""Command `cotrain report`. It writes the page of one run, or of several side by side."""
 
 from pathlib import Path
 
@@ -17,5 +17,5 @@ def run(cfg: ReportConfig) -> None:
     writable("page", path)
     write(runs, path)
     for one in runs:
-        print(f"{one.path}: not finished, the page is marked partial") if one.partial else None
+        print(f"{one.path}: the run is not finished, so the page is marked as partial") if one.partial else None
     print(f"page: {path}")

@@ -1,4 +1,4 @@
-"""`cotrain rollout`: sample texts of the target, for training or for evaluation."""
+"""Command `cotrain rollout`. It samples texts of the target, for training or for evaluation."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def run(cfg: RolloutConfig) -> None:
     """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`."""
     if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
         raise UserError(
-            "rollout.rounds, rollout.on_draft: only cotrain train has them, "
-            "where a draft is trained between samplings; leave them out"
+            "rollout.rounds, rollout.on_draft: only cotrain train reads them, "
+            "because it trains a draft between samplings; leave them out"
         )
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
@@ -50,8 +50,8 @@ def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def _prompts(cfg: RolloutConfig) -> Source:
-    """The source of the prompts, read before weights are loaded. Raises UserError if data, target, draft or server
-    cannot be used."""
+    """Return the source of the prompts. It is read before weights are loaded. Raises UserError if data, target, draft
+    or server cannot be used."""
     try:
         target, tokenizer = _checked(cfg)
         asked, room = cfg.rollout, holds(target.config)

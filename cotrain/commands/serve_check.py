@@ -1,4 +1,5 @@
-"""`cotrain serve_check`: compare a draft's acceptance in a running server with a prediction, and with this engine's."""
+"""Command `cotrain serve_check`. It compares a draft's acceptance in a running server with a prediction, and with this
+engine's acceptance."""
 
 import json
 from typing import Any
@@ -26,13 +27,13 @@ def run(cfg: ServeCheckConfig) -> None:
     if not figures.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
-            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server drafts in this "
-            "way, and with this draft"
+            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server uses this "
+            "draft and these settings"
         )
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """Measure, write the report, and return it with its figures."""
+    """Measure the server, write the report, and return it with its figures."""
     settle(cfg.threads, 0)
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", url, cfg.model), resolved(cfg)
@@ -42,7 +43,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
     if k is None:
-        raise UserError(f"{draft_path} names no draft length: give the server's as k=")
+        raise UserError(f"{draft_path} names no draft length: set k= to the draft length of the server")
     drafts = objective(cfg.objective) if cfg.objective else metadata.objective if metadata else "sampled"
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",

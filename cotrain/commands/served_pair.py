@@ -1,4 +1,4 @@
-"""The pair that a command serves: a draft folder and a target, by default the one that the folder names."""
+"""The pair that a command serves. It is a draft folder and a target, by default the one that the folder names."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from inference.proposers import kind_of
 
 class Known(NamedTuple):
     """A setting whose default is stored in draft folders. name: its key there, in the regime or in `made["served"]`.
-    open: the value of the setting that asks for the default. unsaid: the default if the folder stores none."""
+    open: the value of the setting that selects the default. unsaid: the default if the folder stores none."""
 
     name: str
     open: Any
@@ -42,7 +42,7 @@ KNOWN = {
 
 
 class Pair(NamedTuple):
-    """Target and draft as models without storage, and the target's tokenizer. draft: None if its folder has no
+    """A target and a draft as models without storage, and the target's tokenizer. draft: None if its folder has no
     weights."""
 
     target: PreTrainedModel
@@ -51,9 +51,9 @@ class Pair(NamedTuple):
 
 
 def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
-    """Return the target's path: `target.path`, or, if it is null, the target that the draft folder names.
+    """Return the target's path. It is `target.path` or, if that is null, the target that the draft folder names.
 
-    Fills in target.path, target.adapter and the settings of `as_trained`. Raises UserError if the draft folder is
+    target.path, target.adapter and the settings of `as_trained` are filled in. Raises UserError if the draft folder is
     invalid, or if no target is named."""
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
@@ -68,10 +68,10 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
 
 
 def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
-    """Replace the open settings of `KNOWN` by the values stored in the draft folder. If other values were typed, print
-    a line that lists them.
+    """Replace the open settings of `KNOWN` by the values stored in the draft folder. If the user set other values,
+    print a line that lists them.
 
-    metadata: that of the folder. `Known.unsaid` replaces a value that it lacks, or stores as None.
+    metadata: that of the folder. `Known.unsaid` replaces a value that the folder lacks, or stores as None.
     """
     said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
     typed = []
@@ -86,7 +86,7 @@ def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: M
             typed.append(f"{key}={config[name]} ({said[known.name]})")
     if typed:
         print(
-            f"settings that differ from the draft folder's, which are in brackets: {', '.join(typed)}",
+            f"these settings differ from those of the draft folder, which are in brackets: {', '.join(typed)}",
             file=sys.stderr,
         )
 
@@ -100,10 +100,10 @@ def folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """The pair without storage. Prints a warning if the draft is larger than the target.
+    """Return the pair without storage. A warning is printed if the draft is larger than the target.
 
-    Raises UserError, before weights are loaded, if the target is missing, if the draft has other token ids, and if the
-    draft does not fit the target (`Proposer.fits`).
+    Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
+    or the draft does not fit the target (`Proposer.fits`).
     """
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
@@ -123,8 +123,8 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
 
 
 def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """A folder's network without storage; None if its kind has no network. Raises OSError or ValueError if the files
-    are missing or invalid."""
+    """Return a folder's network without storage, or None if its kind has no network. Raises OSError or ValueError if
+    the files are missing or invalid."""
     if network is None:
         return None
     if network is CausalLM and not CausalLM.has_parts(config := AutoConfig.from_pretrained(path)):
@@ -138,7 +138,10 @@ def measured(path: str) -> Folder:
     """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
     draft_folder = folder(path)
     if draft_folder.kind not in KINDS:
-        raise UserError(f"draft.path: {path} is of kind {draft_folder.kind!r}; kinds to measure are {', '.join(KINDS)}")
+        raise UserError(
+            f"draft.path: {path} is of kind {draft_folder.kind!r}; the kinds that can be measured are "
+            f"{', '.join(KINDS)}"
+        )
     return draft_folder
 
 

@@ -1,4 +1,4 @@
-"""`cotrain train`: distil a draft, measure it, and write its folder and page."""
+"""Command `cotrain train`. It distils a draft, measures it, and writes its folder and page."""
 
 import json
 import math
@@ -28,11 +28,11 @@ from inference.report.table import comparison
 
 
 def run(cfg: TrainConfig) -> float | None:
-    """Distil into `output` and print the table of the report; a finished run only prints it again. With check=true,
-    only print what the run needs.
+    """Distil into `output` and print the table of the report. A finished run is not repeated, and only the table is
+    printed. With check=true, only print what the run needs.
 
-    Returns tau on held-out texts after the last step, in the regime, at policy.k. None with check=true, and in all
-    processes but the first."""
+    Returns tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and in
+    all processes except the first."""
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
@@ -53,21 +53,21 @@ def run(cfg: TrainConfig) -> float | None:
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
-                  "again with cotrain bench, or train on with more trainer.steps=")  # fmt: skip
+                  "again with cotrain bench, or continue the training with more trainer.steps=")  # fmt: skip
     report = folder.path / "draft" / REPORT
     if cfg.measure or report.exists():
         print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
     else:
-        print(f"draft: {folder.path / 'draft'}, of the last step, not measured: repeat the command with measure=true "
+        print(f"draft: {folder.path / 'draft'} (last step, not measured): repeat the command with measure=true "
               "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 
 
 def swept(outputs: list[str]) -> None:
-    """Print the tables of a sweep: one of the measured speeds, and one of held-out figures, compared with the first run
-    at the temperatures that all runs share."""
+    """Print the tables of a sweep. One has the measured speeds. The other has held-out figures, compared with the first
+    run at the temperatures that all runs share."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
         print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))
@@ -82,4 +82,4 @@ def swept(outputs: list[str]) -> None:
     try:
         print(compared(compare(runs, baseline), baseline))
     except UserError as error:
-        print(f"cotrain train: no table of the sweep: {error}", file=sys.stderr)
+        print(f"cotrain train: the sweep has no table: {error}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""The types of settings, their ranges, and the parsing of the command line."""
+"""Settings of all commands. This package has their types and ranges, and parses the command line."""

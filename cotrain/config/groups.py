@@ -1,4 +1,4 @@
-"""The types of the groups of settings that several commands share. The values are in conf/GROUP/, see `settings`."""
+"""Types of the groups of settings that several commands share. The values are in conf/GROUP/, see `settings`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Regime:
 
 @dataclass
 class ServedRegime:
-    """The regime of a command that opens a draft folder. null: the value stored in the folder."""
+    """The regime of a command that opens a draft folder. null selects the value stored in the folder."""
 
     temperature: float | None
     top_k: int | None
@@ -24,7 +24,8 @@ class ServedRegime:
 
 @dataclass
 class PolicySettings:
-    """k: the draft length of every round; null: the plan stored in the draft folder."""
+    """Draft length of a command. k: the draft length of every round; null selects the plan stored in the draft
+    folder."""
 
     k: int | None
 
@@ -38,8 +39,8 @@ class Model:
 
 @dataclass
 class Target:
-    """The model that is served; `bundled` is the one shipped under data/target. adapter: a PEFT folder. It is merged
-    into the weights, unless they are quantised: then it runs unmerged."""
+    """The model that is served. `bundled` is the model shipped in data/target. adapter: a PEFT folder. It is merged
+    into the weights or, if these are quantised, runs without being merged."""
 
     path: str
     adapter: str | None
@@ -49,7 +50,7 @@ class Target:
 
 @dataclass
 class ServedTarget:
-    """The same settings as Target. path=null: the target and the adapter that the draft folder names."""
+    """The same settings as in Target. path=null selects the target and the adapter that the draft folder names."""
 
     path: str | None
     adapter: str | None
@@ -60,7 +61,7 @@ class ServedTarget:
 @dataclass
 class Quantisation:
     """The target's weight quantisation, in training and in serving: none, int8 or nf4 (bitsandbytes). Commands that
-    open a draft folder also accept as_trained: the quantisation stored in the folder."""
+    open a draft folder also accept as_trained, the quantisation stored in the folder."""
 
     kind: str
 
@@ -69,7 +70,7 @@ class Quantisation:
 class Draft:
     """The draft's kind, see `cotrain.students.base`, and its shape. Some settings exist for some kinds only.
 
-    width, layers, intermediate, head_dim, kv_heads: the shape of a draft with random weights; null: as in the target.
+    width, layers, intermediate, head_dim, kv_heads: the shape of a draft with random weights. null means the target's.
     """
 
     kind: str
@@ -96,10 +97,10 @@ class Draft:
 
 @dataclass
 class Init:
-    """kind: the source of the draft's initial weights: scratch, target_layers (copies of `layers`) or pretrained.
+    """Source of the draft's initial weights. kind: scratch, target_layers (copies of `layers`) or pretrained.
 
-    cosine: weight of an extra loss term, 1 - the cosine of the draft's and the target's final hidden states. It falls
-    to 0 by the step at which the loss switches. For drafts with the target's width and head."""
+    cosine: weight of an extra loss term, 1 - the cosine of the draft's and the target's final hidden states. The weight
+    falls to 0 by the step at which the loss switches. The draft needs the target's width and head."""
 
     kind: str
     layers: list[int]
@@ -108,10 +109,11 @@ class Init:
 
 @dataclass
 class Loss:
-    """The loss is `first` until the fraction `switch` of the steps is done, and `then` afterwards, see losses.spec.
+    """The loss expressions of a training. `first` is the loss until the fraction `switch` of the steps is done, and
+    `then` is the loss afterwards, see losses.spec.
 
-    decay: for drafts whose distribution depends on the depth, the loss at a depth has the weight decay ** depth. null:
-    the weight is the number of target calls that acceptance at this depth saves."""
+    decay: for drafts whose distribution depends on the depth, the loss at a depth has the weight decay ** depth. With
+    null, the weight is the number of target calls that acceptance at this depth saves."""
 
     first: str
     then: str | None
@@ -121,10 +123,10 @@ class Loss:
 
 @dataclass
 class Data:
-    """path: a jsonl, parquet, csv or text file (also compressed), a glob, a folder of such files, a saved data set, or
-    a hub id; null: the embedded corpora.
+    """Source of the user's texts. path: a jsonl, parquet, csv or text file (also compressed), a glob, a folder of such
+    files, a saved data set, or a hub id. null selects the embedded corpora.
 
-    Rows have a text that is a prompt or begins with one, or a whole prompt, or a conversation, see data.conversations.
+    A row is a whole prompt, a text that begins with a prompt, or a conversation, see data.conversations.
     """
 
     path: str | None
@@ -167,7 +169,7 @@ class Rollout:
 
 @dataclass
 class Optimizer:
-    """AdamW and its trapezoidal schedule. warmup and decay are fractions of the training."""
+    """Settings of AdamW and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
     lr: float
     weight_decay: float
@@ -178,7 +180,7 @@ class Optimizer:
 
 @dataclass
 class Trainer:
-    """The training loop."""
+    """Settings of the training loop."""
 
     steps: int
     minutes: float | None  # training ends after these minutes or `steps`, whichever comes first; null: after `steps`
@@ -208,8 +210,8 @@ class Trainer:
 class Bench:
     """The sizes of the benchmark.
 
-    minutes=0: exactly these sizes are measured. Otherwise more prompts are timed, and fewer parity tokens sampled if
-    needed, until the speed-up's 95 % interval is narrow enough (see `interval`) or the minutes are over."""
+    minutes=0 measures exactly these sizes. Otherwise prompts are timed until the speed-up's 95 % interval is narrow
+    enough (see `interval`) or the minutes are over. Fewer parity tokens are sampled if the time requires it."""
 
     prompts: int  # per domain
     quick_prompts: int  # prompts of short measurements, such as those at checkpoints
@@ -231,7 +233,7 @@ class Bench:
 
 @dataclass
 class Matrix:
-    """A benchmark of several engines at each temperature and batch size. An empty list of temperatures: no matrix.
+    """A benchmark of several engines at each temperature and batch size. Without temperatures there is no matrix.
 
     If `targets` is not empty, weight quantisations (none, int8, nf4) of target and draft are compared instead."""
 
@@ -257,7 +259,8 @@ class TargetShape:
 
 @dataclass
 class Pretraining:
-    """Pretraining of the bundled target. Each call ends after `minutes` or at `steps`, whichever comes first."""
+    """Settings of the pretraining of the bundled target. Each call ends after `minutes` or at `steps`, whichever comes
+    first."""
 
     steps: int
     batch: int

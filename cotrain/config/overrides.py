@@ -1,4 +1,4 @@
-"""Command-line overrides: quote free text for Hydra, and reword Hydra's errors for the user."""
+"""Command-line overrides. This module quotes free text for Hydra, and rewords Hydra's errors for the user."""
 
 import difflib
 import re
@@ -20,7 +20,7 @@ _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", r
 def quote(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the values of free-text and path keys quoted, so that Hydra leaves them unchanged.
 
-    All that follows `=` is the value, including quotes, commas and `${...}`. These keys therefore cannot be swept.
+    The value is all that follows `=`, including quotes, commas and `${...}`. These keys therefore cannot be swept.
     """
     return [_quoted(argument) for argument in _gathered(arguments)]
 
@@ -42,7 +42,7 @@ def _gathered(arguments: Sequence[str]) -> list[str]:
 
 
 def is_setting(argument: str) -> bool:
-    """Whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`); False for flags."""
+    """Return whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`). Flags do neither."""
     return argument.startswith("~") or _SETTING.match(argument) is not None
 
 
@@ -56,7 +56,8 @@ def _quoted(argument: str) -> str:
 
 
 def _opens(key: str, value: str) -> bool:
-    """Whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without `++`."""
+    """Return whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without
+    `++`."""
     return (key in MAPPINGS and value.startswith("{")) or key.startswith(tuple(f"{name}." for name in MAPPINGS))
 
 
@@ -69,7 +70,7 @@ def _literal(key: str, value: str) -> bool:
 
 
 def literal(text: str) -> str:
-    """A Hydra value that resolves to exactly `text`."""
+    """Return a Hydra value that resolves to exactly `text`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if text == "???":  # OmegaConf's mark of a missing value
@@ -79,7 +80,8 @@ def literal(text: str) -> str:
 
 
 def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """One line that says why Hydra rejected the `arguments` of `command`: the key, and what it may be."""
+    """Return one line that says why Hydra rejected the `arguments` of `command`. It names the key and its allowed
+    values."""
     settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
     keys = _keys(command, settings)
     typed = {setting["key"]: setting["value"] for setting in settings}
@@ -96,7 +98,7 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
 def _folder_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | None:
     for key, value in typed.items():
         if "/" in value and f"{key}.path" in keys:
-            return f"{key}={value}: {key}= takes no folder, {key}.path={value} does"
+            return f"{key}={value}: {key}= cannot be a folder: write {key}.path={value} instead"
     return None
 
 
@@ -106,7 +108,7 @@ def _unparsed(error: Exception) -> str | None:
     if not isinstance(error, OverrideParseException):
         return None
     if "=" not in error.override:
-        return f"{error.override!r} is no setting: write key=value"
+        return f"{error.override!r} is not a setting: write key=value"
     return f"{error.override!r} cannot be read: {_first(error)}; quote the value, as in key='\"a, b\"'"
 
 
@@ -130,7 +132,7 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """The error message for an unknown key; it names the most similar known key."""
+    """Return the error message for an unknown key; it names the most similar known key."""
     near = nearest(key, keys)
     hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"
@@ -148,9 +150,9 @@ def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str])
 
 
 def _below(key: str, keys: Collection[str]) -> str | None:
-    """The error message for a group of settings, which takes no value itself; None if `key` is no group."""
+    """Return the error message for a group of settings, which takes no value itself; None if `key` is no group."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
-    return f"{key}= takes no value here: set {', '.join(f'{other}=' for other in below)}" if below else None
+    return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)}" if below else None
 
 
 def _first(error: Exception) -> str:
@@ -158,14 +160,15 @@ def _first(error: Exception) -> str:
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """The key most similar to `key`. Keys with the same last part are preferred."""
+    """Return the key most similar to `key`. Among similar keys, those with the same last part are preferred."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.5)
     return near[0] if near else None
 
 
 def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
-    """Every key of the command's configuration under the group options typed; empty if it does not compose."""
+    """Return every key of the command's configuration with the group options that the user typed. Return an empty set
+    if Hydra cannot compose the configuration."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf

@@ -1,5 +1,5 @@
-"""The allowed values of settings, which every command checks first; and the settings that may change on resume, which
-are those that change no weights and those that mean more training."""
+"""Allowed values of settings, which every command checks first, and the settings that may change on resume. Those are
+the settings that change no weights, and those that extend the training."""
 
 import math
 import sys
@@ -20,7 +20,8 @@ COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test com
 
 
 class Range(NamedTuple):
-    """fits: whether a value is allowed; words: the allowed values, for the error message."""
+    """The allowed values of a setting. fits: a function that says whether a value is allowed. words: the allowed
+    values, for the error message."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -135,9 +136,9 @@ RULES: dict[str, Range] = {
 
 
 def refuse(command: str, cfg: "DictConfig") -> None:
-    """Raise UserError for the first setting of `command` that is outside its range, with its key and value.
+    """Raise UserError for the first setting of `command` that is outside its range. The message has its key and value.
 
-    null is left to the types: where a key may be null, it means that nothing was chosen.
+    null is not checked here. The types allow it for some keys, and there it means that nothing was chosen.
     """
     from omegaconf import OmegaConf
 
@@ -150,9 +151,9 @@ def refuse(command: str, cfg: "DictConfig") -> None:
 class Unread(NamedTuple):
     """Settings that nothing reads in some runs. A key that ends in a point stands for all keys below it.
 
-    when: whether this is such a run, given its settings and a function that returns the class of its kind of draft, a
-    `Student`. instead: what to set. fatal: whether it is an error. Otherwise only a line says so: in a sweep over kinds
-    some settings apply to some kinds only.
+    when: a function that says whether this is such a run. It gets the run's settings and a function that returns the
+    class of the draft's kind, a `Student`. instead: the reason and what to set. fatal: whether it is an error. If it is
+    not, only a line is printed, because in a sweep over kinds some settings apply to some kinds only.
     """
 
     keys: tuple[str, ...]
@@ -165,61 +166,67 @@ class Unread(NamedTuple):
 
 
 def _is_file(cfg: Any, _: Any = None) -> bool:
-    """Whether data.path names a file, or files by a pattern."""
+    """Return whether data.path names a file, or files by a pattern."""
     path = str(cfg.data.path)
     return Path(path).is_file() or bool(set(path) & set("*?["))
 
 
 def _one_split(cfg: Any, _: Any = None) -> bool:
-    """Embedded texts, a file and a pattern have one split; a folder, a saved data set and the hub may have several."""
+    """Return whether the texts have one split. Embedded texts, a file and a pattern have one; a folder, a saved data
+    set and the hub may have several."""
     return cfg.data.path is None or (not cfg.data.config and _is_file(cfg))
 
 
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "data": (
-        Unread(("data.take",), lambda cfg, _: not cfg.data.streaming, "it is of a stream: data.streaming=true"),
-        Unread(("data.split",), _one_split, "it is of a folder, a saved data set or the hub: leave it out"),
-        Unread(("data.config",), lambda cfg, _: cfg.data.path is None, "it is of a data set: data.path="),
-        Unread(("data.config",), _is_file, "it is of a data set that has several, a file has none: leave it out"),
+        Unread(("data.take",), lambda cfg, _: not cfg.data.streaming, "it applies to streams only: set "
+                                                                      "data.streaming=true, or leave it out"),
+        Unread(("data.split",), _one_split, "it applies only to a folder, a saved data set or the hub: leave it out"),
+        Unread(("data.config",), lambda cfg, _: cfg.data.path is None, "it applies to data sets only: set data.path=, "
+                                                                       "or leave it out"),
+        Unread(("data.config",), _is_file, "it applies to data sets with several configurations, and a file has none: "
+                                           "leave it out"),
     ),
     "init": (
         Unread(
             ("draft.width", "draft.layers", "draft.intermediate", "draft.head_dim", "draft.kv_heads"),
             lambda cfg, kind: kind().sized and cfg.init.kind != "scratch",
-            "it is of a draft of random weights: init=scratch with it, or init.layers= for layers of the target",
+            "it applies to drafts with random weights: set init=scratch, or choose layers of the target with "
+            "init.layers=",
         ),
     ),
     "loss": (
-        Unread(("loss.then",), lambda cfg, _: cfg.loss.switch >= 1, "the loss never switches: loss.switch=0.5 with it"),
-        Unread(("loss.switch",), lambda cfg, _: cfg.loss.then is None, "no loss follows: loss.then=tv with it"),
+        Unread(("loss.then",), lambda cfg, _: cfg.loss.switch >= 1, "the loss never switches: set loss.switch=0.5"),
+        Unread(("loss.switch",), lambda cfg, _: cfg.loss.then is None, "no second loss is set: set loss.then=tv"),
     ),
     "trainer": (
         Unread(
             ("loss", "loss.", "optimizer", "optimizer.", *(f"trainer.{name}" for name in OF_STEPS)),
             lambda cfg, kind: "kind" in cfg.draft and not kind().trained,
-            "this kind of draft learns nothing", False,
+            "this kind of draft is not trained", False,
         ),
-        Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it is of measured runs: measure=true with it"),
+        Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it applies to measured runs only: set "
+                                                                      "measure=true"),
     ),
 }  # fmt: skip
 
 
 def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callable[[str], Any]) -> None:
-    """Raise UserError for the first typed setting, `key=value`, that nothing reads in this run. The values null and 0
-    may be typed. student_class: the class of a kind of draft, by name."""
+    """Raise UserError for the first setting, `key=value`, that the user typed and nothing reads in this run. The values
+    null and 0 are always accepted. student_class: a function from the name of a kind of draft to its class."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
     for unread in (unread for group in UNREAD if group in cfg for unread in UNREAD[group]):
         keys = [key for key, value in values.items() if unread.names(key) and value not in ("null", "0")]
         if not keys or not unread.when(cfg, lambda: student_class(cfg.draft.kind)):
             continue
-        said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: nothing reads it here: {unread.instead}"
+        said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: the setting has no effect here: {unread.instead}"
         if unread.fatal:
             raise UserError(said)
         print(said, file=sys.stderr)
 
 
 def rule(command: str, key: str) -> Range:
-    """The rule of this command if there is one, else the rule of all commands."""
+    """Return the range of a key for this command if there is one, else the range for all commands."""
     return RULES.get(f"{command}:{key}") or RULES[key]
 
 
@@ -251,8 +258,9 @@ BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step
 
 
 def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
-    """Whether a changed setting leaves the weights of a run as they are ("free"), means more training ("longer") or
-    another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a limit."""
+    """Return what a changed setting means: the weights of a run stay as they are ("free"), the training gets longer
+    ("longer"), or it is another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a
+    limit."""
     if rounds > 1 and key in BY_ROUNDS:
         return "other"
     if key == "measure":  # a finished training is measured when it is asked for

@@ -1,4 +1,4 @@
-"""The types of all settings. Their values, including defaults, are in the YAML files of conf/.
+"""Types of all settings. Their values, including defaults, are in the YAML files of conf/.
 
 `conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an
 error, in a file and on the command line.
@@ -56,7 +56,8 @@ class GenerateConfig:
 
 @dataclass
 class TrainConfig:
-    """`cotrain train`: distil, measure every checkpoint, export the one with the highest tau."""
+    """Settings of `cotrain train`, which distils a draft, measures every checkpoint, and exports the one with the
+    highest tau."""
 
     target: Target
     quantisation: Quantisation
@@ -82,7 +83,7 @@ class TrainConfig:
 
 @dataclass
 class PretrainConfig:
-    """`cotrain pretrain`: the tokenizer and weights of the bundled target."""
+    """Settings of `cotrain pretrain`, which makes the tokenizer and weights of the bundled target."""
 
     shape: TargetShape
     data: Data
@@ -94,7 +95,7 @@ class PretrainConfig:
 
 @dataclass
 class RolloutConfig:
-    """`cotrain rollout`: sample texts of the target."""
+    """Settings of `cotrain rollout`, which samples texts of the target."""
 
     target: Target
     quantisation: Quantisation
@@ -109,7 +110,7 @@ class RolloutConfig:
 
 @dataclass
 class DatastoreConfig:
-    """`cotrain datastore`: index texts in which drafts are looked up."""
+    """Settings of `cotrain datastore`, which indexes texts, from which drafts are then looked up."""
 
     target: Target
     data: Data
@@ -120,7 +121,7 @@ class DatastoreConfig:
 
 @dataclass
 class BenchConfig:
-    """`cotrain bench`: measure a draft folder against plain decoding on the same engine."""
+    """Settings of `cotrain bench`, which measures a draft folder against plain decoding on the same engine."""
 
     target: ServedTarget
     quantisation: Quantisation
@@ -224,8 +225,8 @@ def register() -> None:
 def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     """Return `cfg` typed by the schema of the command `name`.
 
-    Raises UserError for a key that the schema lacks (as `+key=` may add), a key without a value (after `~key`, or with
-    `???` in a file) and a value outside its range, see `cotrain.config.ranges`.
+    Raises UserError for a key that the schema lacks (`+key=` can add one) and for a key without a value (after `~key`,
+    or with `???` in a file). It is also raised for a value outside its range, see `cotrain.config.ranges`.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError
@@ -239,7 +240,7 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     assert isinstance(typed, DictConfig)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing:
-        raise UserError(f"give a value to {', '.join(f'{key}=' for key in missing)}")
+        raise UserError(f"set a value for {', '.join(f'{key}=' for key in missing)}")
     refuse(name, typed)
     return typed
 
@@ -252,12 +253,12 @@ def refuse_from_target(name: str, cfg: "DictConfig") -> None:
 
 
 def from_target(data: Data) -> bool:
-    """Whether the target samples the prompts itself; a given path goes first."""
+    """Return whether the target samples the prompts itself. If data.path is set, it has priority."""
     return data.from_target and data.path is None
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """The regime as sampling settings of the engine; `temperature` replaces the regime's, if it is given. No value of
+    """Return the regime as sampling settings of the engine. `temperature`, if given, replaces the regime's. No value of
     the regime may be None, see `served_pair.as_trained`."""
     from inference import Sampling  # imports torch
 
@@ -267,19 +268,20 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """The temperatures of a run's training texts, equally many texts for each: rollout.train_temperatures, else
-    draft.temperatures, else the regime's temperature."""
+    """Return the temperatures of a run's training texts. Each has equally many texts. They are
+    rollout.train_temperatures, else draft.temperatures, else the regime's temperature."""
     return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """The temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training texts,
-    and the regime's temperature, at which checkpoints are ranked."""
+    """Return the temperatures of the held-out texts, in ascending order. They are rollout.temperatures, those of the
+    training texts, and the regime's temperature, at which checkpoints are ranked."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """A function logits (n, V) -> (n, V) that applies the regime's top-k and top-p; None if it has neither."""
+    """Return a function logits (n, V) -> (n, V) that applies the regime's top-k and top-p, or None if it has
+    neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []

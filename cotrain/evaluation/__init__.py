@@ -1,1 +1,1 @@
-"""Acceptance on held-out texts, its profile over temperature and context, and the comparison of runs."""
+"""Evaluation on held-out texts: acceptance, its profile over temperature and context, and the comparison of runs."""

@@ -1,4 +1,5 @@
-"""Compare runs on the same held-out texts: tau of each run, and confidence intervals of the paired differences."""
+"""Comparison of runs on the same held-out texts. It gives the tau of each run, and confidence intervals of the paired
+differences."""
 
 import json
 from collections import defaultdict
@@ -23,8 +24,9 @@ RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
-    """Return the figures of one run, by temperature: the means in `LIKE`, acceptance at each depth if distributions
-    depend on the depth, and for each text its hash, its length and its exact expected calls at k = 4 and 8."""
+    """Return the figures of one run, by temperature. They are the means in `LIKE`; acceptance at each depth, if
+    distributions depend on the depth; and for each text its hash, its length and its exact expected calls at k = 4 and
+    8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
@@ -40,8 +42,8 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
 @dataclass(frozen=True)
 class Gain:
     """The tau of a label, and its relative gain over the baseline with a 95 % interval from low to high. The runs of
-    the label are pooled; alpha, kl (nats), entropy of q (nats) and calibration error are means over them. tau and gain
-    are over `texts` texts of each seed: those that both sides of every pair have, if runs were evaluated on others."""
+    the label are pooled. alpha, kl (nats), entropy of q (nats) and calibration error are means over these runs. tau and
+    gain are computed on `texts` texts per seed: the texts that both sides of every pair have."""
 
     label: str
     temperature: str
@@ -81,8 +83,8 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings that decide a run's results, by key, without seeds; {} for a folder without a record of
-    them."""
+    """Return the settings that decide a run's results, by key, without seeds. Return {} for a folder that has no record
+    of them."""
     marker = read_marker(folder) or {}
     leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
     return {key: value for key, value in leaves if not key.endswith("seed") and change(key, 0, 1) == "other"
@@ -90,19 +92,19 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Return the reason why `compare` leaves a label out, by label."""
+    """Return the labels that `compare` leaves out, each with the reason."""
     base = [run["texts"] for run in runs[named(baseline, runs)]]
     reasons = {}
     for label, mine in runs.items():
         texts = [run["texts"] for run in mine]
         common = [t for t in texts[0] if all(t in one for one in (*texts, *base))]
         if not any(texts):
-            reasons[label] = "it learns nothing, so it has no held-out figures"
+            reasons[label] = "it is not trained, so it has no held-out figures"
         elif not common:
             theirs = sorted({t for one in base for t in one})
             reasons[label] = (
-                f"evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at {theirs}: "
-                "set a common one in rollout.temperatures="
+                f"it was evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at "
+                f"{theirs}: set a common one in rollout.temperatures="
             )
     return reasons
 
@@ -110,9 +112,9 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
 
-    Runs are paired with the baseline's by seed; if the two have no seed in common, they are paired in the order of
-    their seeds. A pair is compared on the texts on which both were evaluated; all pairs have equally many texts. Each
-    bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
+    Runs are paired with the baseline's by seed. If the two have no seed in common, they are paired in the order of
+    their seeds. A pair is compared on the texts on which both were evaluated, and all pairs have equally many texts.
+    Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
     baseline is missing, or if runs have no text in common.
     """
     baseline = named(baseline, runs)
@@ -126,7 +128,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """Return the label that `baseline` names: the label itself, or the only label of a sweep with that setting
+    """Return the label that `baseline` names. This is the label itself, or the only label of a sweep with that setting
     (`loss=kl`) or that value (`kl`). Raises UserError, listing the labels, if no label or several match."""
     if baseline in labels:
         return baseline
@@ -147,7 +149,9 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
     common = _aligned(pairs)
     if not common[0]:
-        raise UserError(f"{label}: evaluated on other texts than the baseline; let the runs share rollouts")
+        raise UserError(
+            f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in all runs"
+        )
     lengths, ours, theirs = np.array([
         [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
         for (one, two), rows in zip(pairs, common, strict=True)
@@ -177,11 +181,11 @@ def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
 
 
 def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
-    """Return for each pair the rows of texts that both sides have, equally many for all pairs (minutes= may leave time
-    for fewer texts in one run than in another).
+    """Return for each pair the rows of texts that both sides have, equally many for all pairs. Runs may have different
+    texts because minutes= may leave time for fewer texts in one of them.
 
     If some texts are in all pairs, these are returned in one order, since a bootstrap sample draws the same numbers in
-    each seed. Otherwise they are evenly spaced texts of each pair.
+    each seed. Otherwise the rows are those of evenly spaced texts of each pair.
     """
     common = [_common(*pair) for pair in pairs]
     hashes = [[one["hashes"][i] for i, _ in rows] if "hashes" in one else [] for (one, _), rows in
@@ -194,8 +198,8 @@ def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[
 
 
 def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return pairs of rows of the texts that two runs have in common. Runs that were saved without hashes have all
-    texts in common if all lengths are the same, and none otherwise."""
+    """Return pairs of rows of the texts that two runs have in common. For runs that were saved without hashes, these
+    are all texts if all lengths are the same, and otherwise none of them."""
     if "hashes" not in one or "hashes" not in two:
         return [(row, row) for row in range(len(one["lengths"]))] if one["lengths"] == two["lengths"] else []
     rows = {text: row for row, text in enumerate(two["hashes"])}

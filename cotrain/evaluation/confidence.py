@@ -1,11 +1,12 @@
-"""A draft's confidence head: fitted after the training, on texts set aside for it, and judged on held-out texts.
+"""A draft's confidence head. It is fitted after the training, on texts set aside for it, and evaluated on held-out
+texts.
 
-The head predicts alpha = sum_v min(p, q), the probability that a draft is accepted if all drafts before it were, both
-distributions as served (greedy drafting: p(argmax q)). Cross-entropy with alpha as a soft label is a proper score,
-whose minimum is alpha itself, and convex in the head. The draft's own weights do not change. All is computed from
-guesses, so any student whose network has a `confidence_head` can use it.
+The head predicts alpha = sum_v min(p, q), the probability that a draft is accepted if all drafts before it were. Both
+distributions are as served; with greedy drafting alpha is p(argmax q). Cross-entropy with alpha as a soft label is a
+proper score, whose minimum is alpha itself, and it is convex in the head. The draft's own weights do not change. All
+figures are computed from guesses, so any student whose network has a `confidence_head` can use this module.
 
-N drafts, D numbers that a map reads, V vocabulary.
+N drafts, D inputs of a linear map, V vocabulary.
 """
 
 import math
@@ -37,13 +38,12 @@ STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
 
 @dataclass(frozen=True)
 class Drafts:
-    """N drafts that a student would make on texts, with figures that are known before their tokens are drawn, (N,)
-    each.
+    """N drafts that a student would make on texts. Each has figures (N,) that are known before its token is drawn.
 
-    alpha: probability that the draft is accepted if all before it were. reach: probability that a round which starts at
-    a possible start accepts all drafts before it; weights by it give the drafts of real rounds. confidence: alpha as
-    the head predicts it; states: as its part that reads the state alone predicts it. entropy (nats), margin, top: of q
-    as trained, see `measures`. depth: 0-based.
+    alpha: probability that the draft is accepted if all before it were. reach: probability that a round accepts all
+    drafts before this one, if it starts at that position; weights by it give the drafts of real rounds. confidence:
+    alpha as the head predicts it. states: alpha as the part of the head that reads only the state predicts it. entropy
+    (nats), margin, top: figures of q as trained, see `measures`. depth: 0-based.
     """
 
     alpha: Tensor
@@ -63,7 +63,7 @@ class Drafts:
 
 
 def head_of(student: Student) -> ConfidenceHead | None:
-    """The student's confidence head, None without one."""
+    """Return the student's confidence head, or None if it has none."""
     head: ConfidenceHead | None = getattr(student.network, "confidence_head", None)
     return head
 
@@ -72,8 +72,9 @@ def head_of(student: Student) -> ConfidenceHead | None:
 
 
 def reserved(texts: Texts, depths: int) -> list[int]:
-    """The rows of texts to fit a head on: about EVERY x DRAFTS drafts on sampled tokens, but at most a tenth of the
-    texts, and at least one text. Raises UserError for fewer than two texts, since the draft would learn from none."""
+    """Return the rows of texts to fit a head on, at least one text and at most a tenth of the texts. Together they have
+    about EVERY x DRAFTS drafts on sampled tokens. Raises UserError for fewer than two texts, since the draft would
+    learn from none."""
     if len(texts) < 2:
         raise UserError(f"draft.confidence=true: it sets texts aside for the head, and there is {len(texts)} text to "
                         "learn from: sample at least 2, as by rollout.texts=10, or draft.confidence=null")  # fmt: skip
@@ -82,8 +83,8 @@ def reserved(texts: Texts, depths: int) -> list[int]:
 
 
 def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False) -> int:
-    """Fit the student's confidence head to its drafts on texts; returns their number. greedy: the draft's likeliest
-    tokens are drafted. Raises ValueError for a student without such a head."""
+    """Fit the student's confidence head to its drafts on texts, and return the number of drafts. greedy: the draft's
+    likeliest tokens are drafted. Raises ValueError for a student without such a head."""
     head = head_of(student)
     if head is None:
         raise ValueError(f"{type(student.network).__name__} has no confidence head: set draft.confidence=true")
@@ -100,10 +101,11 @@ def fit(held: HeldOut, student: Student, head_target: Head, greedy: bool = False
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-    """Weights (D,) and bias () that minimise the mean cross-entropy of sigmoid(x w + b) with labels y in [0, 1], plus
-    ridge / 2 times the sum of the squares of w times the deviations of x. x (N, D), y (N,), in float64.
+    """Return weights w (D,) and a bias b () of a logistic regression. They minimise the mean cross-entropy of sigmoid(x
+    w + b) with labels y in [0, 1], plus ridge / 2 times the sum of the squares of w times the standard deviations of x.
+    x (N, D), y (N,), in float64.
 
-    Newton's method with halved steps: the objective is convex, so it ends at its minimum.
+    Newton's method with halved steps finds the minimum, because the objective is convex.
     """
     mean, deviation = x.mean(0), x.std(0, correction=0)
     scale = torch.where(deviation > 0, deviation, 1.0)
@@ -136,8 +138,9 @@ def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor
 def judged(
     held: HeldOut, student: Student, head_target: Head, greedy: bool = False, read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Figures of the student's confidence head on texts that neither the draft nor the head learnt from, see `figures`;
-    `by_depth` has those of each depth, if there are several. read: called with the number of texts of each batch."""
+    """Return figures of the student's confidence head on texts that neither the draft nor the head learnt from, see
+    `figures`. If there are several depths, `by_depth` has the figures of each. read: a function that is called with the
+    number of texts of each batch."""
     parts = [drafts for _, drafts in _drafts(held, student, head_target, greedy, read)]
     drafts = Drafts(*(torch.cat([getattr(part, field.name) for part in parts]).cpu() for field in fields(Drafts)))
     depths = [] if int(drafts.depth.max()) == ANY else range(int(drafts.depth.max()) + 1)
@@ -147,8 +150,8 @@ def judged(
 
 
 def figures(drafts: Drafts) -> dict[str, Any]:
-    """Return the number of drafts; the means of alpha and of the confidence; the expected calibration error; and areas
-    under the ROC curve of "accepted" by score.
+    """Return the number of drafts, the means of alpha and of the confidence, and the expected calibration error. Return
+    also areas under the ROC curve of "accepted" by score.
 
     The scores are the confidence, the prediction by the state alone, the draft's entropy, margin and top probability,
     and alpha itself, which no score exceeds. in_rounds: error and areas with each draft weighted by its `reach`.
@@ -169,8 +172,8 @@ def figures(drafts: Drafts) -> dict[str, Any]:
 def reliability(
     confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS
 ) -> list[dict[str, float]]:
-    """Return for each bin of equal mass, in order of confidence: its mass in drafts, mean confidence and mean alpha.
-    weight (N,): of each draft; None: 1."""
+    """Return for each bin of equal mass, in order of confidence, its mass in drafts, its mean confidence and its mean
+    alpha. weight (N,): the weight of each draft; None means 1."""
     order = confidence.argsort(stable=True)
     mass = torch.ones(len(order), dtype=torch.float64) if weight is None else weight[order].double()
     at = ((mass.cumsum(0) - mass / 2) / mass.sum() * bins).long().clamp(max=bins - 1)
@@ -181,18 +184,19 @@ def reliability(
 
 
 def calibration_error(confidence: Tensor, alpha: Tensor, weight: Tensor | None = None, bins: int = BINS) -> float:
-    """Expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts (Nguyen
-    and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. Arguments as in
-    `reliability`."""
+    """Return the expected calibration error: |mean confidence - mean alpha| of bins of equal mass, averaged over drafts
+    (Nguyen and O'Connor 2015, 1508.05154). Labels are exact acceptances, without sampling noise. The arguments are
+    those of `reliability`."""
     table = reliability(confidence, alpha, weight, bins)
     gaps = sum(one["drafts"] * abs(one["confidence"] - one["alpha"]) for one in table)
     return gaps / (sum(one["drafts"] for one in table) or 1.0)
 
 
 def area(score: Tensor, alpha: Tensor, weight: Tensor | None = None) -> float | None:
-    """Area under the ROC curve: the probability that an accepted draft has a higher score than a rejected one, ties
-    counting half. Each draft is accepted with weight alpha and rejected with weight 1 - alpha, times `weight`, so the
-    area is exact and no acceptance is sampled. None if all drafts are accepted, or none."""
+    """Return the area under the ROC curve: the probability that an accepted draft has a higher score than a rejected
+    one. Ties count half. Each draft is accepted with weight alpha and rejected with weight 1 - alpha, times `weight`,
+    so the area is exact and no acceptance is sampled. Return None if all drafts are accepted, or if all are rejected.
+    """
     order = score.argsort(stable=True)
     likely = alpha[order].double()
     mass = torch.ones_like(likely) if weight is None else weight[order].double()
@@ -206,7 +210,7 @@ def area(score: Tensor, alpha: Tensor, weight: Tensor | None = None) -> float | 
 
 
 def line(figures: dict[str, Any]) -> str:
-    """One line: calibration and areas."""
+    """Return one line with the calibration error and the areas."""
     of = figures["all"]
     areas = ", ".join(f"{name} {value:.3f}" for name, value in of["area"].items() if value is not None)
     return (f"confidence head at T {figures['temperature']:g}: calibration error {of['calibration_error']:.3f} on "
@@ -219,8 +223,9 @@ def _drafts(
     held: HeldOut, student: Student, head_target: Head, greedy: bool = False,
     read: Callable[[int], None] | None = None, every: int = 1, batch: int = 16,
 ) -> Iterator[tuple[Tensor, Drafts]]:  # fmt: skip
-    """Yield chunks of the drafts of all depths on the texts' sampled tokens, with what the head reads of each (n, D).
-    read: called after each batch of texts with their number. every: read only one round of this many."""
+    """Yield chunks of the drafts of all depths on the texts' sampled tokens, each with the inputs of the head (n, D).
+    read: a function that is called after each batch of texts with their number. every: only one in `every` rounds is
+    read."""
     head = head_of(student)
     assert head is not None
     for rows in torch.arange(len(held.texts)).split(batch):

@@ -1,4 +1,5 @@
-"""Total variation between target and draft: how much of it few positions hold, and the worst positions as text."""
+"""Total variation between target and draft: the share of it that few positions contribute, and the worst positions as
+text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,10 +25,10 @@ def divergence(
     """Return the total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, with both
     distributions at that temperature.
 
-    lorenz[i]: the share of the sum that the worst i / 20 of all positions hold. worst: the worst positions,
-    at most one of each text, with the text before it, the next token, and p and q of the most probable tokens of both
-    distributions. read: see `profile.positions`. If the draft's distribution depends on the depth, all figures are
-    for the first draft of a round.
+    lorenz[i]: the share of the sum that the worst i / 20 of all positions contribute. worst: the worst positions, at
+    most one per text. Each has the text before it, the next token, and p and q of the most probable tokens of both
+    distributions. read: see `profile.positions`. If the draft's distribution depends on the depth, all figures are for
+    the first draft of a round.
     """
     distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
@@ -48,7 +49,7 @@ def divergence(
 
 
 def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
-    """Return the share of the sum that the largest i / parts of the values hold, for i = 0 .. parts (Lorenz 1905,
+    """Return the share of the sum that the largest i / parts of the values contribute, for i = 0 .. parts (Lorenz 1905,
     largest first). If i / parts is not a whole number of values, the next value counts in part. Without values, or if
     all are zero, the shares are i / parts."""
     whole = sum(values)
@@ -61,7 +62,7 @@ def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
 
 
 def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
-    """Return (id, p, q) of the most probable tokens of both sides, from log distributions p and q (V,)."""
+    """Return (id, p, q) of the most probable tokens of both models, from log distributions p and q (V,)."""
     tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 

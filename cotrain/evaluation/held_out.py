@@ -22,7 +22,8 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 @dataclass
 class HeldOut:
-    """Held-out texts of one regime, with the target's states (N, T, D) by layer, which are the same for every draft."""
+    """Held-out texts of one regime, with the target's states (N, T, D) by layer. The states are the same for every
+    draft."""
 
     texts: Texts
     states: Record
@@ -30,7 +31,7 @@ class HeldOut:
     truncate: Truncate | None = None
 
     def at(self, rows: Tensor, device: torch.device) -> Record:
-        """Return the states of some texts, on a device."""
+        """Return the target's states of some texts, on a device."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
@@ -44,7 +45,7 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """The target's last states (N, T-1, D) at the positions that predict a token."""
+        """Return the target's last states (N, T-1, D) at the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
@@ -54,9 +55,9 @@ class Scores:
 
     l (N, L): log q - log p of each sampled token, 0 past a text's length. r_greedy (N, L): whether the token is the
     draft's most probable one, which is its acceptance in greedy drafting. confidence (N, L): the draft's probability of
-    its most probable token. lengths (N,). alpha, alpha_greedy = p(argmax q), kl and entropy: means.
-    If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`; the
-    means are for the first draft of a round, and alphas has the mean alpha of each of the K depths.
+    its most probable token. lengths (N,): sampled tokens per text. alpha, alpha_greedy = p(argmax q), kl and entropy:
+    means. If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`;
+    the means are for the first draft of a round, and alphas has the mean alpha of each of the K depths.
     """
 
     l: Tensor
@@ -71,16 +72,18 @@ class Scores:
 
     @property
     def r(self) -> Tensor:
-        """Acceptance of each sampled token, min(1, q / p), (N, L) or (N, L, K); 0 past a text's length."""
+        """Return the acceptance of each sampled token, min(1, q / p), (N, L) or (N, L, K). It is 0 past a text's
+        length."""
         return self.l.clamp(max=0).exp() * self.inside.view(self.inside.shape + (1,) * (self.l.ndim - 2))
 
     @property
     def inside(self) -> Tensor:
-        """A mask (N, L) of bool: the columns before each text's length."""
+        """Return a mask (N, L) of bool that is True in the columns before each text's length."""
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """Return the drafts of a round at draft length k: k, or the draft's number of depths if smaller."""
+        """Return the number of drafts of a round at draft length k. It is k, or the draft's number of depths if that is
+        smaller."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
@@ -100,7 +103,7 @@ class Scores:
 
     @property
     def calibration(self) -> float:
-        """The expected calibration error of the first draft, see `calibration_error`."""
+        """Return the expected calibration error of the first draft, see `calibration_error`."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -118,15 +121,15 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Return the scores of each domain, in alphabetical order, and those of all texts together as "all". scored: called
-    after each batch with its number of texts."""
+    """Return the scores of each domain, in alphabetical order, and those of all texts together as "all". scored: a
+    function that is called after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """Return a student's guesses on some texts, and the target's states there, on the student's device."""
+    """Return a student's guesses on some texts, and the target's states of these texts, on the student's device."""
     ids, position_ids = held.texts.read(rows)
     record = held.at(rows, student.network.device)
     batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
@@ -137,10 +140,11 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
     """Return figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
 
-    Quantities: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q and calibration_error; tau under the token
-    rule, tau_block under block verification and tau_greedy_draft for greedy drafting, at k = 1..8; conditional and
-    prefix acceptance at depth 1..8. alpha/worst is the smallest alpha of a domain. If the draft's distribution depends
-    on the depth, there are only as many depths as the draft has, and alpha_by_depth is added.
+    The quantities over all positions are alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q and
+    calibration_error. At k = 1..8 there are tau under the token rule, tau_block under block verification and
+    tau_greedy_draft for greedy drafting. At depth 1..8 there are conditional and prefix acceptance. alpha/worst is the
+    smallest alpha of a domain. If the draft's distribution depends on the depth, there are only as many depths as the
+    draft has, and alpha_by_depth is added.
     """
     alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -156,8 +160,8 @@ def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """Return tau(k) under both rules and for greedy drafting, and conditional and prefix acceptance at depth k, for k =
-    1..8, or up to the number of depths of the draft. If distributions depend on the depth, alpha of each depth is
+    """Return tau(k) under both rules and for greedy drafting, and conditional and prefix acceptance at depth k. k runs
+    from 1 to 8, or to the number of depths of the draft. If distributions depend on the depth, alpha of each depth is
     added."""
     most = scores.drafted(DEPTHS)
     depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
@@ -199,8 +203,8 @@ def score(
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
     """Compare draft and target on some texts.
 
-    Returns l, whether the token is the draft's most probable one, and max q, (B, T) each, or (B, T, K) if distributions
-    depend on the depth; and the sums of alpha, p(argmax q), KL and entropy by depth (depths, 4).
+    Return l, whether the token is the draft's most probable one, and max q. Each has shape (B, T), or (B, T, K) if
+    distributions depend on the depth. Return also the sums of alpha, p(argmax q), KL and entropy by depth (depths, 4).
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
@@ -219,10 +223,10 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
-    """Return l, hit and confidence of guesses. Each comes with the value that it has at positions without a guess, at
-    which nothing is drafted.
+    """Return l, hit and confidence of guesses. Each comes with its value at positions without a guess, at which nothing
+    is drafted.
 
-    A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q: an infinite l would make sums
+    A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q. An infinite l would make sums
     undefined.
     """
     l = l_from(comparison.logp, comparison.logq)
@@ -237,8 +241,9 @@ def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
-    """Expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence - mean hit|
-    (Guo et al. 2017, 1706.04599). confidence (N,) in [0, 1], hit (N,) 0 or 1; returns 0 if N = 0."""
+    """Return the expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence -
+    mean hit| (Guo et al. 2017, 1706.04599). confidence (N,): values in [0, 1]. hit (N,): 0 or 1. The error is 0 if N =
+    0."""
     at = (confidence * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
     return float(gaps.abs().sum() / max(len(at), 1))

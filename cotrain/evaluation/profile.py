@@ -1,4 +1,5 @@
-"""Acceptance by draft temperature and by length of context, and a test whether texts were sampled from the target."""
+"""Profile of acceptance by draft temperature and by length of context, and a test whether texts were sampled from the
+target."""
 
 import math
 from collections import defaultdict
@@ -28,13 +29,13 @@ def profile(
     read: Callable[[int], None] | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
-    """Return alpha = sum_v min(p, q) on the held-out texts of one target temperature, by the temperature of the draft
-    (0: one-hot at its most probable token), and by the number of tokens of context.
+    """Return alpha = sum_v min(p, q) on the held-out texts of one target temperature. It is given by the temperature of
+    the draft (0: one-hot at its most probable token), and by the number of tokens of context.
 
-    Buckets of context double in length; their figures are for a draft at the target's temperature. read: see
-    `positions`.
-    Verification is exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends
-    on the depth, the figures are for the first draft of a round; see `held_out.by_depth` for later ones.
+    Buckets of context double in length, and their figures are for a draft at the target's temperature. read: see
+    `positions`. Verification is exact at any temperature of the draft; only acceptance changes. If the draft's
+    distribution depends on the depth, the figures are for the first draft of a round; see `held_out.by_depth` for later
+    ones.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
@@ -66,9 +67,9 @@ def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess of the
-    first depth, the number of tokens before each position (n,), and the row of its text (n,). read: called after each
-    batch of texts with their number."""
+    """Yield chunks of the positions that predict sampled tokens. A chunk has the target's states (n, D), the student's
+    guess of the first depth, the number of tokens before each position (n,), and the row of its text (n,). read: a
+    function that is called after each batch of texts with their number."""
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
@@ -82,7 +83,8 @@ def positions(
 
 
 def line(temperature: float, profile: dict[str, Any]) -> str:
-    """Return one line: the draft temperature with the highest acceptance, and acceptance at short and long contexts."""
+    """Return one line with the draft temperature of the highest acceptance, and with acceptance at short and long
+    contexts."""
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
@@ -93,7 +95,7 @@ def line(temperature: float, profile: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Evidence whether the target sampled some texts. Means are over their tokens, in nats.
+    """Evidence on whether the target sampled some texts. Means are over their tokens, in nats.
 
     surprise: the mean of -log p(x). entropy: the mean entropy of p, which is the expected surprise if x was drawn from
     p. z: their difference divided by its standard deviation. impossible: the share of tokens to which p gives no mass;
@@ -108,11 +110,11 @@ class Provenance:
 
     @property
     def own(self) -> bool:
-        """Whether the target can have sampled the texts."""
+        """Return whether the texts look as if the target sampled them."""
         return abs(self.z) < SIGMAS and self.impossible < IMPOSSIBLE
 
     def line(self) -> str:
-        return (f"their mean -log p under the target is {self.surprise:.2f} nats a token, for texts of the target it "
+        return (f"their mean -log p under the target is {self.surprise:.2f} nats per token; for texts of the target it "
                 f"would be {self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % "
                 "with p = 0)")  # fmt: skip
 
@@ -122,8 +124,8 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
     """Test whether the target sampled the texts in their regime: compare the mean of -log p(x) with the entropy of p.
     head: the target's head, on `device`.
 
-    If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before,
-    and these differences are uncorrelated. So z is about standard normal.
+    If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before.
+    These differences are uncorrelated. So z has approximately a standard normal distribution.
     """
     parts = []
     for at in torch.arange(len(held.texts)).split(batch):
@@ -144,7 +146,7 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     """Return -log p(x), H(p) and the variance of -log p under p (n, 3), for logits (n, V) and tokens x (n,).
 
     At temperature 0 a token within rounding of the highest logit counts as the highest, because another pass may choose
-    either. So texts of a temperature so low that draws hardly ever differ by more than rounding count as greedy.
+    either. Texts of a very low temperature count as greedy if draws hardly ever differ by more than rounding.
     """
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()

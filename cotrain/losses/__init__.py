@@ -1,7 +1,7 @@
 """Losses between a target distribution and a draft distribution.
 
-`divergences` holds the formulas per position, `sequence` those per text, `spec` names and sums of losses. `batch`
-computes the loss of a batch of guesses, in the chunks of `chunked`.
+`divergences` has the formulas per position, and `sequence` those per text. `spec` has the names and sums of losses.
+`batch` computes the loss of a batch of guesses, in the chunks of `chunked`.
 """
 
 from cotrain.losses.divergences import (

@@ -1,4 +1,4 @@
-"""The loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
+"""Loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
 
 A student whose distribution at a position is the same at every depth makes one guess (depth ANY), and the acceptance r
 has shape (B, L). Other students make one guess for each depth, and r has shape (B, L, K).
@@ -39,19 +39,19 @@ class LossBatch:
 
     @property
     def following(self) -> Tensor:
-        """The token after each position (B, T). The entry of the last position is never read."""
+        """Return the token after each position (B, T). The entry of the last position is never read."""
         return self.ids.roll(-1, 1)
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each completion (B,)."""
+        """Return the number of tokens of each completion (B,)."""
         return self.sampled.sum(1)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
         """Return log p(x) and log q(x) of the sampled tokens, (B, L) each, with every completion starting in column 0.
 
-        If the student makes one guess for each depth, the shape is (B, L, K); the last axis is the depth at which the
-        token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
+        If the student makes one guess for each depth, the shape is (B, L, K). The last axis is then the depth at which
+        the token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
         """
         mask, at = pad(self.sampled, (0, 1)), columns(self.sampled)
         pairs = []
@@ -71,16 +71,18 @@ class LossBatch:
         return term.weight * value
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return the target calls that a unit of acceptance saves at each sampled token, shaped as logs, detached."""
+        """Return the number of target calls that a unit of acceptance saves at each sampled token. It is detached and
+        has the shape of logs."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
     def weight(self, saved: Tensor, depth: int) -> Tensor:
-        """Return `saved` of a depth at its positions (B, T), and 0 elsewhere."""
+        """Return `saved` of a depth at the positions (B, T) to which it belongs, and 0 at the others."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """Return the sum of a loss over positions, each with its weight (B, T), and statistics, see `chunked`."""
+        """Return the sum of a loss over positions, each with its weight (B, T), and the acceptance statistics, see
+        `chunked`."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
@@ -92,9 +94,9 @@ class LossBatch:
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
     """Return the weight of each guess in the mean over depths (K,). The weights sum to 1.
 
-    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j]:
-    the target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
-    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0: no token was sampled from the target, or
+    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j].
+    This is the number of target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
+    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0. Then no token was sampled from the target, or
     stored top-k distributions lack the sampled tokens.
     """
     device = guesses[0].states.device

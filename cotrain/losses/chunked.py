@@ -2,10 +2,10 @@
 never in memory at once.
 
 For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
-parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`);
-otherwise backward recomputes the chunk. Only the draft's states and head receive gradients.
+parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`).
+Otherwise backward recomputes the chunk. Only the draft's states and head receive gradients.
 
-If the draft has a pruned vocabulary, all other tokens share one column: p has their mass there, and q has none.
+If the draft has a pruned vocabulary, all other tokens share one column. p has their mass there, and q has none.
 Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
 Losses that read argmax p need all columns, see `spec.LossDefinition.argmax`.
 
@@ -44,7 +44,7 @@ class TargetDistributions(Protocol):
         self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
     ) -> Tensor:
         """Return log p as served (n,C) at flat positions (n,), given log q there (n,C) and temperature (n,). pruned:
-        that of the guess, whose last column is the mass of all tokens outside `pruned.ids`."""
+        the pruned head of the guess; the last column is then the mass of all tokens outside `pruned.ids`."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log distributions (n,V) that the engine samples from, given those of `log_probs`."""
+    """Return the log distributions (n,V) that the engine samples from, given the output of `log_probs`."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
@@ -100,11 +100,11 @@ def chunked(
     mask (B,T): positions that count (bool), or weights >= 0 of their losses. Guesses of weight 0 are never computed.
     temperature: a number, (B,) or (B,T); it divides the logits of both sides. At temperature 0 the loss compares q at
         temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
-    truncate: sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
+    truncate: a function that sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
         `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
         nucleus. The reported alpha truncates both.
     measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
-    terms: parts of the loss, called with the same arguments; their sums are reported separately.
+    terms: parts of the loss, called with the same arguments. Their sums are reported separately.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
     shapes that do not fit.
@@ -138,9 +138,9 @@ class EagerSum(torch.autograd.Function):
     stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu et al. 2024,
     2410.10989, do the same for cross-entropy).
 
-    part: positions (n,), states there (n, D) -> values (n,) to sum, and figures (n, F). A value may depend on its own
-    row of the states (N, D) and on the parameters, and on nothing else that needs a gradient. Returns the sum, which is
-    differentiable once in states and parameters, and all figures, which are not differentiable.
+    part: a function of positions (n,) and the states there (n, D). It returns the values (n,) to sum, and figures (n,
+    F). A value may depend on its own row of the states (N, D) and on the parameters, and on nothing else that needs a
+    gradient. The sum is differentiable once in states and parameters. The figures are not differentiable.
     """
 
     @staticmethod
@@ -184,13 +184,13 @@ def token_logs(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x) of the text's tokens x (B,T), (B,T) each, for `r_from` and `l_from` of the sequence
-    losses.
+    """Return log p(x) and log q(x) of the text's tokens x (B,T), (B,T) each. `r_from` and `l_from` of the sequence
+    losses read them.
 
     Temperature and truncation are as in `chunked`, and q is not truncated. A distribution without mass at x gives -inf.
-    If x is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside.
-    Positions outside mask (B,T) and positions without a guess get 0 and -inf, like a token that is never drafted.
-    Differentiable in the guess.
+    If x is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside. Positions
+    outside mask (B,T) and positions without a guess get 0 and -inf, like a token that is never drafted. The result is
+    differentiable in the guess.
     """
     rows = _Rows(target, guess, over_positions(temperature, x.shape, guess.states), truncate)
 
@@ -206,11 +206,11 @@ def token_logs(
 
 
 class Comparison(NamedTuple):
-    """Figures of the n guesses that `compared` counts. x is the text's token; q is not truncated unless stated.
+    """Figures of the n guesses that `compared` counts. x is the text's token. q is not truncated unless stated.
 
-    at (n,): flat positions. logp, logq: log p(x) and log q(x), q as served; -inf without mass. kl: KL(p || q). alpha:
-    sum_v min(p, q), both as served. alpha_greedy: p(argmax q). entropy: that of q, in nats. hit: 1 if x = argmax q,
-    else 0. confidence: max q, which is the hit rate that q predicts.
+    at (n,): flat positions. logp, logq: log p(x) and log q(x), with q as served; -inf if there is no mass. kl: KL(p ||
+    q). alpha: sum_v min(p, q), both as served. alpha_greedy: p(argmax q). entropy: the entropy of q, in nats. hit: 1 if
+    x = argmax q, else 0. confidence: max q, which is the hit rate that q predicts.
     """
 
     at: Tensor
@@ -235,7 +235,8 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """Return the figures for evaluation of the guesses at positions in mask (B,T), from one pass through both heads.
+    """Return the figures of the guesses at positions in mask (B,T), from one pass through both heads. They serve
+    evaluation.
 
     x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`. If the guess is pruned, kl is
     that of the columns, and log p of a token outside the vocabulary is that of all such tokens.
@@ -256,13 +257,14 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """Return the value of each of the distributions (n,C) in columns x (n,), as (n, number of distributions)."""
+    """Return the values of the distributions (n,C) in columns x (n,). The result has shape (n, number of
+    distributions)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """Return part(chunk) of every chunk. Backward recomputes chunks, except a single one, which it would hold anyway.
-    Recomputation does not restore random states, so heads must have no dropout."""
+    """Return part(chunk) of every chunk. Backward recomputes the chunks. If there is only one chunk, it stays in memory
+    instead. Recomputation does not restore random states, so heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -276,8 +278,8 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,), (n,C) each. states
-        (n,Dq): the draft's states of these guesses, if they have already been indexed."""
+        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,). Both have shape (n,C).
+        states (n,Dq): the draft's states of these guesses, if they have already been indexed."""
         states, at, pruned = self.guess.states[i] if states is None else states, self.guess.at[i], self.guess.pruned
         logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
         if pruned is not None:
@@ -296,7 +298,7 @@ class _Rows:
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """Return alpha, p(argmax q), and terms of the loss: (n,) each, stacked to (n,2+m)."""
+        """Return alpha, p(argmax q), and terms of the loss, (n,) each, stacked to (n,2+m)."""
         alpha = losses.alpha(logp, self.served(logq, i))
         return torch.stack([alpha, losses.alpha_greedy(logp, logq), *terms], -1)
 
@@ -312,7 +314,8 @@ def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
 
 
 def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """Expand a temperature, a number, (B,) or (B,T), to (B*T,). Raises ValueError for other shapes or values < 0."""
+    """Expand a temperature to (B*T,). It may be a number, (B,) or (B,T). Raises ValueError for other shapes or values <
+    0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")

@@ -1,11 +1,12 @@
-"""Losses between a target distribution p and a draft distribution q: one value for each position, no reduction.
+"""Losses between a target distribution p and a draft distribution q. Each returns one value per position, without a
+reduction.
 
 Each docstring gives the formula, the source, the gradient, the use, and the cases in which the loss fails.
 `spec.LOSSES` lists those that an expression may name.
 
 Every loss takes log p and log q (..., V), normalised and at the temperature of the regime, and returns (...,). Half
 precision is raised to float32. Gradients are given in the draft's logits z, q = softmax(z), with I_v = 1[q_v <= p_v]
-and S = sum_v q_v I_v; at a tie q_v = p_v `minimum` splits the gradient. A zero probability, log = -inf, gives finite
+and S = sum_v q_v I_v. At a tie q_v = p_v, `minimum` splits the gradient. A zero probability, log = -inf, gives finite
 values and gradients in p and in q: 0 log 0 = 0, and any other infinite logarithm is replaced by log(tiny) of the dtype,
 with zero gradient.
 """
@@ -19,64 +20,67 @@ from inference.sampling import wide
 
 
 def alpha(logp: Tensor, logq: Tensor) -> Tensor:
-    """Acceptance probability sum_v min(p, q) = 1 - TV(p, q) (Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Return the acceptance probability sum_v min(p, q) = 1 - TV(p, q) (Leviathan et al. 2023, arXiv 2211.17192)."""
     return torch.minimum(wide(logp), wide(logq)).exp().sum(-1)
 
 
 def misaligned(ours: Tensor, theirs: Tensor) -> Tensor:
-    """1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]. An auxiliary loss
-    early in training, if the draft has the target's width and head (DistilBERT, Sanh et al. 2019, arXiv 1910.01108)."""
+    """Return 1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]. It is an
+    auxiliary loss for the start of a training, and the draft needs the target's width and head (DistilBERT, Sanh et al.
+    2019, arXiv 1910.01108)."""
     return 1 - torch.cosine_similarity(wide(ours), wide(theirs).detach(), dim=-1)
 
 
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """Acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot q."""
+    """Return the acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot
+    q."""
     return _at(wide(logp), logq.argmax(-1)).exp()
 
 
 def entropy(logp: Tensor) -> Tensor:
-    """-sum_v p log p, in nats."""
+    """Return the entropy -sum_v p log p, in nats."""
     logp = wide(logp)
     return -(logp.exp() * _finite(logp)).sum(-1)
 
 
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
+    """Return KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
 
     Use: it is convex in z, with a bounded gradient that vanishes only at q = p, so training starts stably. It is also
     the baseline. It fails for a small draft, because it rewards covering all of p, while acceptance depends on the
-    overlap alone. At q = 0 < p (a pruned draft vocabulary) the divergence is infinite; log q is then the constant
-    log(tiny).
+    overlap alone. At q = 0 < p (a pruned draft vocabulary) the divergence is infinite, and log q is replaced by the
+    constant log(tiny).
     """
     logp, logq = wide(logp), wide(logq)
     return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
 
 def tv(logp: Tensor, logq: Tensor) -> Tensor:
-    """Total variation 1 - sum_v min(p, q), the probability of rejection (Leviathan et al. 2023). dL/dz = -q (I - S).
+    """Return the total variation 1 - sum_v min(p, q), the probability of rejection (Leviathan et al. 2023). dL/dz = -q
+    (I - S).
 
-    Use: it is exactly the rejection rate of the token rule. It fails at small overlap, where its gradient vanishes:
+    Use: it is exactly the rejection rate of the token rule. It fails at small overlap, where its gradient vanishes, so
     warm-start with `kl`. It gains next to nothing on a target that decodes at temperature 0.
     """
     return 1 - alpha(logp, logq)
 
 
 def nla(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log alpha = -log sum_v min(p, q) (arXiv 2602.23881). dL/dz = -q (I - S) / alpha.
+    """Return -log alpha = -log sum_v min(p, q) (arXiv 2602.23881). dL/dz = -q (I - S) / alpha.
 
-    Use: like `tv`, but its gradient does not vanish at small overlap. It has no setting, and equals cross-entropy if p
-    is one-hot. It fails on texts with positions that no draft predicts, because these get the largest weight. Zero
-    overlap gives -log(tiny) with zero gradient.
+    Use: it serves the same purpose as `tv`, but its gradient does not vanish at small overlap. It has no setting, and
+    equals cross-entropy if p is one-hot. It fails on texts with positions that no draft predicts, because these get the
+    largest weight. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(torch.minimum(wide(logp), wide(logq)))
 
 
 def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None) -> Tensor:
-    """w KL + (1 - w) TV, w = exp(-eta alpha) (LK, arXiv 2602.23881).
+    """Return w KL + (1 - w) TV with w = exp(-eta alpha) (LK, arXiv 2602.23881).
 
-    Use: `kl` at low overlap and `tv` at high overlap, without a schedule. Its gradient treats w as a constant,
-    w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated acceptance that
-    broadcasts to (...,); by default that of each position. eta: 3, or 10 for Medusa heads.
+    Use: it is near `kl` at low overlap and near `tv` at high overlap, without a schedule. Its gradient treats w as a
+    constant, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated
+    acceptance that broadcasts to (...,); by default it is that of each position. eta: 3, or 10 for Medusa heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
@@ -84,19 +88,20 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
 
 
 def rkl(logp: Tensor, logq: Tensor) -> Tensor:
-    """KL(q || p) = sum_v q log(q / p), the reverse (Gu et al. 2024, arXiv 2306.08543). dL/dz = q (log(q/p) - L).
+    """Return the reverse divergence KL(q || p) = sum_v q log(q / p) (Gu et al. 2024, arXiv 2306.08543). dL/dz = q
+    (log(q/p) - L).
 
     Use: a draft that cannot cover p concentrates on p's most probable tokens. It fails on truncated distributions, and
     ignores the less probable tokens. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p), because the
     loss is infinite there.
     """
     if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
-        raise ValueError("rkl needs p > 0 wherever q > 0: use another loss with a truncated or greedy target")
+        raise ValueError("rkl needs p > 0 wherever q > 0: use another loss if the target is truncated or greedy")
     return kl(logq, logp)
 
 
 def jsd(logp: Tensor, logq: Tensor) -> Tensor:
-    """Jensen-Shannon KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). At most log 2.
+    """Return the Jensen-Shannon divergence KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). It is at most log 2.
 
     Use: it lies between `kl` and `rkl`, is bounded, and is finite for truncated distributions. It fails at small
     overlap, where its gradient vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
@@ -106,29 +111,31 @@ def jsd(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log q(argmax p), the cross-entropy with the target's most probable token. dL/dz = q - e, e one-hot at that
-    token.
+    """Return -log q(argmax p), the cross-entropy with the target's most probable token. dL/dz = q - e, with e one-hot
+    at that token.
 
-    Use: a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other temperature,
-    because the draft becomes more confident than p.
+    Use: it is for a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other
+    temperature, because the draft becomes more confident than p.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
 
 def match(logp: Tensor, logq: Tensor) -> Tensor:
-    """-log sum_v p q, with the probability that draws from p and from q agree. dL/dz = q - p q / sum_v p q.
+    """Return -log sum_v p q; the sum is the probability that draws from p and from q agree. dL/dz = q - p q / sum_v p
+    q.
 
-    Use: engines that sample both sides and compare (the rule `match`). It fails for rules that test p / q, because its
-    optimum is argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
+    Use: it is for engines that sample both sides and compare (the rule `match`). It fails for rules that test p / q,
+    because its optimum is argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
     """
     return _neg_log_sum(wide(logp) + wide(logq))
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
-    """1 - sum_v p q', q' = softmax(sharp log q), a smooth form of 1 - p(argmax q), to which it tends as sharp grows.
+    """Return 1 - sum_v p q' with q' = softmax(sharp log q). It is a smooth form of 1 - p(argmax q), to which it tends
+    as sharp grows.
 
-    Use: engines that draft argmax q and accept it with probability p. It trains only the maximum of q, not the
-    distribution. dL/dz = -sharp q' (p - sum_v p q').
+    Use: it is for engines that draft argmax q and accept it with probability p. It trains only the maximum of q, not
+    the distribution. dL/dz = -sharp q' (p - sum_v p q').
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 
@@ -143,7 +150,7 @@ def _finite(logs: Tensor) -> Tensor:
 
 
 def _neg_log_sum(logs: Tensor) -> Tensor:
-    """-log sum_v exp(logs), or -log(tiny) with zero gradient (not NaN) if every entry is -inf."""
+    """Return -log sum_v exp(logs), or -log(tiny) with zero gradient (not NaN) if every entry is -inf."""
     empty = (logs == -torch.inf).all(-1)
     total = torch.logsumexp(logs.masked_fill(empty[..., None], 0.0), -1)
     return -total.masked_fill(empty, _floor(logs))

@@ -1,4 +1,4 @@
-"""The predictions of a student in training, to which losses apply.
+"""Predictions of a student in training, to which losses apply.
 
 B texts, T tokens, N guesses, V vocabulary, Vd tokens of a pruned vocabulary.
 """
@@ -26,12 +26,13 @@ class Pruned(NamedTuple):
 class Guess:
     """Distributions that a student predicts at one depth, one from each of its states.
 
-    depth: 0-based. Position t of a text predicts token t + 1, in the round whose first new token is t + 1 - depth. ANY:
-    the distribution at a position is the same at every depth. at (N,) int64: flat positions b * T + t, without
-    duplicates. states (N, Dq). head: (n, Dq) -> logits (n, V). parameters: all trained parameters of the head; if they
-    are given, a loss computes each chunk only once. share: the fraction of the depth's positions that were drawn at
-    random for this guess; sums over them are divided by it. pruned: the part of the head with finite logits, if the
-    draft has a pruned vocabulary. A loss then computes Vd + 1 columns instead of V.
+    depth: 0-based. Position t of a text predicts token t + 1, in the round whose first new token is t + 1 - depth. ANY
+    means that the distribution at a position is the same at every depth. at (N,) int64: flat positions b * T + t,
+    without duplicates. states (N, Dq): the draft's states at these positions. head: (n, Dq) -> logits (n, V).
+    parameters: all trained parameters of the head; if they are given, a loss computes each chunk only once. share: the
+    fraction of the depth's positions that were drawn at random for this guess; sums over them are divided by it.
+    pruned: the part of the head with finite logits, if the draft has a pruned vocabulary. A loss then computes Vd + 1
+    columns instead of V.
     """
 
     depth: int
@@ -52,5 +53,5 @@ class Guess:
         return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)
 
     def whole(self) -> "Guess":
-        """Return the guess whose losses compute all V columns."""
+        """Return the same guess without its pruned vocabulary, so that losses compute all V columns."""
         return replace(self, pruned=None)

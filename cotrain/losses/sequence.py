@@ -1,16 +1,16 @@
-"""Losses of whole texts, from the log-probabilities of the tokens that the target sampled.
+"""Losses of whole texts, computed from the log-probabilities of the tokens that the target sampled.
 
 Formulas are in `cotrain.acceptance`. logp, logq: log p(x) and log q(x) of each text's tokens, (B, L). If the draft's
-distribution depends on the depth, (B, L, K): entry [b, t, j] is for token t, drafted by a round that starts j tokens
-before it. k: draft length. lengths (B,): tokens of each text. Each loss returns a sum; `LossDefinition.over` names the
-count that divides it.
+distribution depends on the depth, they are (B, L, K): entry [b, t, j] is for token t, drafted by a round that starts j
+tokens before it. k: draft length. lengths (B,): tokens of each text. Each loss returns a sum. `LossDefinition.over`
+names the count that divides it.
 
-Gradients reach q only through acceptance probabilities, so these losses need texts that the target sampled: on other
+Gradients reach q only through acceptance probabilities, so these losses need texts that the target sampled. On other
 texts they train tokens that the target would never emit. They train only tokens of the text, and have almost no
 gradient where q is nearly 0, so warm-start with a divergence.
 
-The functions from `columns` on shift completions to column 0, since no round starts inside a prompt. B texts, T
-positions, L tokens of the longest completion.
+The functions from `columns` on shift completions to column 0, since no round starts inside a prompt.
+B texts, T positions, L tokens of the longest completion.
 """
 
 import math
@@ -22,22 +22,23 @@ from cotrain import acceptance
 
 
 def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Minus the expected tokens of a round (token rule), averaged over starts in a text: `acceptance.length`."""
+    """Return minus the expected tokens of a round (token rule), averaged over starts in a text, see
+    `acceptance.length`."""
     return acceptance.length(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """`length` under block verification: `acceptance.length_block`."""
+    """Return `length` under block verification, see `acceptance.length_block`."""
     return acceptance.length_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Expected target calls: `acceptance.calls`. Divided by the number of tokens, this is 1 / tau."""
+    """Return the expected target calls, see `acceptance.calls`. Divided by the number of tokens, this is 1 / tau."""
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """`calls` under block verification: `acceptance.calls_block`."""
+    """Return `calls` under block verification, see `acceptance.calls_block`."""
     return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
@@ -59,7 +60,8 @@ def to_columns(values: Tensor, at: Tensor) -> Tensor:
 
 
 def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
-    """Put values (B, L) of completions at their positions (B, T), with 0 elsewhere: the inverse of `to_columns`."""
+    """Put values (B, L) of completions at their positions (B, T), with 0 elsewhere. It is the inverse of
+    `to_columns`."""
     inside = torch.arange(values.shape[1], device=values.device) < sampled.sum(1, keepdim=True)
     return values.new_zeros(sampled.shape).masked_scatter(sampled, values[inside])
 
@@ -67,8 +69,8 @@ def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
 def mask_impossible(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
     """Set log p(x) and log q(x) to 0 at tokens with p(x) = 0.
 
-    Rounding put such a token outside a top-k or top-p cut at whose edge it lies. Its ratio q / p is undefined; the
-    constant ratio 1 has no gradient.
+    Such a token lies at the edge of a top-k or top-p cut, and rounding put it outside. Its ratio q / p is undefined.
+    The constant ratio 1 has no gradient.
     """
     impossible = logp == -math.inf
     return logp.masked_fill(impossible, 0.0), logq.masked_fill(impossible, 0.0)

@@ -1,13 +1,13 @@
-"""Losses by name, and the weighted sums of losses that a configuration may set (`loss.first`, `loss.then`).
+"""Names of losses, and the weighted sums of losses that a configuration may set (`loss.first`, `loss.then`).
 
-kl                    one loss
-0.1*kl + 0.9*tv       a weighted sum
-calls                 a sequence loss, from the log-probabilities of the text's tokens
-calls_block           the same under block verification
-calls_tv              tv, each position weighted by the target calls that acceptance there saves
+    kl                    one loss
+    0.1*kl + 0.9*tv       a weighted sum
+    calls                 a sequence loss, from the log-probabilities of the text's tokens
+    calls_block           the same under block verification
+    calls_tv              tv, each position weighted by the target calls that acceptance there saves
 
-Sequence losses and calls_tv use only tokens that the target sampled: no prompts, and no texts from other sources. To
-add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row to LOSSES.
+Sequence losses and calls_tv use only tokens that the target sampled. They ignore prompts and texts from other sources.
+To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row to LOSSES.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class LossDefinition:
     merged: whether the loss is defined for distributions of which only the top k tokens are stored, see `TopKTeacher`.
     over: the count that divides its sum: "positions", or "texts" or "tokens" for a loss of whole texts.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
-    argmax: whether it reads the target's most probable token, which tokens outside a pruned vocabulary must not hide.
+    argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
     """
 
     function: Callable[..., Any]
@@ -40,7 +40,7 @@ class LossDefinition:
 
     @property
     def sequence(self) -> bool:
-        """Whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
+        """Return whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
         differentiable sum over texts."""
         return self.over != "positions"
 
@@ -83,10 +83,10 @@ class Term:
 class LossSpec:
     """A parsed loss expression.
 
-    position: the sum of its losses per position, as a function of (logp, logq); None if it has none. sequence: its
-    losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance there saves.
-    merged: whether all its losses are `LossDefinition.merged`. argmax: whether any is `LossDefinition.argmax`. terms:
-    the losses that `position` sums.
+    position: the sum of its losses per position, as a function of (logp, logq), or None if it has no such loss.
+    sequence: its losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance
+    there saves. merged: whether all its losses are `LossDefinition.merged`. argmax: whether one of its losses is
+    `LossDefinition.argmax`. terms: the losses that `position` sums.
     """
 
     position: Position | None
@@ -98,8 +98,8 @@ class LossSpec:
 
 
 def parse(expression: str) -> LossSpec:
-    """Parse a loss expression; the module's docstring shows the syntax. Raises ValueError naming the key if it is not a
-    sum of known names, or is a sum that one pass cannot compute."""
+    """Parse a loss expression. The module's docstring shows the syntax. Raises ValueError, naming the key, if the
+    expression is not a sum of known names, or is a sum that one pass cannot compute."""
     terms = _terms(expression)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
@@ -111,7 +111,7 @@ def parse(expression: str) -> LossSpec:
 
 
 def _terms(expression: str) -> list[Term]:
-    """Return the terms of a sum. Terms of the same name are added up."""
+    """Return the terms of a sum. Weights of terms with the same name are added up."""
     weights: dict[str, float] = {}
     for weight, name in map(_weight_and_name, expression.split("+")):
         weights[name] = weights.get(name, 0.0) + weight
@@ -121,11 +121,11 @@ def _terms(expression: str) -> list[Term]:
 def _weight_and_name(text: str) -> tuple[float, str]:
     weight, _, name = text.strip().rpartition("*")
     if name.strip() not in LOSSES:
-        raise ValueError(f"loss: {name.strip()!r} is none of {', '.join(LOSSES)}")
+        raise ValueError(f"loss: {name.strip()!r} is not one of {', '.join(LOSSES)}")
     try:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:
-        raise ValueError(f"loss: {weight.strip()!r} in {text.strip()!r} is no number") from None
+        raise ValueError(f"loss: {weight.strip()!r} in {text.strip()!r} is not a number") from None
 
 
 def _sum(terms: Sequence[Term]) -> Position | None:

@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file with its speed, the reasons for it, and advice."""
+"""The page of a run. It is one HTML file with the run's speed, the reasons for it, and advice."""

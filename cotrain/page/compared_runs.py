@@ -1,4 +1,5 @@
-"""Comparison of several runs: acceptance, tau, predicted speed, and paired gains if the held-out texts are the same."""
+"""Comparison of several runs on the page. It shows acceptance, tau and predicted speed, and paired gains if the
+held-out texts are the same."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from cotrain.page.run_charts import depths
 
 
 def comparison(runs: Sequence[LoadedRun]) -> Section:
-    """The section that compares the runs: charts, a table of settings, and the gains over the first run."""
+    """Return the section that compares the runs: charts, a table of settings, and the gains over the first run."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
@@ -31,14 +32,14 @@ def _temperatures(runs: Sequence[LoadedRun]) -> Chart | None:
         temperatures = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
         if values:
             series.append(Series(run.name, [f"T {t}" for t in temperatures], values, mode="bar", colour=run.number))
-    note = "alpha = Σ min(p, q) on each run's own held-out texts; paired gains are over texts that runs have in common."
+    note = "alpha = Σ min(p, q) on each run's own held-out texts; paired gains are over texts that all runs have."
     if not series:
         return None
     return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))
 
 
 def _judged(run: LoadedRun) -> tuple[list[str], list[Number]]:
-    """Temperatures and acceptance from held_out.json, for a run that measured no speed."""
+    """Return temperatures and acceptance from held_out.json, for a run that measured no speed."""
     texts = run.get("held_out", "texts") or {}
     return list(texts), [run.at("held_out", "texts", t, "alpha") for t in texts]
 
@@ -50,7 +51,7 @@ def _depths(runs: Sequence[LoadedRun]) -> Chart | None:
         values = values or depths(run, f"conditional_T{run.temperature:g}/all")
         if values:
             series.append(Series(run.name, range(1, len(values) + 1), values, colour=run.number))
-    title = "Acceptance by depth, where all before were accepted"
+    title = "Acceptance by depth, given that all earlier drafts were accepted"
     return Chart("runs-depth", title, "depth", "acceptance", series, range=(0, 1)) if series else None
 
 
@@ -69,7 +70,7 @@ def _speeds(runs: Sequence[LoadedRun]) -> Chart | None:
 
 
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
-    """A table of the settings in which runs usually differ, from the files of each run."""
+    """Return a table of the settings in which runs usually differ, from the files of each run."""
     rows: list[list[object]] = []
     for name, paths in SETTINGS:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
@@ -98,10 +99,10 @@ SETTINGS = (
 
 
 def _gains(runs: Sequence[LoadedRun]) -> Markup:
-    """A table of the gains in tau over the first run, paired by text."""
+    """Return a table of the gains in tau over the first run, paired by text."""
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
-        return Markup('<p class="note">No paired gains: fewer than two of the runs kept held-out figures by text.</p>')
+        return Markup('<p class="note">No paired gains: fewer than two runs stored held-out figures by text.</p>')
     labels = defaultdict(list)
     for run in judged:
         labels[f"{run.name} ({run.number + 1})"].append(run.documents["held_out"])
@@ -116,7 +117,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
 
 
 def _row(gain: Gain) -> list[object]:
-    """One row of the table of gains, with the figures of `cotrain compare`."""
+    """Return one row of the table of gains, with the figures of `cotrain compare`."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
     return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", number(Number(gain.tau)),
             interval(values, "+.1%", ""), number(Number(gain.alpha)), number(Number(gain.kl)),

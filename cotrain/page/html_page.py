@@ -28,7 +28,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def page(runs: Sequence[LoadedRun]) -> str:
-    """The HTML document. Charts need its scripts, but all numbers are also in it as text."""
+    """Return the HTML document. Charts need its scripts, but all numbers are also in the document as text."""
     document = render(
         "page.html", runs=runs, headlines=[(run, headline(run)) for run in runs],
         sections=[make(runs) for make in SECTIONS], generator=GENERATOR, version=__version__,
@@ -70,7 +70,7 @@ def refuse(path: Path) -> None:
 
 
 def headline(run: LoadedRun) -> Markup:
-    """The result of the run in one line."""
+    """Return the result of the run in one line."""
     if run.report is None:
         return _unmeasured(run)
     speed = _interval(run, "report", "speedup", "whole")
@@ -79,7 +79,7 @@ def headline(run: LoadedRun) -> Markup:
     if value is None:
         return joined("no speed-up was measured")
     if run.get("report", "exactness", "passed") is False:
-        return joined(regime, "not exact, do not serve it")
+        return joined(regime, "the output is not exact; do not serve this draft")
     high = run.get("report", "speedup", "whole", "high")
     faster = Interval(value, *(nan if end is None else end for end in (low, high))).faster  # as the report's advice
     if faster is False:
@@ -91,7 +91,7 @@ def headline(run: LoadedRun) -> Markup:
 
 
 def _drafted(run: LoadedRun) -> Markup:
-    """What was timed, and should be served: a chain of k drafts or the planned tree."""
+    """Return what was timed, and should be served: a chain of k drafts or the planned tree."""
     if run.tree:
         return joined(f"its planned tree of {len(run.tree)} nodes")
     return joined("k = ", _length(run))
@@ -116,13 +116,13 @@ def _interval(run: LoadedRun, *path: str, spec: str = ".2f", unit: str = "x") ->
 
 
 def alpha(run: LoadedRun) -> Number:
-    """The acceptance of the exported draft on held-out texts, in the regime."""
+    """Return the acceptance of the exported draft on held-out texts, in the regime."""
     return run.at("report", "extra", "held_out", f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: LoadedRun) -> Number:
-    """The measured speed-up without prefill, divided by the one that tau and the costs of a round allow: speedup / (tau
-    round(0) / round(k))."""
+    """Return the measured speed-up without prefill, divided by the one that tau and the costs of a round allow. The
+    value is speedup / (tau round(0) / round(k))."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
@@ -133,8 +133,8 @@ def share_of_costs(run: LoadedRun) -> Number:
 
 
 def floor(run: LoadedRun) -> Number:
-    """The least time that the machine needs for a round, as a share of the measured time. It is taken from the matrix
-    cell of the regime if there is one."""
+    """Return the least time that the machine needs for a round, as a share of the measured time. It is read from the
+    matrix cell of the regime if there is one."""
     for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
             return run.at("report", "extra", "matrix", index, "floor", "round_share")
@@ -142,7 +142,7 @@ def floor(run: LoadedRun) -> Number:
 
 
 def first_screen(runs: Sequence[LoadedRun]) -> Section:
-    """The first section: a table with a column for each run, and tiles if there is only one run."""
+    """Return the first section: a table with a column for each run, and tiles if there is only one run."""
     tiles = _tiles(runs[0]) if len(runs) == 1 else []
     cells = {name: [part(run) for run in runs] for name, part in ROWS}
     rows = [[name, *[cell or DASH for cell in row]] for name, row in cells.items() if any(row)]
@@ -160,7 +160,7 @@ class Tile(NamedTuple):
 
 
 def _tiles(run: LoadedRun) -> list[Tile]:
-    """The three main results: speed-up, acceptance, exactness."""
+    """Return the tiles of the three main results: speed-up, acceptance, exactness."""
     faster = _interval(run, "report", "speedup", "whole") if run.report else joined("not measured")
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
@@ -172,7 +172,7 @@ def _tiles(run: LoadedRun) -> list[Tile]:
 
 
 def _acceptance(run: LoadedRun) -> Tile:
-    """The measured tau, or, without one, the acceptance rate on held-out texts."""
+    """Return a tile with the measured tau or, without one, with the acceptance rate on held-out texts."""
     measured = run.at("report", "acceptance", "tau", "measured")
     if measured.value is not None:
         return Tile("tau", number(measured, ".2f"), "tokens per target call, measured")
@@ -180,7 +180,7 @@ def _acceptance(run: LoadedRun) -> Tile:
 
 
 def _expected_taus(run: LoadedRun) -> Markup | None:
-    """The tau that held-out texts predict for the draft before training and for the exported draft."""
+    """Return the tau that held-out texts predict for the draft before training and for the exported draft."""
     before, after = run.at("report", "extra", "checkpoints", 0, "tau"), _exported_tau(run)
     if after.value is None:
         return None

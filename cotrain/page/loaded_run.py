@@ -1,4 +1,4 @@
-"""Load a run's folder for the page: reports, training curves, and numbers with the place that they come from."""
+"""Content of a run's folder for the page: reports, training curves, and numbers with the place that they come from."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ MOST = 400  # most points of a curve that are drawn
 
 @dataclass(frozen=True)
 class Number:
-    """A number on the page with its source. value: None if it is not known; run: position of the run on the page;
-    source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, "" if the page computed the value. The value is the
+    """A number on the page with its source. value: None if it is not known. run: position of the run on the page.
+    source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, or "" if the page computed the value. The value is the
     number at `source`, multiplied by `times` and divided by the number at the pointer `over`."""
 
     value: float | None
@@ -36,7 +36,8 @@ class Number:
 @dataclass(frozen=True)
 class LoadedRun:
     """The content of a run's folder. number: its position on the page. documents: `report` (report.json), `held_out`
-    (held_out.json), `run` (run.json) and `replay` (replay.json), each None if missing. curves: by TensorBoard tag."""
+    (held_out.json), `run` (run.json) and `replay` (replay.json), each None if missing. curves: training curves by
+    TensorBoard tag."""
 
     number: int
     path: Path
@@ -49,18 +50,18 @@ class LoadedRun:
 
     @property
     def partial(self) -> bool:
-        """Whether the run is not finished: it was stopped, or is still running."""
+        """Return whether the run is not finished because it was stopped or is still running."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
     @property
     def greedy(self) -> bool:
-        """Whether the draft drafts its likeliest tokens; their acceptance is p(argmax q)."""
+        """Return whether the draft drafts its likeliest tokens. Their acceptance is p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
     @property
     def alpha(self) -> str:
-        """The key of the run's acceptance in held-out figures."""
+        """Return the key of the run's acceptance in held-out figures."""
         return "alpha_greedy_draft" if self.greedy else "alpha"
 
     @cached_property
@@ -69,20 +70,22 @@ class LoadedRun:
 
     @property
     def temperature(self) -> float:
-        """The temperature of the regime: the measured one, else the one that the run was trained for."""
+        """Return the temperature of the measured regime, or of the regime that the run was trained for if it was not
+        measured."""
         value = self.get("report", "settings", "sampling", "temperature")
         value = self.get("run", "settings", "regime", "temperature") if value is None else value
         return 1.0 if value is None else float(value)
 
     @property
     def tree(self) -> list[int] | None:
-        """The parents of the nodes of the timed tree; None if chains were timed."""
+        """Return the parents of the nodes of the timed tree, or None if chains were timed."""
         parents: list[int] | None = self.get("report", "extra", "planned_shape")
         return parents
 
     @property
     def k(self) -> int | None:
-        """The planned draft length, else that of the timed policy; None if trees were timed."""
+        """Return the planned draft length, or that of the timed policy if there is no plan. Return None if trees were
+        timed."""
         if self.tree:
             return None
         planned = self.get("report", "extra", "planned_k")
@@ -91,7 +94,7 @@ class LoadedRun:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """The value at a path of keys and indices in `documents`; None if there is none."""
+        """Return the value at a path of keys and indices in `documents`, or None if there is none."""
         value: Any = self.documents
         for key in path:
             fits = isinstance(value, Mapping) or (isinstance(value, list) and isinstance(key, int) and key < len(value))
@@ -99,20 +102,20 @@ class LoadedRun:
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
-        """The number at `path`, multiplied by `times` and divided by the number at the path `over`."""
+        """Return the number at `path`, multiplied by `times` and divided by the number at the path `over`."""
         value = self.get(*path)
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
 
     def all(self, *path: str | int) -> list[Number]:
-        """The numbers of the list or dictionary at a path, in its order."""
+        """Return the numbers of the list or dictionary at a path, in its order."""
         values = self.get(*path) or []
         return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
 
 def pointer(path: Sequence[str | int]) -> str:
-    """The JSON pointer of a path of keys and indices."""
+    """Return the JSON pointer of a path of keys and indices."""
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
@@ -133,7 +136,7 @@ def load(paths: Sequence[str]) -> list[LoadedRun]:
 
 def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
-        raise UserError(f"run={path} is not there: name the folder that output= of cotrain train or bench named")
+        raise UserError(f"run={path} does not exist: name a folder that was output= of cotrain train or bench")
     folder = path if path.is_dir() else path.parent
     report = _report(path if path.is_file() else next(filter(Path.is_file, (folder / "draft" / REPORT, folder / REPORT)), None))  # fmt: skip # noqa: E501
     marker, figures = (_json(folder / name, name) for name in (MARKER, FIGURES))
@@ -141,8 +144,8 @@ def _load(number: int, path: Path) -> LoadedRun:
     if path.is_file():
         marker, figures, curves = None, None, {}
     elif report is None and marker is None and figures is None and not curves:
-        raise UserError(f"run={path} holds no {REPORT}, {MARKER} or {FIGURES}: name a folder that output= of cotrain "
-                        "train or bench named")  # fmt: skip
+        raise UserError(f"run={path} has no {REPORT}, {MARKER} or {FIGURES}: name a folder that was output= of "
+                        "cotrain train or bench")  # fmt: skip
     documents = {"report": report, "held_out": figures, "run": marker, "replay": _replay(folder)}
     return LoadedRun(number, path, documents, curves)
 
@@ -154,7 +157,8 @@ def _report(file: Path | None) -> dict[str, Any] | None:
     try:
         validate(report)
     except ValueError as error:
-        raise UserError(f"run={file} is no report of this version: {error}; measure the draft anew with cotrain bench") from error  # fmt: skip # noqa: E501
+        raise UserError(f"run={file} is no report of this version: {error}; measure the draft again with cotrain "
+                        f"bench") from error  # fmt: skip
     return report
 
 
@@ -165,7 +169,7 @@ def _replay(folder: Path) -> dict[str, Any] | None:
         try:
             validate_replay(record)
         except ValueError as error:
-            raise UserError(f"{file} is no replay of this version: {error}; delete it, or record it anew") from error
+            raise UserError(f"{file} is no replay of this version: {error}; delete it, or record it again") from error
     return record
 
 
@@ -177,13 +181,13 @@ def _json(file: Path, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
-        raise UserError(f"{file} holds no JSON object: name a run of cotrain")
+        raise UserError(f"{file} has no JSON object: name a run of cotrain")
     return document
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """All scalars of the TensorBoard event files, by tag; {} without files. A step that a resumed run repeated has the
-    later value. An incomplete record at the end of a file is ignored."""
+    """Return all scalars of the TensorBoard event files, by tag, or {} without files. A step that a resumed run
+    repeated has the later value. An incomplete record at the end of a file is ignored."""
     files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # names begin with the time
     if not files:
         return {}
@@ -204,6 +208,6 @@ def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
 
 
 def thinned(curve: Curve, most: int = MOST) -> Curve:
-    """At most `most` points of a curve, evenly spaced, including the last one."""
+    """Return at most `most` points of a curve. They are evenly spaced and include the last point."""
     every = -(-len(curve) // most)
     return curve[::-1][:: max(every, 1)][::-1]

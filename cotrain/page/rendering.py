@@ -1,8 +1,8 @@
-"""Render HTML from the templates in assets/, and describe charts.
+"""HTML from the templates in assets/, and descriptions of charts.
 
 Texts of models and corpora may contain markup, control characters and marks that change the direction of writing. So
-all text is escaped, and invisible characters are made visible. Line breaks and indentation of templates are removed.
-A `Chart` gives both the drawing (a Plotly figure) and the table of its numbers. Colours are indices of a palette, which
+all text is escaped, and invisible characters are made visible. Line breaks and indentation of templates are removed. A
+`Chart` gives both the drawing (a Plotly figure) and the table of its numbers. Colours are indices of a palette, which
 the page's script reads from the style sheet, for light and dark mode.
 """
 
@@ -36,14 +36,15 @@ def visible(text: str) -> str:
 
 
 def escaped(value: object) -> Markup:
-    """Any value as escaped text; None becomes empty, and markup stays unchanged."""
+    """Return any value as escaped text. None becomes empty, and markup stays unchanged."""
     if isinstance(value, Markup):
         return value
     return Markup("" if value is None else html.escape(visible(str(value))))
 
 
 def as_json(value: Any) -> Markup:
-    """JSON for the page's scripts. `<`, `>` and `&` are escaped, so that text in it cannot close the script element."""
+    """Return JSON for the page's scripts. `<`, `>` and `&` are escaped, so that text in it cannot close the script
+    element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: surrogates and U+2028 are \\u....
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -73,24 +74,25 @@ def joined(*parts: object) -> Markup:
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """A number with a reference to its source; a dash if it is not known."""
+    """Return a number with a reference to its source, or a dash if it is not known."""
     return Markup(_PARTS.number(value, spec))
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
-    """Format (value, low, high) as `2.05x [1.70, 2.40]`, or only the value if the ends are not known."""
+    """Format (value, low, high) as `2.05x [1.70, 2.40]`. If the ends are not known, format only the value."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """A table whose first column has the names of the rows. In a narrow window the table scrolls, not the page."""
+    """Return a table whose first column has the names of the rows. In a narrow window the table scrolls, not the
+    page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
 @dataclass(frozen=True)
 class Section:
     """A section of the page. name: its anchor. body: None if no run has its figures. lacking: the text to show without
-    a body, which says why there are no figures and how to produce them."""
+    a body. It says why there are no figures and how to produce them."""
 
     name: str
     title: str
@@ -99,8 +101,8 @@ class Section:
 
 
 def by_run(runs: Sequence[LoadedRun], part: Callable[[LoadedRun], Markup | None]) -> Markup | None:
-    """Apply `part` to each run and concatenate the results, under the runs' names if there are several runs. None if
-    `part` returns None for all runs."""
+    """Apply `part` to each run and concatenate the results, under the runs' names if there are several runs. Return
+    None if `part` returns None for all runs."""
     bodies = [(run.name if len(runs) > 1 else None, body) for run in runs if (body := part(run)) is not None]
     return Markup(_PARTS.by_run(bodies)) if bodies else None
 
@@ -125,9 +127,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. name: its id on the page; x, y: titles of the axes; at: y of a horizontal line for comparison; heat: a
-    heat map, whose rows are the series; stacked: stack the bars; log: logarithmic axes, as "x" or "xy"; tabled: add a
-    table of the numbers; spec: their format; range: of the y axis."""
+    """A chart of the page. name: its id. x, y: titles of the axes. at: y of a horizontal line for comparison. heat:
+    draw a heat map, whose rows are the series. stacked: stack the bars. log: logarithmic axes, as "x" or "xy". tabled:
+    add a table of the numbers. spec: their format. range: the range of the y axis."""
 
     name: str
     title: str
@@ -144,7 +146,8 @@ class Chart:
     range: Sequence[float] = field(default=())
 
     def rows(self) -> tuple[list[object], list[list[object]]]:
-        """Head and rows of the table of all numbers: a row for each x, a column for each series."""
+        """Return the head and the rows of the table of all numbers. It has a row for each x and a column for each
+        series."""
         points = list(dict.fromkeys(x for one in self.series for x in one.x))
         columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
         rows: list[list[object]] = []
@@ -154,7 +157,7 @@ class Chart:
         return [self.x, *[one.name for one in self.series]], rows
 
     def plotly(self) -> dict[str, Any]:
-        """Data and layout of the Plotly figure; `meta.colour` is an index of the palette."""
+        """Return the data and the layout of the Plotly figure. `meta.colour` is an index of the palette."""
         traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
         axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
                        **({"type": "log"} if axis[0] in self.log else {})}
@@ -173,7 +176,7 @@ class Chart:
 
 
 def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
-    """The charts in a grid, each with title, drawing, note and table."""
+    """Return the charts in a grid, each with title, drawing, note and table."""
     return render("charts.html", charts=charts, wide=wide)
 
 

@@ -1,4 +1,5 @@
-"""Sections of charts: acceptance, speed predicted and measured, quantisation, costs of a round, training curves."""
+"""Sections of charts on the page. They show acceptance, predicted and measured speed, quantisation, costs of a round,
+and training curves."""
 
 import re
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ CURVES = (
 
 
 def acceptance(runs: Sequence[LoadedRun]) -> Section:
-    """Section: acceptance by depth, domain, temperature and context."""
-    lacking = "no held-out figures and no counts by depth: cotrain train and cotrain bench make them"
+    """Return the section of acceptance by depth, domain, temperature and context."""
+    lacking = "no held-out figures and no counts by depth were stored: cotrain train and cotrain bench write them"
     return Section("acceptance", "Where drafts are accepted", by_run(runs, _acceptance), lacking)
 
 
@@ -42,10 +43,11 @@ def _acceptance(run: LoadedRun) -> Markup | None:
 
 
 def by_depth(run: LoadedRun) -> Chart | None:
-    """Prefix and conditional acceptance by depth: measured on the timed texts, and predicted on held-out texts."""
+    """Return a chart of prefix and conditional acceptance by depth, measured on the timed texts and predicted on
+    held-out texts."""
     series = []
     regime = f"T{run.temperature:g}/all"
-    for name, words in (("prefix", "accepted with all before"), ("conditional", "accepted where all before were")):
+    for name, words in (("prefix", "accepted with all earlier"), ("conditional", "accepted given all earlier")):
         measured = run.all("report", "acceptance", name, "measured")
         predicted = [] if run.greedy else depths(run, f"{name}_{regime}")  # these figures are for drafts drawn from q
         for side, values in (("measured", measured), ("predicted", predicted)):
@@ -56,14 +58,14 @@ def by_depth(run: LoadedRun) -> Chart | None:
 
 
 def depths(run: LoadedRun, stem: str) -> list[Number]:
-    """The held-out figures with the keys `stem`/1, `stem`/2, ..."""
+    """Return the held-out figures with the keys `stem`/1, `stem`/2, ..."""
     held = run.get("report", "extra", "held_out") or {}
     numbers = sorted(int(key.rpartition("/")[2]) for key in held if re.fullmatch(re.escape(stem) + r"/\d+", key))
     return [run.at("report", "extra", "held_out", f"{stem}/{depth}") for depth in numbers]
 
 
 def by_domain(run: LoadedRun) -> Chart | None:
-    """Acceptance by the target's temperature, with a bar for each domain if there are several."""
+    """Return a chart of acceptance by the target's temperature, with a bar for each domain if there are several."""
     keys = map(KEY.fullmatch, run.get("report", "extra", "held_out") or {})
     figures = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == run.alpha]
     domains = [name for name in dict.fromkeys(domain for _, domain, _ in figures) if name != "worst"]
@@ -80,7 +82,7 @@ def by_domain(run: LoadedRun) -> Chart | None:
 
 
 def by_temperature(run: LoadedRun) -> Chart | None:
-    """Acceptance by the draft's temperature, with a line for each temperature of the target."""
+    """Return a chart of acceptance by the draft's temperature, with a line for each temperature of the target."""
     series = []
     for t, profile in (run.get("report", "extra", "profiles") or {}).items():
         path = ("report", "extra", "profiles", t, "by_draft_temperature")
@@ -92,7 +94,7 @@ def by_temperature(run: LoadedRun) -> Chart | None:
 
 
 def by_context(run: LoadedRun) -> Chart | None:
-    """Acceptance by the number of tokens in the context."""
+    """Return a chart of acceptance by the number of tokens in the context."""
     series = []
     for t, profile in (run.get("report", "extra", "profiles") or {}).items():
         values = run.all("report", "extra", "profiles", t, "by_context")
@@ -101,14 +103,16 @@ def by_context(run: LoadedRun) -> Chart | None:
 
 
 def reliability(run: LoadedRun) -> Chart | None:
-    """Mean acceptance of the drafts to which the confidence head gives about the same probability, bin by bin."""
+    """Return a chart with one point per bin of drafts to which the confidence head gives similar probabilities. It
+    shows their mean acceptance.
+    """
     bins = run.get("report", "extra", "confidence", "reliability") or []
     path = ("report", "extra", "confidence", "reliability")
     sure = [run.at(*path, i, "confidence") for i in range(len(bins))]
     x = [one["confidence"] for one in bins]
     series = [Series("acceptance", x, [run.at(*path, i, "alpha") for i in range(len(bins))]),
               Series("if calibrated", x, sure, mode="lines")] if bins else []  # fmt: skip
-    note = "Bins with as many held-out drafts each, in order of the predicted probability."
+    note = "Each bin has the same number of held-out drafts. Bins are in order of the predicted probability."
     return _acceptance_chart(run, "reliability", "Confidence head", "predicted probability of acceptance", series, note)
 
 
@@ -122,19 +126,20 @@ def _acceptance_chart(
 
 
 def speed(runs: Sequence[LoadedRun]) -> Section:
-    """Section: tau and speed-up by draft length, predicted and measured."""
+    """Return the section of tau and speed-up by draft length, predicted and measured."""
     lacking = "no costs were measured: cotrain bench draft.path=<its draft> measures them"
     return Section("speed", "Predicted beside measured", by_run(runs, _lengths), lacking)
 
 
 def batches(runs: Sequence[LoadedRun]) -> Section:
-    """Section: speed-up by batch size and temperature, and the batch size from which plain decoding is faster."""
+    """Return the section of speed-up by batch size and temperature. It says from which batch size on plain decoding is
+    faster."""
     lacking = "one batch size was measured: cotrain bench matrix.temperatures=[0,1] matrix.batches=[1,4,8,32] adds more"
     return Section("batch", "Speed by batch size", by_run(runs, _batches), lacking)
 
 
 def costs(runs: Sequence[LoadedRun]) -> Section:
-    """Section: milliseconds of a round by phase."""
+    """Return the section with the milliseconds of a round by phase."""
     return Section("costs", "What a round costs", by_run(runs, _phases), "no phases were timed")
 
 
@@ -147,7 +152,7 @@ def _lengths(run: LoadedRun) -> Markup | None:
 
 
 def tau_by_length(run: LoadedRun) -> Chart | None:
-    """tau predicted on held-out texts at each draft length, and measured at the timed one."""
+    """Return a chart of tau. It is predicted on held-out texts at each draft length, and measured at the timed one."""
     block = run.get("report", "settings", "verify") == "block"
     stem = f"T{run.temperature:g}/all"
     rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
@@ -157,14 +162,15 @@ def tau_by_length(run: LoadedRun) -> Chart | None:
                 ("predicted on those", run.at("report", "extra", "parity", "tau_predicted"))]  # fmt: skip
     series = [Series("predicted on held-out texts", range(1, len(predicted) + 1), predicted)] if predicted else []
     series += [Series(name, [run.k], [one], mode="markers") for name, one in measured if one.value and run.k]
-    note = "Held-out texts are other texts than those timed; on the timed ones see tau in the table above."
+    note = "Held-out texts are not the timed texts; for those see tau in the table above."
     if not series:
         return None
     return Chart(f"tau-{run.number}", "Tokens per target call", "draft length k", "tau", series, note)
 
 
 def speed_by_length(run: LoadedRun) -> Chart | None:
-    """Speed-up predicted from costs and acceptance at each draft length, and measured at the timed one."""
+    """Return a chart of the speed-up. It is predicted from costs and acceptance at each draft length, and measured at
+    the timed one."""
     predicted = run.all("report", "extra", "predicted_speedups")
     if not predicted:
         return None
@@ -176,7 +182,7 @@ def speed_by_length(run: LoadedRun) -> Chart | None:
 
 
 def paying_lengths(run: LoadedRun) -> Markup | None:
-    """A sentence that says at which draft lengths a speed-up is predicted."""
+    """Return a sentence that says at which draft lengths a speed-up is predicted."""
     predicted = run.all("report", "extra", "predicted_speedups")
     pays = [k for k, one in enumerate(predicted) if k and one.value and one.value > 1]
     if not predicted:
@@ -191,7 +197,7 @@ def paying_lengths(run: LoadedRun) -> Markup | None:
 
 
 def cells(run: LoadedRun) -> list[tuple[int, float, int]]:
-    """(index, temperature, rows) of each cell of the matrix."""
+    """Return (index, temperature, rows) of each cell of the matrix."""
     matrix = run.get("report", "extra", "matrix") or []
     return [(index, cell["temperature"], cell["rows"]) for index, cell in enumerate(matrix)]
 
@@ -224,7 +230,8 @@ def _of_temperature(run: LoadedRun, temperature: float, colour: int) -> list[Ser
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """A phrase that says from which batch size on plain decoding is faster: the interval is below 1."""
+    """Return a phrase that says from which batch size on plain decoding is faster. This means that the interval is
+    below 1."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := _at(run, index, "over_plain", "high").value) and high < 1]
     if not lost:
@@ -235,7 +242,7 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
 
 
 def _arms(run: LoadedRun) -> list[list[object]]:
-    """Table rows, one for each arm of each cell of the matrix."""
+    """Return table rows, one for each arm of each cell of the matrix."""
     rows: list[list[object]] = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
@@ -259,7 +266,7 @@ def _phases(run: LoadedRun) -> Markup | None:
         values = [run.at("report", "arms", name, "phases", phase, over=("report", "arms", name, "rounds"), times=1000.0)
                   for name in arms]  # fmt: skip
         series.append(Series(phase, arms, values, mode="bar"))
-    note = "Of all rows of a round together; prefill is in no round. Verify: distributions, draws and the rule."
+    note = "A round has all rows together, and prefill is in no round. Verify: distributions, draws and the rule."
     chart = Chart(f"phases-{run.number}", "Milliseconds of a round", "", "milliseconds", series, note, stacked=True)
     return drawn([chart])
 
@@ -268,7 +275,7 @@ def _phases(run: LoadedRun) -> Markup | None:
 
 
 def quantisation(runs: Sequence[LoadedRun]) -> Section:
-    """Section: speed-up and acceptance by the quantisations of target and draft, and by temperature."""
+    """Return the section of speed-up and acceptance by the quantisations of target and draft, and by temperature."""
     lacking = "one quantisation was measured: cotrain bench matrix.targets=[none,int8] matrix.temperatures=[0,1]"
     return Section("quantisation", "Quantisation and temperature", by_run(runs, _maps), lacking)
 
@@ -296,8 +303,8 @@ def _maps(run: LoadedRun) -> Markup | None:
 
 
 def training(runs: Sequence[LoadedRun]) -> Section:
-    """Section: the curves of the training."""
-    lacking = "no TensorBoard event files of this version: cotrain train writes them, beside its draft"
+    """Return the section with the curves of the training."""
+    lacking = "no TensorBoard event files of this version were written: cotrain train writes them next to its draft"
     return Section("training", "Training", by_run(runs, _curves), lacking)
 
 

@@ -1,4 +1,5 @@
-"""Sections without a comparison of runs: worst contexts, replay of a generation, exactness, origin of the figures."""
+"""Sections of the page that compare no runs: worst contexts, replay of a generation, exactness, origin of the
+figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +27,10 @@ PARTS = (
 
 
 def differences(runs: Sequence[LoadedRun]) -> Section:
-    """Section: how total variation is distributed over positions, and the contexts with the largest one."""
-    lacking = "no figures by position: cotrain train of this version writes them"
-    return Section("differences", "Where target and draft differ", by_run(runs, _differences), lacking)
+    """Return the section that shows how total variation is distributed over positions, and the contexts with the
+    largest one."""
+    lacking = "no figures by position were stored: cotrain train of this version writes them"
+    return Section("differences", "Positions at which target and draft differ", by_run(runs, _differences), lacking)
 
 
 def _differences(run: LoadedRun) -> Markup | None:
@@ -49,7 +51,7 @@ def _differences(run: LoadedRun) -> Markup | None:
 
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
-    """One context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
+    """Return one context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
     sides = [
         (side, [(quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
                 for i, token in enumerate(one[side])])
@@ -60,12 +62,12 @@ def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -
 
 
 def quoted(token: str) -> str:
-    """A token in quotation marks, with line ends and tabs made visible."""
+    """Return a token in quotation marks, with line ends and tabs made visible."""
     return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
 
 
 def replay(runs: Sequence[LoadedRun]) -> Section:
-    """Section: a player for each run that recorded a generation; assets/replay.js draws it."""
+    """Return the section with a player for each run that recorded a generation. assets/replay.js draws it."""
     lacking = "no generation was recorded: cotrain train and bench of this version record one, as Engine(record=) does"
     return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
 
@@ -78,7 +80,7 @@ def _player(run: LoadedRun) -> Markup | None:
 
 
 def exactness(runs: Sequence[LoadedRun]) -> Section:
-    """Section: the verdict on exactness, as it was printed."""
+    """Return the section with the verdict on exactness, as it was printed."""
     lacking = "exactness was not checked in this run: cotrain bench checks it"
     return Section("exactness", "Exactness", by_run(runs, _verdict), lacking)
 
@@ -93,8 +95,8 @@ def _verdict(run: LoadedRun) -> Markup | None:
 
 
 def origin(runs: Sequence[LoadedRun]) -> Section:
-    """Section: machine, versions, date, commit, command and settings of each run."""
-    return Section("origin", "Where the figures come from", by_run(runs, _origin), "nothing is known of the machine")
+    """Return the section with machine, versions, date, commit, command and settings of each run."""
+    return Section("origin", "Origin of the figures", by_run(runs, _origin), "the machine was not recorded")
 
 
 def _origin(run: LoadedRun) -> Markup | None:

@@ -1,1 +1,1 @@
-"""The kinds of drafts before and during training, one file for each kind."""
+"""The kinds of drafts before and during training. Each kind has one file."""

@@ -1,4 +1,5 @@
-"""The interface of a draft while it trains: the states that it reads, its guesses, and the proposer that serves it.
+"""The interface of a draft while it trains. It says which states the draft reads, what its guesses are, and which
+proposer serves it.
 
 B texts, T tokens of a text, D width of the target's states, V vocabulary, N guesses. Position t of a text predicts
 token t + 1 from tokens 0 .. t; its flat position is b * T + t.
@@ -54,8 +55,8 @@ OPTIONAL: dict[str, Any] = {
 class Trials:
     """Engines and prompts that a benchmark provides for `Student.calibrate`, before the draft is measured.
 
-    drafting, plain: return an engine, compiled as it will be served, with a proposer at the longest draft length and
-    without one. prompts: ids of prompts that no measurement uses.
+    drafting, plain: functions that return an engine, compiled as it will be served. `drafting` takes a proposer, which
+    it uses at the longest draft length; `plain` decodes without one. prompts: ids of prompts that no measurement uses.
     """
 
     drafting: Callable[[Proposer], Engine]
@@ -69,19 +70,20 @@ class Trials:
 class Student(Protocol):
     """A kind of draft while it trains. Subclasses inherit the methods that have a body here.
 
-    The constructor takes the network, the target (its head, layers or embeddings may be shared with the draft), and
-    `vocabulary`, the number of ids that can have mass (None: all ids of the head).
+    The constructor takes the network, the target and `vocabulary`. The target's head, layers or embeddings may be
+    shared with the draft. `vocabulary` is the number of ids that can have mass (None: all ids of the head).
 
     takes: the settings of `OPTIONAL` that this kind has; other settings of `OPTIONAL` raise an error.
     reads: the layers of the target's states that it reads. LAST is always available, because losses read it.
     trained: False for kinds that are measured and exported without training.
-    open_layers: whether draft.layers may be null, which means that measurements before training choose the layers.
+    open_layers: whether draft.layers may be null. Measurements before training then choose the layers.
     calibrated: whether `calibrate` must run before the draft is measured.
     rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
     begins_with: other kinds whose folders init=pretrained accepts, because their weights have the same meaning.
     fresh: tensors that those folders lack; they are initialised as for a new draft.
     sized: whether draft.width and the other sizes are read only with init=scratch.
-    features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () for none.
+    features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () if there are
+    none.
     parallel: whether one pass drafts all tokens of a round.
     layouts: for each serving engine that loads this kind, the module of cotrain/export that writes its files. None:
         every engine loads it, in the plain Hugging Face layout.
@@ -115,41 +117,42 @@ class Student(Protocol):
         raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
 
     def of(self, network: PreTrainedModel) -> Self:
-        """Return the same student with other weights: sharded, rounded, or cast for serving."""
+        """Return the same student with other weights, for example sharded, rounded, or cast for serving."""
         return type(self)(network, self.target, self.vocabulary)
 
     def refuse(self) -> None:
-        """Raise ValueError for a network that this kind cannot train."""
+        """Raise ValueError if the network cannot be trained as a draft of this kind."""
         return None
 
     def keeps_apart(self) -> bool:
         """Return whether attention stays within a text if several are packed into one row, see
-        `target_model.keeps_apart`. True for a student that reads texts only through the target."""
+        `target_model.keeps_apart`. Return True for a student that reads texts only through the target."""
         return True
 
     @property
     def known(self) -> Tensor:
-        """The ids that it can draft, as a mask (V,) of bool."""
+        """Return the ids that the student can draft, as a mask (V,) of bool."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
 
     @property
     def undecided(self) -> bool:
-        """Whether it has a pruned vocabulary whose tokens `know` must still choose, although other weights come from a
+        """Return whether `know` must still choose the tokens of a pruned vocabulary, although other weights come from a
         folder."""
         return False
 
     def know(self, counts: Tensor) -> None:
-        """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary, by their counts in texts (V,)."""
+        """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary. counts (V,): how often each id is
+        in texts."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return the predictions for a batch: one guess for each depth 0, 1, ..., or a single guess of depth ANY.
 
         batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, and position_ids (B, T) if texts are
-        packed. A training step adds uniforms (B, T), for random choices, and predicted (B, T-1), which tells whether
-        the loss counts the token after each position. A guess may depend on the text before its round and, from the
-        round's first new token on, only on the drafts before it. Those drafts are tokens of the text itself.
+        packed. A training step adds uniforms (B, T), for random choices, and predicted (B, T-1), which says whether the
+        loss counts the token after each position. A guess may depend on the text before its round. From the round's
+        first new token on, it may depend only on the drafts before it. Those drafts are tokens of the text itself.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
@@ -164,7 +167,7 @@ class Student(Protocol):
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write the network for `load`."""
+        """Write the network to a folder, from which `load` reads it."""
         self.network.save_pretrained(folder)
 
     @classmethod
@@ -177,15 +180,15 @@ class Student(Protocol):
 def student_class(kind: str) -> type[Student]:
     """Return the class of a kind. Raises ValueError for a kind that is not registered."""
     if kind not in KINDS:
-        raise ValueError(f"draft.kind: {kind!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"draft.kind: {kind!r} is not one of {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
     student: type[Student] = getattr(import_module(module), name)
     return student
 
 
 def pruned_to(ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-    """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have mass;
-    None is returned if any of its tokens can have none, as in the padding of a target's head."""
+    """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have mass.
+    Return None if one of the tokens can have no mass, as in the padding of a target's head."""
     return Pruned(ids, head, size) if int(ids.max()) < size else None
 
 

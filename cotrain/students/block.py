@@ -1,10 +1,11 @@
-"""A block draft, trained on blocks of masks that follow anchors of the text (DFlash, 2602.06036).
+"""A block draft, trained on blocks of masks that follow tokens of the text (DFlash, 2602.06036). The anchor of a block
+is the text's last token when the block's round begins.
 
 A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads one block in some, and fewer guesses of later depths, so that the number of guesses is about the
-number of tokens of the text, whatever K is. A Markov head reads the token before each guess: in training the text's own
-token, which is the draft before if it was accepted.
+training step reads one block in some, and fewer guesses of later depths. The number of guesses is then about the number
+of tokens of the text, whatever K is. A Markov head reads the token before each guess. In training this is the text's
+own token, as if the previous draft had been accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -30,7 +31,7 @@ MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where
 
 
 class BlockStudent(EagleStudent):
-    """The student of `inference.proposers.block`."""
+    """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
     takes = ("depths", "head_rank", "vocabulary", "mask", "markov", "confidence")
@@ -40,13 +41,14 @@ class BlockStudent(EagleStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, as `EagleStudent.initial`; a confidence head is fitted after it. Raises
-        ValueError for a folder with such a head unless draft.confidence=true: it would be of another draft."""
+        """Return the network before training, see `EagleStudent.initial`. A confidence head is fitted after the
+        training. Raises ValueError for a folder with such a head unless draft.confidence=true, since the head belongs
+        to another draft."""
         network: Any = super().initial(draft, init, target)
         if draft.confidence:
             network.add_confidence_head()
         elif getattr(network, "confidence_head", None) is not None:
-            raise ValueError(f"draft.path={draft.path} has a confidence head, which must be fitted anew: set "
+            raise ValueError(f"draft.path={draft.path} has a confidence head, which must be fitted again: set "
                              "draft.confidence=true")  # fmt: skip
         return network
 
@@ -54,14 +56,14 @@ class BlockStudent(EagleStudent):
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
         """Return the number of layers, the attention within a block and the rank of the Markov head."""
         if draft.mask not in (None, *MASKS):
-            raise ValueError(f"draft.mask={draft.mask}: it is none of {', '.join(MASKS)}")
+            raise ValueError(f"draft.mask={draft.mask}: it is not one of {', '.join(MASKS)}")
         causal = None if draft.mask is None else draft.mask == "causal"
         return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the sizes that draft.* sets; null: as many heads of keys as of queries, and the target's
-        intermediate size."""
+        """Return the sizes that draft.* sets. If a size is null, there are as many heads of keys as of queries, and the
+        intermediate size is the target's."""
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
         every = copy(draft)
@@ -73,8 +75,8 @@ class BlockStudent(EagleStudent):
     @torch.no_grad()
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
         """Copy the target's norm and its head. No layer is copied, since the keys of the target's layers are not its
-        states. New layers begin by passing on what they attend to (acceptance .46 instead of .42 with layers of the
-        target, in one trial of 400 steps without a report)."""
+        states. New layers begin by passing on what they attend to. In one trial of 400 steps without a report, this
+        gave acceptance .46, and layers copied from the target gave .42."""
         for layer in network.layers:
             for part in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
                 part.copy_(torch.eye(*part.shape))
@@ -83,9 +85,9 @@ class BlockStudent(EagleStudent):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return one guess for each depth.
 
-        A training step gives `uniforms` (B, T). Then only some blocks with tokens to learn are read: those at a
-        distance of `apart` from each other, from a random first one. Of depth j, the share KEEP ** j of their guesses
-        is made.
+        A training step gives `uniforms` (B, T). Then only some of the blocks with tokens to learn are read. They are at
+        a distance of `apart` from each other, and the first one is random. Of the guesses of depth j, the share KEEP **
+        j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
@@ -114,8 +116,9 @@ class BlockStudent(EagleStudent):
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows and columns (N,) of the blocks that make a guess of a depth: those whose token before the anchor
-        is in the same text as the guess's position. anchors (S,), texts (B, T)."""
+        """Return rows and columns (N,) of the blocks that make a guess of a depth. In these, the token before the
+        anchor (the block's token of the text) is in the same text as the guess's position. anchors (S,), texts (B, T).
+        """
         length = texts.shape[1]
         same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
         rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
@@ -144,9 +147,9 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Attend with the queries of blocks: one softmax over the text's tokens that a block sees (B, S, T) and the block's
-    own queries, own (n, n). keys, values (B, T, G, D): those of the text. groups: query heads for each of the G
-    heads."""
+    """Attend with the queries of blocks, in one softmax over two parts: the text's tokens that a block sees (B, S, T),
+    and the block's own queries, own (n, n). keys, values (B, T, G, D): those of the text. groups: query heads for each
+    of the G heads."""
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

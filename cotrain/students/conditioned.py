@@ -1,4 +1,6 @@
-"""A draft that depends on the temperature. Each text is learnt at its own temperature. B texts, T tokens, D width."""
+"""A draft that depends on the temperature. Each text is learnt at its own temperature.
+
+B texts, T tokens, D width."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +15,9 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, co
 
 
 class ConditionedStudent(IndependentStudent):
-    """The student of `inference.proposers.conditioned`: an independent draft whose states are multiplied by a scale
-    before the head reads them. The scale depends on the temperature and is learnt at draft.temperatures."""
+    """Trains the draft that `inference.proposers.conditioned` serves. It is an independent draft whose
+    states are multiplied by a scale before the head reads them. The scale depends on the temperature and is learnt at
+    draft.temperatures."""
 
     kind = "conditioned"
     takes = ("temperatures", *HEAD)
@@ -42,7 +45,8 @@ class ConditionedStudent(IndependentStudent):
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale: (B, 1, D) for one temperature a text (B,), (B, T, D) for one a token (B, T)."""
+        """Return the scale. Temperatures (B,), one per text, give (B, 1, D). Temperatures (B, T), one per token, give
+        (B, T, D)."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

@@ -1,10 +1,11 @@
-"""A feature draft (EAGLE-3, Li et al. 2025, 2503.01840). It trains as it drafts: the first draft of a round reads
+"""A feature draft (EAGLE-3, Li et al. 2025, 2503.01840), which trains as it drafts. The first draft of a round reads
 features of the target, and each later one also reads the draft's own outputs ("training-time test").
 
 A pair joins the feature of a token and the embedding of the next token, see `inference.proposers.eagle`. A round whose
 first new token is m + 2 has the target's features of tokens 0 .. m. Its guess of depth j, at position m + 1 + j, is
 computed from the target's pairs 0 .. m and from j pairs of the draft. All rounds of a text, one for each m, are
 computed together.
+
 B texts, T tokens, H width, n rounds of a text.
 """
 
@@ -33,7 +34,7 @@ JUDGED = 8  # evaluate at least this many depths, since served rounds may be lon
 
 
 class EagleStudent(Student):
-    """The student of `inference.proposers.eagle`."""
+    """Trains the draft that `inference.proposers.eagle` serves."""
 
     kind = "eagle"
     takes: tuple[str, ...] = ("depths", "head_rank", "vocabulary")
@@ -47,7 +48,7 @@ class EagleStudent(Student):
     ) -> None:
         network_class: Any = kind_of(self.kind).network_class
         if target is None:
-            raise ValueError(f"draft.kind: {self.kind} drafts read the states of a target, and none is given")
+            raise ValueError(f"draft.kind: {self.kind} drafts read the states of a target, and no target is given")
         if not isinstance(network, network_class):
             raise ValueError(f"draft.kind: {self.kind} drafts need their target and a network of class "
                              f"{network_class.__name__}, not {type(network).__name__}")  # fmt: skip
@@ -58,15 +59,15 @@ class EagleStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network before training. Raises ValueError naming the key to change.
 
-        init=scratch: random weights. init=target_layers: the target's layer that is last in init.layers, which reads
-        the highest features, with the target's norm and head. init=pretrained: the EAGLE-3 folder draft.path.
+        init=scratch gives random weights. init=target_layers copies the last of init.layers, so that it reads the
+        highest features, and the target's norm and head. init=pretrained loads the EAGLE-3 folder draft.path.
         """
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
             return cls._continued(draft, target)
         if init.kind not in ("scratch", "target_layers"):
             raise ValueError(
-                f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with draft.path=)"
+                f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with draft.path=)"
             )
         network_class: Any = kind_of(cls.kind).network_class
         chosen = {name: value for name, value in cls.settings_of(draft).items() if value is not None}
@@ -83,26 +84,26 @@ class EagleStudent(Student):
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the arguments of the config that every kind over the target's states has."""
+        """Return the arguments of the config that are common to all kinds that read the target's states."""
         return sizes_of(draft, target, init.kind == "target_layers")
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the settings of the config that only this kind has. A setting that draft.* leaves open is None. Raises
-        ValueError naming the wrong key."""
+        """Return the settings of the config that only this kind has. A setting that is not set in draft.* is None.
+        Raises ValueError naming the wrong key."""
         return {}
 
     @classmethod
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm, its head, and its layer that is last in `layers`. The copied layer reads the target's
+        """Copy the target's norm, its head, and the last of the target's `layers`. The copied layer reads the target's
         highest features and ignores the embedding."""
         norm = copy_layer(network.midlayer, target, layers)
         copy_ends(network, network.midlayer.hidden_norm, norm, target)
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """Return the network of draft.path; a whole head becomes the nearest one of rank draft.head_rank. Raises
-        ValueError if its vocabulary has another size than draft.vocabulary, or its head another rank."""
+        """Return the network of draft.path. A whole head is replaced by the nearest head of rank draft.head_rank.
+        Raises ValueError if its vocabulary has another size than draft.vocabulary, or its head another rank."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
@@ -129,7 +130,7 @@ class EagleStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
         network = self.network
         size = self.vocabulary or network.config.vocab_size
         return pruned_to(network.known, network.lm_head, size) if network.pruned else None
@@ -182,11 +183,11 @@ class EagleStudent(Student):
 
 
 class EagleRounds:
-    """The rounds of texts ids (B, T): one for each position m except the last. position_ids (B, T): given if texts are
+    """The rounds of texts ids (B, T), one for each position m except the last. position_ids (B, T): given if texts are
     packed; a round then reads and drafts only its own text.
 
     positions (B, T-1): the position of each pair in its text.
-    sees (B, T-1, T-1) bool: entry [b, m, s] tells whether round m reads the target's pair s.
+    sees (B, T-1, T-1) bool: entry [b, m, s] says whether round m reads the target's pair s.
     """
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None) -> None:
@@ -251,26 +252,30 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
     sizes."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
-        raise ValueError("draft.depths: set how many drafts of a round an eagle is trained for, as draft.depths=6")
+        raise ValueError(
+            "draft.depths: set how many drafts per round an eagle is trained for, for example draft.depths=6"
+        )
     refuse_sizes(draft, size, target.config.get_text_config().hidden_size)
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is left open is
+    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is not set is
     None."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
             own = ("causal" if own else "bidirectional") if name == "causal" else own
-            raise ValueError(f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} was made with {own}, which "
-                             f"stays: set draft.{key}={own}")  # fmt: skip
+            raise ValueError(f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} has {own}, which cannot "
+                             f"change: set draft.{key}={own}")  # fmt: skip
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
-    """Return the arguments of the config. like: give the draft's layer the shape of the target's layers."""
+    """Return the arguments of the config. like: whether the draft's layer has the shape of the target's layers."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
-        raise ValueError("draft.intermediate, head_dim, kv_heads: an eagle needs all three, as draft.head_dim=64")
+        raise ValueError(
+            "draft.intermediate, head_dim, kv_heads: an eagle needs all three, for example draft.head_dim=64"
+        )
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
     layers = fused(theirs.num_hidden_layers)
@@ -296,26 +301,26 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
 
 @torch.no_grad()
 def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> Tensor:
-    """Copy the target's layer that is last in `layers`. If a projection of the draft's layer has a wider input, only
-    the first part of it is used. Returns the weight of the target layer's first norm. Raises ValueError for a layer
-    that the target lacks or that does not fit."""
+    """Copy the last of the target's `layers`. If a projection of the draft's layer has a wider input, the copied
+    weights are its last columns, and its other columns are 0. Return the weight of the target layer's first norm.
+    Raises ValueError for a layer that the target lacks or that does not fit."""
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
-        raise ValueError(f"init.layers: {list(layers)}: the last one is none of the target's {count} layers")
+        raise ValueError(f"init.layers: {list(layers)}: the last one is not one of the target's {count} layers")
     source, prefix = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:
         ours, theirs = layer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
         if theirs is None or theirs.shape[0] != ours.shape[0]:
-            raise ValueError(f"init=target_layers: the target's {prefix} has no {part} that fits; init=scratch")
+            raise ValueError(f"init=target_layers: the target's {prefix} has no {part} that fits; set init=scratch")
         ours.zero_()[..., -theirs.shape[-1] :] = theirs
     return named["input_layernorm.weight"]
 
 
 @torch.no_grad()
 def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, target: PreTrainedModel) -> None:
-    """Copy the target's last norm and its head. `fc` returns the highest features, which the norm of the features
-    scales by the weight `norm`."""
+    """Copy the target's last norm and its head. Set `fc` so that it returns the highest features. The norm of the
+    features scales them by the weight `norm`."""
     source, width = plain(target), network.config.hidden_size
     hidden_norm.get_parameter("weight").copy_(norm)
     network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)

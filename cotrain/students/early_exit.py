@@ -1,9 +1,10 @@
 """An early exit while it trains. One pass computes all rounds of a text, one round from every token.
 
-A round reads the keys and values of its text from the target, and those of its drafts from the changed layers, so a
-draft's distribution depends on its depth. The pass holds K + 1 copies of the text: one as the target reads it, and one
-for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t - j. It
-attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
+A round reads the keys and values of its text from the target, and those of its drafts from the changed layers. A
+draft's distribution therefore depends on its depth. The pass has K + 1 copies of the text: one as the target reads it,
+and one for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t -
+j. It attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
+
 B texts, T tokens, K depths, H heads, D size of a head.
 """
 
@@ -28,8 +29,8 @@ ROUNDS = "cotrain_rounds"  # transformers' name for `attention`
 
 
 class EarlyExitStudent(Student):
-    """The student of `inference.proposers.early_exit`. It makes one guess for each depth. At rank 0 only the norm
-    differs from the target, so a single guess holds for all depths."""
+    """Trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each
+    depth. At rank 0 only the norm differs from the target, so a single guess holds for all depths."""
 
     kind = "early_exit"
     takes = ("rank", "depths")
@@ -40,11 +41,13 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the exit that draft.layers, draft.rank and draft.depths describe; with init=pretrained, the exit in
-        the folder draft.path. If draft.layers is null, it is the last of `candidates`, which is the largest draft.
-        Raises ValueError naming the key to change."""
+        """Return the exit that draft.layers, draft.rank and draft.depths describe. With init=pretrained, return the
+        exit in the folder draft.path. If draft.layers is null, the exit is the last of `candidates`, which is the
+        largest draft. Raises ValueError naming the key to change."""
         if draft.depths is None:
-            raise ValueError("draft.depths: set how many drafts of a round the exit is trained for, as draft.depths=4")
+            raise ValueError(
+                "draft.depths: set how many drafts per round the exit is trained for, for example draft.depths=4"
+            )
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
             _refuse_windows(target, network.config.rank)
@@ -59,7 +62,7 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The target with the exit's layers, as one model."""
+        """Return the target with the exit's layers, as one model."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
 
@@ -68,8 +71,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless rank is 0: training masks for rounds support no
-        window."""
+        """Raise ValueError for a target with sliding windows, unless rank is 0, because the masks of training rounds
+        support no window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -99,7 +102,7 @@ class EarlyExitStudent(Student):
         return list(states.view(len(ids), copies, T, -1).unbind(1)[1:])
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
-        """Return the model that reads its first T columns as the target does; cached for one T."""
+        """Return the model that reads its first T columns as the target does. The model of the latest T is cached."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attention)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -117,10 +120,10 @@ class EarlyExitStudent(Student):
 
 
 def candidates(total: int) -> list[int]:
-    """Return the exits to choose from in a target of `total` decoder layers: after each layer but the last, or MOST
-    exits evenly spread if there are more. Raises ValueError for a target of one layer."""
+    """Return the exits to choose from in a target of `total` decoder layers: one after each layer but the last. If
+    these are more than MOST, return MOST exits that are evenly spread. Raises ValueError for a target of one layer."""
     if total < 2:
-        raise ValueError("draft.layers: the target has one decoder layer, so there is no exit before its end: set "
+        raise ValueError("draft.layers: the target has one decoder layer, so no exit before its end exists: set "
                          "draft.layers=1")  # fmt: skip
     if total - 1 <= MOST:
         return list(range(1, total))
@@ -162,10 +165,10 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
     scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute the attention of all rounds, with transformers' interface.
+    """Compute the attention of all rounds, with the interface of transformers.
 
-    query (B, H, (K + 1) T, D); key and value have one entry for each group of heads; attention_mask (B, 1, T, T) as
-    `_visible` returns it. Returns the output (B, (K + 1) T, H, D), and None for the attention weights.
+    query (B, H, (K + 1) T, D); key and value have one entry for each group of heads; attention_mask (B, 1, T, T) is the
+    result of `_visible`. Returns the output (B, (K + 1) T, H, D), and None for the attention weights.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     copies = _Copies(*(part.repeat_interleave(query.shape[1] // part.shape[1], 1).unflatten(2, (-1, T))
@@ -180,11 +183,11 @@ def attention(
 
 
 def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention output (B, H, T, D) of a depth. It attends to the text before the round's anchor, and to one
-    token of each depth up to this one.
+    """Return the attention output (B, H, T, D) of a depth. It attends to the text before the round's anchor (the last
+    token of its text), and to one token of each depth up to this one.
 
-    before (B, 1, T, T): which tokens are in that text. visible: see `_visible`; its diagonal -i tells at which
-    positions the token i places earlier belongs to the same text.
+    before (B, 1, T, T): which tokens are in that text. visible: see `_visible`; its diagonal -i says at which positions
+    the token i places earlier belongs to the same text.
     """
     q = copies.q[:, :, depth + 1]
     same_text = [_shift(visible.diagonal(-back, 2, 3), back, -1) for back in range(depth + 1)]

@@ -1,8 +1,9 @@
 """Draft heads on the target's last state while they train. Medusa's heads read only that state; Hydra's heads also read
 the drafts before their own.
 
-A round whose newest state is that of token m has anchor m + 1, and its guess of depth j is at position m + 1 + j. All
-rounds of all texts are computed in one pass over the heads.
+The anchor of a round is the last token of its text. If the round's newest state is that of token m, its anchor is m +
+1, and its guess of depth j is at position m + 1 + j. All rounds of all texts are computed in one pass over the heads.
+
 B texts, T tokens, D width of the target's states, K heads.
 """
 
@@ -25,7 +26,8 @@ UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings for draft
 
 
 class MedusaStudent(Student):
-    """The student of `inference.proposers.heads` (Cai et al. 2024, 2401.10774), with the target's own head, frozen."""
+    """Trains the Medusa heads that `inference.proposers.heads` serves (Cai et al. 2024, 2401.10774).
+    Their logits come from the target's own head, which is frozen."""
 
     kind = "medusa"
     takes: tuple[str, ...] = ("depths", "markov")
@@ -37,14 +39,14 @@ class MedusaStudent(Student):
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
         if target is None:
-            raise ValueError(f"draft.kind={self.kind}: heads read the states of a target, and none is given")
+            raise ValueError(f"draft.kind={self.kind}: heads read the states of a target, and no target is given")
         super().__init__(network, target, vocabulary)
         self.head = halves(target, vocabulary)[1]
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return untrained heads, which predict the same token as the target's head (init=scratch or target_layers), or
-        the heads of the folder draft.path (init=pretrained). Raises ValueError naming the key to change."""
+        """Return untrained heads, which predict the same token as the target's head (init=scratch or target_layers).
+        With init=pretrained, return the heads of the folder draft.path. Raises ValueError naming the key to change."""
         refuse_keys(draft, *UNUSED)
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
@@ -52,11 +54,12 @@ class MedusaStudent(Student):
             refuse_other(network, draft, {"markov_rank": draft.markov})
             return network
         if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained (with "
+            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with "
                              "draft.path=)")  # fmt: skip
         if not draft.depths:
             raise ValueError(
-                f"draft.depths: {draft.kind} heads guess one token each: set how many heads, as draft.depths=4"
+                f"draft.depths: {draft.kind} each head guesses one token: set the number of heads, for example "
+                f"draft.depths=4"
             )
         theirs = target.config.get_text_config()
         network = network_class(network_class.config_class(
@@ -66,7 +69,7 @@ class MedusaStudent(Student):
         return network
 
     def refuse(self) -> None:
-        """Raise ValueError for a target of other sizes."""
+        """Raise ValueError if the heads were made for a target of other sizes."""
         self.network.fits(self.target, "draft")
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -95,16 +98,17 @@ class MedusaStudent(Student):
 
 
 class HydraStudent(MedusaStudent):
-    """The student of `inference.proposers.heads` (Ankner et al. 2024, 2402.05109). Each head reads the target's last
-    state, the anchor and the drafts before its own. In training those drafts are the tokens of the text."""
+    """Trains the Hydra heads that `inference.proposers.heads` serves (Ankner et al. 2024, 2402.05109).
+    Each head reads the target's last state, the anchor (the text's last token) and the drafts before its own. In
+    training those drafts are the tokens of the text."""
 
     kind = "hydra"
     takes = ("depths",)
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """See `MedusaStudent.head_states`. A head reads tokens 0, 1, ...; token i of round m is token m + 1 + i of the
-        text."""
+        """Return the states as in `MedusaStudent.head_states`. A head reads tokens 0, 1, ...; token i of round m is
+        token m + 1 + i of the text."""
         network, states = self.network, []
         with torch.no_grad():
             embedded = self.target.get_input_embeddings()(ids.to(newest.device)).to(newest.dtype)
@@ -121,7 +125,7 @@ class HydraStudent(MedusaStudent):
 
 
 class HeadRounds:
-    """The rounds of texts ids (B, T): one for each newest state m. position_ids (B, T): given if texts are packed; a
+    """The rounds of texts ids (B, T), one for each newest state m. position_ids (B, T): given if texts are packed; a
     round then drafts only tokens of its own text. depths: the number of depths that at least one round has."""
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:

@@ -43,8 +43,8 @@ COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other p
 
 
 class IndependentStudent(Student):
-    """The student of `inference.proposers.independent`. It makes one guess, whose distribution is the same at every
-    depth (Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Trains the draft that `inference.proposers.independent` serves. It makes one guess, whose
+    distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
     takes: tuple[str, ...] = HEAD
@@ -69,7 +69,7 @@ class IndependentStudent(Student):
             if "markov" not in cls.takes:
                 remove_markov_head(network)
         else:
-            raise ValueError(f"init.kind: {init.kind!r} is none of scratch, target_layers, pretrained "
+            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained "
                              "(with draft.path=)")  # fmt: skip
         source = target if init.kind == "scratch" else network
         return with_small_head(network, draft, source.get_output_embeddings().weight.detach())
@@ -83,7 +83,7 @@ class IndependentStudent(Student):
 
     @property
     def small(self) -> SmallHead | None:
-        """The network's head if it is a small one."""
+        """Return the network's head if it is a small one, else None."""
         head = self.network.get_output_embeddings()
         return head if isinstance(head, SmallHead) else None
 
@@ -97,7 +97,7 @@ class IndependentStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """The part of a pruned head with finite logits; None for a whole vocabulary."""
+        """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
         if self.small is None or self.small.known is None:
             return None
         return pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)
@@ -107,8 +107,8 @@ class IndependentStudent(Student):
         return self.small is not None and self.small.undecided
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary, with their rows of the head that the
-        draft begins with."""
+        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary. Their rows of the head that the
+        draft begins with are copied."""
         if self.small is not None and self.small.known is not None:
             top = counts[: self.vocabulary].topk(len(self.small.known)).indices
             self.small.know(sorted(top.tolist()))
@@ -133,7 +133,7 @@ def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
     sizes = {key: getattr(draft, key) for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")}
     for key, size in sizes.items():
         if size is None:
-            raise ValueError(f"draft.{key}: a draft of random weights needs it, as draft.width=128")
+            raise ValueError(f"draft.{key}: a draft with random weights needs it, for example draft.width=128")
     width, layers, intermediate, head_dim, kv_heads = sizes.values()
     return width, layers, intermediate, head_dim, kv_heads
 
@@ -147,7 +147,7 @@ def scratch(
     ValueError if head_dim does not divide width, or if kv_heads does not divide the number of heads.
     """
     if width % head_dim:
-        raise ValueError(f"draft.width: {width} is no multiple of draft.head_dim = {head_dim}")
+        raise ValueError(f"draft.width: {width} is not a multiple of draft.head_dim = {head_dim}")
     if width // head_dim % kv_heads:
         raise ValueError(f"draft.kv_heads: {kv_heads} does not divide width / head_dim = {width // head_dim} heads")
     theirs = target.config.get_text_config()
@@ -171,11 +171,12 @@ def scratch(
 
 
 def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
-    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe; unchanged without them.
+    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe. Without these settings the
+    model is unchanged.
 
     rows (V, D): the whole head that it starts from, cut to the vocabulary and then decomposed. If they are not as wide
     as the draft, the head starts at random. Raises ValueError naming the key for sizes that the head lacks, and for a
-    folder with another small head; and the errors of `put_small_head`.
+    folder with another small head. It also raises the errors of `put_small_head`.
     """
     config = network.config.get_text_config()
     refuse_sizes(draft, config.vocab_size, config.hidden_size)
@@ -201,7 +202,7 @@ def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> Pre
 def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
     """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of a head (vocabulary, width)."""
     if draft.vocabulary and draft.vocabulary > vocabulary:
-        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {vocabulary} tokens; null for all")
+        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {vocabulary} tokens; set null for all")
     most = min(draft.vocabulary or vocabulary, width)
     if draft.head_rank and draft.head_rank > most:
         raise ValueError(f"draft.head_rank: {draft.head_rank} exceeds {most}, the smaller size of the head; null for a "
@@ -217,7 +218,9 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     """
     total = target.config.get_text_config().num_hidden_layers
     if any(not -total <= layer < total for layer in layers) or not layers:
-        raise ValueError(f"init.layers: {list(layers)} are not layers of a target of {total}")
+        raise ValueError(
+            f"init.layers: {list(layers)} are not all layers of the target, whose number of layers is {total}"
+        )
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(chosen)
@@ -231,7 +234,7 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     for name, value in draft.state_dict().items():
         origin = _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
-            raise ValueError(f"init=target_layers: the target has no {origin} to copy into {name}")
+            raise ValueError(f"init=target_layers: the target has no {origin} with the shape of {name}")
         state[name] = source[origin].to(value.dtype)
     draft.load_state_dict(state, assign=next(iter(state.values())).is_meta)
     draft.tie_weights()
@@ -252,7 +255,7 @@ def plain(target: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _renumber(name: str, chosen: Sequence[int]) -> str:
-    """Return the name in the target of a parameter of the draft: model.layers.0.x -> model.layers.<chosen[0]>.x."""
+    """Return the target's name of a parameter of the draft: model.layers.0.x -> model.layers.<chosen[0]>.x."""
     parts = name.split(".")
     for at in range(1, len(parts)):
         if parts[at].isdigit() and parts[at - 1] in ("layers", "h"):
@@ -264,7 +267,7 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
-    If the target is on the meta device, which has no weights, so is the model. Raises ValueError if the model's
+    If the target is on the meta device, which stores no weights, the model is too. Raises ValueError if the model's
     vocabulary is smaller than the target's, for missing tensors, and for wrong ids of a pruned head.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
@@ -298,22 +301,23 @@ def _config(path: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"draft.path: {path} is no model folder, and the hub gave no such model: {reason}") from error
+        raise ValueError(f"draft.path: {path} is no model folder, and the hub has no such model: {reason}") from error
     return config
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
     """Return the network of a kind with the weights of the folder draft.path, in float32. If the target is on the meta
-    device, so is the network. The names and shapes of the folder's tensors are compared with its config.json before any
-    tensor is read.
+    device, the network is too. The names and shapes of the folder's tensors are compared with its config.json before
+    any tensor is read.
 
-    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, for tensors that are missing,
-    superfluous, not finite or of other shapes than config.json says, and for a target of other sizes.
+    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, and for a target of other
+    sizes. It is also raised for tensors that are missing, superfluous, not finite or of other shapes than config.json
+    says.
     """
     path = _checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
-        raise ValueError(f"{where}: no such folder; {student.kind} drafts begin with the weights of one")
+        raise ValueError(f"{where}: no such folder; {student.kind} drafts begin with the weights of a draft folder")
     network = _load(student, kind.network_class, Path(path), target.device)
     kind.fits(network, target, where)
     return network
@@ -355,7 +359,7 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in safetensors files; only the headers are read."""
+    """Return the shapes of all tensors in safetensors files. Only the headers are read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:

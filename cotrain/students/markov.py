@@ -1,7 +1,7 @@
 """Guesses of a draft with a Markov head, which adds to the logits a term that depends on the token before.
 
-The output head of such a guess reads its state joined with the row of the Markov head's first table. N guesses, D
-width, r rank.
+The output head of such a guess reads its state joined with the row of the Markov head's first table.
+N guesses, D width, r rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,11 @@ from inference.models.markov import MarkovHead
 def after_tokens(
     guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Callable[[Tensor], Tensor]
 ) -> list[Guess]:
-    """Return the guesses with the Markov term of the token before each guess.
+    """Return the guesses with a term added to the logits, which the Markov head computes from the token before each
+    guess.
 
-    ids (B, T): the text, whose tokens are the drafts before in a round that accepted its earlier drafts. spread: maps
-    the term (n, Vd) to (n, V), the shape of the guesses' logits.
+    ids (B, T): the text. The token before a guess is read from it, as if the round had accepted all its earlier drafts.
+    spread: a function that maps the term (n, Vd) to (n, V), the shape of the guesses' logits.
     """
 
     def joined(guess: Guess) -> Guess:

@@ -1,8 +1,8 @@
-"""Drafts with fewer bits. `quantised` drafts with the quantised target alone, and `two_levels` puts a small draft
-before it; neither is trained.
+"""Drafts with fewer bits. `quantised` drafts with the quantised target alone. `two_levels` verifies the tokens of a
+small draft with the quantised target, before the target verifies them. Neither kind is trained.
 
-This module also rounds the weights of other drafts: to train them as they will be served (quantisation-aware training)
-and to measure the cost of rounding.
+This module also rounds the weights of other drafts. This serves to train them as they will be served
+(quantisation-aware training), and to measure the cost of rounding.
 """
 
 import copy
@@ -32,7 +32,7 @@ BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
-    """The student of `inference.proposers.quantised`. It makes no guesses and is not trained."""
+    """The student for the draft that `inference.proposers.quantised` serves. It makes no guesses and is not trained."""
 
     kind = "quantised"
     takes = ("bits",)
@@ -42,33 +42,35 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that holds only settings. Raises ValueError if draft.path is set, and the errors of
+        """Return a network that has only settings. Raises ValueError if draft.path is set. It also raises the errors of
         `bits_of`."""
         refuse_keys(draft, "path")
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError: this kind is not trained."""
+        """Raise ValueError, because this kind is not trained."""
         raise ValueError(f"draft={self.kind} is not trained")
 
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Quantised:  # fmt: skip
-        """Return the proposer. int8 has no effect; draft.bits decides."""
+        """Return the proposer. int8 has no effect, because draft.bits decides."""
         assert self.target is not None
         return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
 
 
 def bits_of(draft: Draft) -> str:
-    """Return the quantisation that draft.bits selects. Raises ValueError if it is not set, or not available here."""
+    """Return the quantisation that draft.bits selects. Raises ValueError if draft.bits is not set, or if the
+    quantisation is not available here."""
     if draft.bits is None:
         raise ValueError(
-            f"draft.bits: {draft.kind} drafts with the target in fewer bits: set how many, as draft.bits=8"
+            f"draft.bits: {draft.kind} drafts with the target in fewer bits: set the number of bits, for example "
+            f"draft.bits=8"
         )
     bits = BY_BITS[draft.bits]
     if bits == "nf4" and find_spec("bitsandbytes") is None:
-        raise ValueError("draft.bits=4 needs bitsandbytes: pip install bitsandbytes, or draft.bits=8")
+        raise ValueError("draft.bits=4 needs bitsandbytes: pip install bitsandbytes, or set draft.bits=8")
     return bits
 
 
@@ -82,14 +84,14 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
         return weight
     if quantisation in BITS:
         return round_bits(weight, quantisation)
-    raise ValueError(f"matrix.drafts: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
+    raise ValueError(f"matrix.drafts: {quantisation!r} is not one of {', '.join(QUANTISATIONS)}")
 
 
 @torch.no_grad()
 def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     """Return a copy of a draft with rounded projections and, in int8, a rounded head.
 
-    The head is rounded as serving does it: int8 rounds it on a CPU here, while bitsandbytes leaves it as it is in nf4.
+    The head is rounded as in serving. In int8 it is rounded on a CPU here. In nf4 bitsandbytes does not round it.
     Embeddings are never rounded, not even those that share their weights with the head.
     """
     network = copy.deepcopy(draft)
@@ -121,13 +123,14 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     known |= {id(part.weight) for part in _heads(draft)}
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
-        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are no nn.Linear "
+        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are not in an nn.Linear "
                          f"({others[0]}) and cannot be rounded here: leave {key} at none")  # fmt: skip
 
 
 class TwoLevelsStudent(Student):
-    """The student of `inference.proposers.two_levels`. It is not trained. Its network is the small draft; the key
-    `two_levels` of the network's config holds the bits and the number of drafts of an inner round."""
+    """The student for the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
+    small draft. The key `two_levels` of the network's config has the bits and the number of drafts of an inner round.
+    """
 
     kind = "two_levels"
     takes = ("bits", "inner")
@@ -142,7 +145,7 @@ class TwoLevelsStudent(Student):
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError(
-                "draft.inner: set how many tokens the small draft drafts in an inner round, as draft.inner=3"
+                "draft.inner: set how many tokens the small draft drafts in an inner round, for example draft.inner=3"
             )
         if draft.path is None:
             raise ValueError("draft.path: two_levels drafts with a small independent draft: name its folder")
@@ -152,7 +155,7 @@ class TwoLevelsStudent(Student):
         return network
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError: this kind is not trained."""
+        """Raise ValueError, because this kind is not trained."""
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:

@@ -1,4 +1,4 @@
-"""Drafts that look tokens up: alone (`retrieval`, which is not trained), or together with a model (`hybrid`)."""
+"""Drafts that look tokens up, either alone (`retrieval`, which is not trained) or together with a model (`hybrid`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
 
 
 class RetrievalStudent(Student):
-    """The student of `inference.proposers.retrieval`. It makes no guesses and is not trained."""
+    """The student for the draft that `inference.proposers.retrieval` serves. It makes no guesses and is not trained."""
 
     kind = "retrieval"
     takes = ("datastore", "shortest")
@@ -28,13 +28,13 @@ class RetrievalStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that holds only settings. Raises ValueError if draft.path is set, and the errors of
+        """Return a network that has only settings. Raises ValueError if draft.path is set. It also raises the errors of
         `lookup`."""
         refuse_keys(draft, "path")
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError: this kind is not trained."""
+        """Raise ValueError, because this kind is not trained."""
         raise ValueError("draft=retrieval is not trained")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
@@ -51,8 +51,9 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 
 class HybridStudent(IndependentStudent):
-    """The student of `inference.proposers.hybrid`. It is trained as an independent draft. The key `lookup` of its
-    network's config holds the settings of look-up, and those of the gate after `calibrate`."""
+    """Trains the draft that `inference.proposers.hybrid` serves. It is trained as an independent
+    draft. The key `lookup` of its network's config has the settings of look-up, and those of the gate after
+    `calibrate`."""
 
     kind = "hybrid"
     takes = ("datastore", *HEAD, "shortest")
@@ -83,6 +84,6 @@ class HybridStudent(IndependentStudent):
         drafting = trials.drafting(proposer.model)
         gate = calibrate(drafting, trials.plain(), Retrieval.of_settings(settings), trials.prompts,
                          sampling=trials.sampling, new_tokens=trials.new_tokens, seed=trials.seed)  # fmt: skip
-        print(f"gate: a draft of the model takes {gate.step:.3f} of a plain step, a column of the pass "
+        print(f"gate: a draft of the model takes {gate.step:.3f} plain steps, a column of the target's pass "
               f"{gate.column:.3f}")  # fmt: skip
         return {"lookup": settings | {"gate": gate.to_json()}}

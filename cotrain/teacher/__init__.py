@@ -1,1 +1,1 @@
-"""The frozen target: loading, computing and caching its outputs."""
+"""The frozen target. This package loads it, and computes and caches its outputs."""

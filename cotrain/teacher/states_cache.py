@@ -1,7 +1,8 @@
 """Caches of the target's outputs: in memory by text key, and on disk by the text's ids, for later runs.
 
 Both store records whatever they contain, in the target's own dtype, so training from a cache equals training from the
-live target. B texts, T tokens.
+live target.
+B texts, T tokens.
 """
 
 import hashlib
@@ -26,10 +27,10 @@ SUM = " checksum"  # suffix of an entry's checksum
 
 
 class MemoryCache:
-    """Reads each text once and stores its record in main memory.
+    """A cache that reads each text once and stores its record in main memory.
 
-    read: ids (B, T) -> a record of tensors (B, T, ...). limit: bytes to store; texts that do not fit are read every
-    time.
+    read: a function from ids (B, T) to a record of tensors (B, T, ...). limit: bytes to store. Texts that do not fit
+    are read every time.
     """
 
     def __init__(self, read: Reader, limit: int) -> None:
@@ -60,12 +61,13 @@ class MemoryCache:
             progress(len(ids), len(ids))
 
     def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
-        """Return the record of texts, tensors (B, T, ...). ids (B, T), keys (B,): a key stands for the same ids in
-        every call."""
+        """Return the record of texts, tensors (B, T, ...). ids (B, T): the texts. keys (B,): a key stands for the same
+        ids in every call."""
         return self._look_up(ids, self._names(ids, keys), position_ids)
 
     def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
-        """Return the names of the texts' records. Evict records at other padded lengths: they are not used again."""
+        """Return the names of the texts' records. Evict records at other padded lengths, since these are not used
+        again."""
         width = ids.shape[1]
         for key in keys.tolist():
             for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
@@ -95,12 +97,12 @@ def rows_of(record: Record) -> list[Record]:
 
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
-    """Join records of one text to a record of B texts, the inverse of `rows_of`."""
+    """Join records of one text to a record of B texts. It is the inverse of `rows_of`."""
     return {part: torch.stack([row[part] for row in records]).to(device, non_blocking=True) for part in records[0]}
 
 
 def nbytes(record: Record) -> int:
-    """Return the bytes of all tensors of a record."""
+    """Return the size of a record in bytes."""
     return sum(values.nbytes for values in record.values())
 
 
@@ -110,12 +112,13 @@ RENAMED = {"laws": "distributions"}  # a key of older files
 class DiskCache:
     """A reader that stores records in `folder`, so that runs over the same texts read them once.
 
-    A shard file holds the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds
-    it whatever its batches are. The states of the last layer have the digest as name; other entries append the layer or
+    A shard file has the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds it
+    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer or
     part. The file `MANIFEST` identifies the target.
 
-    read: ids (B, T) -> a record. maker: identity of the target and its tokenizer (JSON values). parts: layers or other
-    names of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or tokenizer.
+    read: a function from ids (B, T) to a record. maker: identity of the target and its tokenizer (JSON values). parts:
+    layers or other names of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or
+    tokenizer.
     """
 
     def __init__(
@@ -130,16 +133,16 @@ class DiskCache:
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
         stored = {RENAMED.get(key, key): value for key, value in stored.items()}
         if differ := differences(stored, current):
-            raise ValueError(f"trainer.cache={folder}: made with another target (differing: "
+            raise ValueError(f"trainer.cache={folder}: it was made with another target (differences: "
                              f"{', '.join(sorted(differ))}): name another folder")  # fmt: skip
         self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)
         if LAST not in self.parts and any(" " not in entry for entry in self.shards):
-            print(f"trainer.cache={folder}: distributions of an earlier version are not read but computed again")
+            print(f"trainer.cache={folder}: distributions of an earlier version are not read; they are computed again")
 
     def estimate(self, texts: int, each: int) -> str:
-        """Return a line about the space that texts of `each` bytes take. Raises OSError if the disk has less."""
+        """Return a line about the disk space that texts of `each` bytes need. Raises OSError if the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         line = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
         if need > free:
@@ -207,12 +210,12 @@ class DiskCache:
 
 
 def _entry(name: str, part: int | str) -> str:
-    """Return the name, in a shard, of a part of a text."""
+    """Return the name that a part of a text has in a shard."""
     return name if part == LAST else f"{name} {part}"
 
 
 def _entries(shard: Path) -> list[str]:
-    """Return the entries of a shard; none if the file is damaged."""
+    """Return the entries of a shard. Return an empty list if the file is damaged."""
     try:
         with safe_open(shard, "pt") as tensors:
             return [name for name in tensors.keys() if not name.endswith(SUM)]

@@ -31,7 +31,8 @@ REMEMBERED = 2**28  # bytes of a batch's distributions that are computed once fo
 
 
 class Teacher(Protocol):
-    """read: texts -> a record, which may be cached. distributions: a record -> the distributions of its texts."""
+    """A reader of the target's outputs. read: a function from texts to a record, which may be cached. distributions: a
+    function from a record to the distributions of its texts."""
 
     @property
     def read(self) -> Reader: ...
@@ -55,8 +56,8 @@ class FromStates:
 
 
 def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probabilities of ids (Vd,), and in the last column the logarithm of the mass of all other tokens:
-    log-probabilities (n, V) -> (n, Vd + 1)."""
+    """Return the log-probabilities of ids (Vd,) and, in the last column, the logarithm of the mass of all other tokens.
+    The shapes are log-probabilities (n, V) -> (n, Vd + 1)."""
     inside = logs[:, ids]
     mass = 1 - inside.exp().sum(-1, keepdim=True)
     return torch.cat((inside, mass.clamp(min=0).log()), -1)
@@ -64,9 +65,9 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Remembered:
-    """Distributions that were computed once for all guesses of a batch, which are at some of its positions.
+    """Distributions at some positions of a batch, which are computed once for all of its guesses.
 
-    values (n, C): log p as served. row (B * T,): of each flat position, -1 where there is none.
+    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position, or -1 if it has none.
     """
 
     values: Tensor
@@ -83,10 +84,10 @@ def remembered(
     target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: float | Tensor,
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
-    """Return the target's distributions at the positions of mask (B, T) at which at least one guess is, computed once;
-    or `target` itself if they would take more than `REMEMBERED` bytes, or depend on the draft.
+    """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
+    Return `target` itself if they would need more than `REMEMBERED` bytes, or depend on the draft.
 
-    All guesses must be pruned to the same ids, or none. temperature: as in `chunked`.
+    Either all guesses are pruned to the same ids, or no guess is pruned. temperature: as in `chunked`.
     """
     if not isinstance(target, FromStates):
         return target
@@ -108,7 +109,7 @@ def remembered(
 
 @dataclass(frozen=True)
 class StatesTeacher:
-    """Reads the target's states, including LAST, and computes whole distributions."""
+    """A teacher that reads the target's states, including LAST, and computes whole distributions."""
 
     read: Reader
     head: Head
@@ -118,8 +119,8 @@ class StatesTeacher:
 
 
 class TopKAndRest(NamedTuple):
-    """ids (..., K) int32: the most probable tokens. logs (..., K) float32: their log-probabilities. rest (...,)
-    float32: the logarithm of the mass of all other tokens."""
+    """The most probable tokens of distributions. ids (..., K) int32: these tokens. logs (..., K) float32: their
+    log-probabilities. rest (...,) float32: the logarithm of the mass of all other tokens."""
 
     ids: Tensor
     logs: Tensor
@@ -128,7 +129,7 @@ class TopKAndRest(NamedTuple):
 
 @dataclass(frozen=True)
 class TopKDistributions:
-    """Distributions (B, T) of which the top k are stored as served, so no temperature or cut is applied again."""
+    """Distributions (B, T) whose top k are stored as served, so no temperature or cut is applied again."""
 
     top: TopKAndRest
 
@@ -143,7 +144,7 @@ class TopKDistributions:
 
 
 class TopKTeacher:
-    """Reads the top k of each distribution, and the states that the student reads.
+    """A teacher that reads the top k of each distribution, and the states that the student reads.
 
     states, head: those of the target, see `target_model.served`. count: K. temperature, truncate: the regime. chunk:
     positions whose whole distributions are in memory at once. reads: layers that are recorded with the distributions.
@@ -186,7 +187,7 @@ class TopKTeacher:
 
 
 def top_k(logp: Tensor, count: int) -> TopKAndRest:
-    """Return the `count` most probable tokens of distributions (n, V), and the mass of the others."""
+    """Return the `count` most probable tokens of distributions (n, V), and the mass of the other tokens."""
     top = logp.topk(count, -1)
     rest = logp.scatter(-1, top.indices, -math.inf).logsumexp(-1)
     return TopKAndRest(top.indices.int(), top.values.float(), rest.float())
@@ -194,7 +195,7 @@ def top_k(logp: Tensor, count: int) -> TopKAndRest:
 
 @torch.no_grad()
 def completed(top: TopKAndRest, logq: Tensor) -> Tensor:
-    """Return log p (n, V) from the top k of n positions and logq (n, V), with the mass of the other tokens in
+    """Return log p (n, V) from the top k of n positions and logq (n, V). The mass of the other tokens is distributed in
     proportion to q.
 
     Every loss per position then has the value and the gradient of the merged distributions. If q has no mass outside
@@ -208,7 +209,7 @@ def completed(top: TopKAndRest, logq: Tensor) -> Tensor:
 
 
 def size(count: int) -> int:
-    """Return how many 4-byte numbers the top `count` of a distribution takes."""
+    """Return how many 4-byte numbers are needed to store the top `count` of a distribution."""
     return 2 * count + 1
 
 

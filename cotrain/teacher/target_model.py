@@ -1,4 +1,4 @@
-"""The frozen target as a teacher: loaded in the precision that is served, and split into a body and a head."""
+"""The frozen target as a teacher. It is loaded in the precision that is served, and split into a body and a head."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> the
 @dataclass(frozen=True)
 class Seen:
     """The target's states for a batch of texts, as a student may read them. states: layer -> (B, T, D). Layer 0 is the
-    embeddings, layer i the residual stream after i decoder layers, LAST the input of the head."""
+    embeddings, layer i the residual stream after i decoder layers, and LAST the input of the head."""
 
     states: Mapping[int, Tensor]
 
@@ -54,7 +54,7 @@ def load_target(
 ) -> PreTrainedModel:
     """Load a frozen causal LM from a folder or hub id, from safetensors files only, on the GPU if there is one.
 
-    dtype: "auto" for that of the checkpoint, or float32 instead of it, see `widened`. A quantised checkpoint stays
+    dtype: "auto" means the checkpoint's dtype, or float32 if `widened` replaces it. A quantised checkpoint stays
     quantised. Raises ValueError for an unknown quantisation, a quantisation of a checkpoint that is quantised already,
     and weights that are missing or not finite.
     """
@@ -81,24 +81,26 @@ def load_target(
     own = model.dtype
     if dtype == "auto" and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
-        print(f"this CPU has no fast {dtype}, so the target runs in float32", file=sys.stderr)
+        print(f"this CPU is slow in {dtype}, so the target runs in float32", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
     """Raise ValueError for a quantisation that is unknown, not available, or in conflict with the checkpoint's."""
     if quantisation not in QUANTISATIONS:
-        raise ValueError(f"quantisation: {quantisation!r} is none of {', '.join(QUANTISATIONS)}")
+        raise ValueError(f"quantisation: {quantisation!r} is not one of {', '.join(QUANTISATIONS)}")
     if quantisation == "none":
         return
     if quantised(config):
         raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
     if find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or =none")
+        raise ValueError(
+            f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set quantisation=none"
+        )
 
 
 def _unpacked(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights unpacked. bitsandbytes packs them for passes on a CPU. Once the state has been read, as a
+    """Prevent bitsandbytes from packing 4-bit weights for passes on a CPU. Once the state has been read, as a
     fingerprint does, packing goes wrong and changes the distribution (observed total variation 0.50)."""
     for module in model.modules():
         if hasattr(module, PACKS):
@@ -106,10 +108,10 @@ def _unpacked(model: PreTrainedModel) -> None:
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the target with a PEFT adapter, as it is served: merged into the weights, or separate if these are
-    quantised.
+    """Return the target with a PEFT adapter, as it is served. The adapter is merged into the weights or, if these are
+    quantised, stays separate.
 
-    Raises ValueError if peft is not installed, and for a folder that holds no adapter of this target.
+    Raises ValueError if peft is not installed, and for a folder that has no adapter of this target.
     """
     try:
         from peft import PeftModel
@@ -121,7 +123,7 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
             return model.eval().requires_grad_(False)
         merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except (ValueError, RuntimeError, OSError) as error:
-        raise ValueError(f"target.adapter: {adapter} is no adapter of this target: {error}") from error
+        raise ValueError(f"target.adapter: {adapter} is not an adapter of this target: {error}") from error
     return cast(PreTrainedModel, merged.eval().requires_grad_(False))
 
 
@@ -148,7 +150,7 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         if not (Path(folder) / CONFIG).is_file():
-            raise ValueError(f"{key}: {path} holds no model: it has no {CONFIG}")
+            raise ValueError(f"{key}: {path} is not a model folder: it has no {CONFIG}")
     else:
         tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:
@@ -162,7 +164,7 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key}: {name} is no folder, and the hub gave no such model: {reason}") from error
+        raise ValueError(f"{key}: {name} is no folder, and the hub has no such model: {reason}") from error
 
 
 def load_pair(
@@ -184,7 +186,7 @@ def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, 
     The body also takes position_ids (B, T): a text begins at each position id that does not follow the one before it,
     and attention stays within a text, see `keeps_apart`. vocabulary: V, the number of ids that can have mass; later
     rows of the head are padding (None: all ids). The head may cap or scale its logits. Raises ValueError for a head
-    that does more: the logits of both parts are compared with the model's own on a few ids.
+    that does more. To find this out, the logits of both parts are compared with the model's own on a few ids.
     """
     hidden, logits = halves(model, vocabulary)
     _compare(model, hidden, logits)
@@ -201,11 +203,13 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     whole = whole[..., : halves.shape[-1]]
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
-        raise ValueError(f"{type(model).__name__}: its head does more than project; it cannot be read in chunks")
+        raise ValueError(
+            f"{type(model).__name__}: its head does more than a projection, so it cannot be computed in chunks"
+        )
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Split a model as `split` does, without the comparison, for a model that has passed it."""
+    """Split a model as in `split`, without the comparison, for a model that has passed it."""
     head = head_of(model)
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -219,9 +223,9 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """Split a target as `split` does, in its own precision: a float32 target stays in float32 even if the draft trains
-    in mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises
-    ValueError for a missing layer."""
+    """Split a target as in `split`, in its own precision. A float32 target stays in float32 even if the draft trains in
+    mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises ValueError
+    for a missing layer."""
     read, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
     inner = sorted({*layers} - {LAST})
@@ -259,7 +263,7 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
     """Return whether attention stays within a text if several are packed into one row.
 
-    It is tried on two texts. The states of the second one, packed, must be much nearer to its states alone than to its
+    The test uses two texts. The states of the second text, packed, must be much nearer to its states alone than to its
     states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.
     """
     training = model.training

@@ -1,1 +1,2 @@
-"""A training run: what it asks, how it is wired, its steps, phases, checkpoints and signals."""
+"""Training of a draft. This package has the requirements of a run, its parts, steps, phases, checkpoints and
+signals."""

@@ -1,4 +1,4 @@
-"""Build the parts of a run from its settings: the draft, the losses, the texts, and the module that combines them."""
+"""The parts of a run, built from its settings: the draft, the losses, the texts, and the module that combines them."""
 
 import sys
 from functools import partial
@@ -45,17 +45,19 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
     """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
     if student_class(draft.kind).trained:
         if draft.path and init.kind != "pretrained":
-            raise ValueError(f"draft.path={draft.path}: it is read only with init=pretrained, not init={init.kind}")
+            raise ValueError(
+                f"draft.path={draft.path}: it is read only with init=pretrained, not with init={init.kind}"
+            )
     elif init.kind == "pretrained":
-        raise ValueError(f"init=pretrained: {draft.kind} drafts learn nothing; set init=scratch")
+        raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
     elif draft.quantisation != "none":
-        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts learn nothing; set "
+        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set "
                          "draft.quantisation=none")  # fmt: skip
 
 
 def prune(job: Job, student: Student) -> None:
-    """Choose the vocabulary of a draft with draft.vocabulary=: the most frequent tokens of the texts that it learns
-    from. A draft that starts from a pruned folder keeps the vocabulary of that folder."""
+    """Choose the vocabulary of a draft with draft.vocabulary=. It has the most frequent tokens of the texts that the
+    draft learns from. A draft that starts from a pruned folder keeps the vocabulary of that folder."""
     if not job.cfg.draft.vocabulary or (job.cfg.init.kind == "pretrained" and not student.undecided):
         return
     learnt = parts(job, 1)[1]
@@ -64,7 +66,7 @@ def prune(job: Job, student: Student) -> None:
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """Return the share of the sampled tokens that are in the draft's vocabulary, known (V,) bool."""
+    """Return the share of the sampled tokens that are in the draft's vocabulary. known (V,) bool: that vocabulary."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -73,7 +75,8 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
-    """Return the texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the target.
+    """Return two sets of texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the
+    target.
 
     The target's texts come from the first `rounds` samplings, in this order, without those of `fitting`. Each sampling
     has texts for each temperature that is learnt. by: the sampler of texts that are not on disk; None: the target,
@@ -101,9 +104,9 @@ def _learnt_from(job: Job, i: int, temperature: float, by: Sampler | None) -> Te
 
 
 def fitting(job: Job) -> Texts:
-    """Return the texts that draft.confidence=true sets aside: some of the first sampling, at the regime's temperature
-    if that is learnt. A draft fits the texts that it learnt from better than others, so a head that was fitted on them
-    would predict too much."""
+    """Return the texts that draft.confidence=true sets aside. They are some texts of the first sampling, at the
+    regime's temperature if that is learnt. A draft fits the texts that it learnt from better than other texts. A head
+    that was fitted on them would predict too high an acceptance."""
     texts = _sampled(job, 0, _fitted_at(job))
     return texts.rows(reserved(texts, job.cfg.draft.depths or 1))
 
@@ -127,21 +130,22 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 
 def _warn_of_other_targets(job: Job, texts: dict[float, HeldOut]) -> None:
-    """Warn if sampled texts are not the target's own, because another server or passes with errors made them."""
+    """Warn if the sampled texts do not look as if this target sampled them. Likely causes: another server made them, or
+    the target's forward passes were wrong."""
     if job.cfg.data.on_target:
         return  # `foreign` checks the user's texts
     for t, held in texts.items():
         origin = provenance(held, job.halves[1], job.target.device)
         if not origin.own:
-            message = f"texts sampled at temperature {t:g} are not the target's own: {origin.line()}"
+            message = f"texts sampled at temperature {t:g} do not look as if this target sampled them: {origin.line()}"
             print(f"warning: {message}", file=sys.stderr)
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
     """Check whether the target sampled the user's texts in the regime, on CHECKED of the texts. If it did not, print a
-    warning and return those texts and their provenance.
+    warning and return those texts and their provenance, else None.
 
-    Returns None also if no step learns from the user's texts. If data.on_target=true is wrong, the warning says so.
+    Return None also if no step learns from the user's texts. If data.on_target=true is wrong, the warning says so.
     """
     cfg = job.cfg
     if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):

@@ -1,4 +1,4 @@
-"""Callbacks of a training: measured checkpoints, averaged and quantised weights, and curves."""
+"""Callbacks of a training. They measure checkpoints, average or quantise weights, and log curves."""
 
 import math
 import time
@@ -43,7 +43,7 @@ MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A saved checkpoint: its folder, its quickly measured speed-up, and tau predicted on the held-out texts."""
+    """A saved checkpoint, with its folder, its quickly measured speed-up, and tau predicted on the held-out texts."""
 
     step: int
     path: Path
@@ -52,12 +52,13 @@ class MeasuredCheckpoint:
 
 
 class MeasureSpeed(Callback):
-    """Measures the draft with the engine at every validation, logs the figures and saves the weights.
+    """Callback that measures the draft with the engine at every validation, logs the figures and saves the weights.
 
-    measure: draft -> figures with a `speedup`. Few prompts are timed, so it is noisy. tau: () -> tau of the latest
-    scores of the held-out texts, which is an average over thousands of tokens. Checkpoints are ranked by tau, since a
-    round costs the same in all of them. show: draft -> a Markdown text that it drafted for, which is logged. patience:
-    training ends after this many validations in a row without a higher tau; 0 for never.
+    measure: a function from a draft to figures with a `speedup`. Few prompts are timed, so the speed-up is noisy. tau:
+    a function that returns tau of the latest scores of the held-out texts, which is an average over thousands of
+    tokens. Checkpoints are ranked by tau, since a round costs the same in all of them. show: a function from a draft to
+    a Markdown text that it drafted for, which is logged. patience: training ends after this many validations in a row
+    without a higher tau; 0 means never.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class MeasureSpeed(Callback):
 
     @property
     def stale(self) -> bool:
-        """Whether `patience` validations have passed without a higher tau."""
+        """Return whether `patience` validations have passed without a higher tau."""
         return bool(self.patience) and len(self.checkpoints) - 1 - self.checkpoints.index(self.best()) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,8 +118,8 @@ class MeasureSpeed(Callback):
 
 
 class SwapWeights(Callback):
-    """Replaces weights of the draft by others, from `show` to `hide`, which restores the draft's own weights bit for
-    bit.
+    """Callback that replaces weights of the draft by others, from `show` to `hide`. `hide` restores the draft's own
+    weights bit for bit.
 
     A second call of either has no effect. A run that ends after `show` exports the other weights.
     """
@@ -126,7 +127,8 @@ class SwapWeights(Callback):
     own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the replacement of each weight of the draft, by name; other weights of the draft stay."""
+        """Return the replacement of each weight of the draft, by name. Weights of the draft without a replacement
+        stay."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -153,7 +155,7 @@ def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
 
 @contextmanager
 def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Within the block, the module's draft has the weights of all these callbacks."""
+    """Give the module's draft the weights of all these callbacks within the block."""
     for one in swaps:
         one.show(module)
     yield
@@ -163,8 +165,8 @@ def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
 
 class Averaged(SwapWeights):
     """An exponential moving average of the draft's weights, which is evaluated, measured, saved and exported. Training
-    itself continues from the weights that are not averaged. Must come after the callbacks that measure, because it
-    restores the draft's weights at the end of a validation.
+    itself continues from the weights that are not averaged. The callback must come after the callbacks that measure,
+    because it restores the draft's weights at the end of a validation.
 
     decay: the share of the old average in the new one. It is at most (1 + t) / (10 + t) at step t, so that the initial
     weights do not dominate the average of a short run.
@@ -209,7 +211,7 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
+    """Callback that quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.
@@ -239,11 +241,11 @@ class QuantisationAware(SwapWeights):
 
 
 class Learning(Callback):
-    """Logs the loss and its terms, learning rate, gradient norm and tokens per second, every `module.WATCHED` steps.
-    Must come after `Clock`.
+    """Callback that logs the loss and its terms, learning rate, gradient norm and tokens per second, every
+    `module.WATCHED` steps. It must come after `Clock`.
 
     Tokens per second count the tokens of the loss in all processes, and the seconds of training without validations.
-    The gradient norm is taken before clipping.
+    The gradient norm is computed before clipping.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -277,19 +279,21 @@ class Learning(Callback):
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:
-    """Return the 2-norm of all gradients together, also of a sharded draft, whose processes must all call it."""
+    """Return the 2-norm of all gradients together. The draft may be sharded; then all processes must call this
+    function."""
     grads = [weight.grad for weight in draft.parameters() if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class HeldOutPoints(Callback):
-    """Logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts: at every validation,
-    and each time 1 / POINTS of the training is done. At validations it also logs figures of all texts.
+    """Callback that logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts. It
+    does so at every validation, and each time 1 / POINTS of the training is done. At validations it also logs figures
+    of all texts.
 
     A point between validations is skipped if such points would then take more than the share MOST_TIME of the
-    training's seconds so far, which do not include them. k, objective, verify: what tau is computed for. swaps: see
-    `showing`.
+    training's seconds so far. These seconds do not include the points. k, objective, verify: the settings of tau.
+    swaps: see `showing`.
     """
 
     def __init__(
@@ -348,7 +352,7 @@ class HeldOutPoints(Callback):
 
     @contextmanager
     def _as_validated(self, module: Any) -> Iterator[None]:
-        """Within the block, the draft has the weights and the mode of a validation."""
+        """Give the draft the weights and the mode of a validation within the block."""
         training = module.draft.training
         with showing(self.swaps, module):
             module.draft.eval()
@@ -365,15 +369,15 @@ class HeldOutPoints(Callback):
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
-    """Return the part of the held-out texts that POINTS passes may score. All passes together score at most the share
-    TOKENS of `training_tokens`, and one pass at most MOST tokens; there is at least one text."""
+    """Return the part of the held-out texts that is scored in each of POINTS passes. All passes together score at most
+    the share TOKENS of `training_tokens`, and one pass scores at most MOST tokens. There is at least one text."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
-    """Return the conditional acceptance of drafts 1 .. k, by tag; nothing for greedy drafting."""
+    """Return the conditional acceptance of drafts 1 .. k, by tag. Return {} for greedy drafting."""
     if objective == "greedy":
         return {}
     values = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
@@ -381,8 +385,8 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
-    """Return figures of all held-out texts, by tag: acceptance at each temperature; in the regime also KL, entropy and
-    calibration, and acceptance in each domain if there are several."""
+    """Return figures of all held-out texts, by tag. They are acceptance at each temperature, and for the regime also
+    KL, entropy and calibration. If there are several domains, acceptance in each of them is added."""
     own = judged[temperature]
     named = {tags.at("acceptance", t): alpha_of(scores["all"], objective) for t, scores in judged.items()}
     for name in ("kl", "entropy", "calibration"):

@@ -1,4 +1,5 @@
-"""Distil a draft, measure each checkpoint with the real engine, and export the checkpoint of the highest tau."""
+"""Distillation of a draft. Each checkpoint is measured with the real engine, and the checkpoint of the highest tau is
+exported."""
 
 import hashlib
 import json
@@ -49,11 +50,11 @@ from inference.report import replay
 def distil(
     cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
 ) -> dict[str, Any]:
-    """Run or resume the job in `folder`. Returns the report of the exported draft.
+    """Run or resume the job in `folder`. Return the report of the exported draft.
 
-    cfg: checked by `preconditions.require`. With measure=false the weights of the last step are exported and the report
-    is {}. sources: texts that have been read already. start: the start of the run by time.monotonic(), from which
-    minutes= counts; None: now. Raises Interrupted when a signal ends the run; the same command resumes it.
+    cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are exported
+    and the report is {}. sources: texts that have been read already. start: the start of the run by time.monotonic(),
+    from which minutes= counts; None: now. Raises Interrupted when a signal ends the run; the same command resumes it.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         begin = time.monotonic() if start is None else start
@@ -123,8 +124,8 @@ def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
 
 
 def keep_figures(job: Job, module: Distillation, steps: int) -> None:
-    """Write the file for `cotrain compare`: figures of the last step for each held-out text. steps: the last step,
-    which may be less than trainer.steps because of patience or a budget of time."""
+    """Write the file for `cotrain compare`, which has figures of the last step for each held-out text. steps: the last
+    step, which may be less than trainer.steps because of patience or a budget of time."""
     figures = {"label": job.cfg.label or loss_name(job.cfg.loss), "seed": job.cfg.trainer.seed, "steps": steps,
                "tau": ranking_tau(job, module)(),
                "texts": comparison.per_text(module.scores(), module.held_out),
@@ -133,9 +134,10 @@ def keep_figures(job: Job, module: Distillation, steps: int) -> None:
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Load the weights of the checkpoint to export into the module's draft, quantised if the draft is served so."""
+    """Load the weights of the checkpoint to export into the module's draft. They are quantised if the draft is served
+    so."""
     chosen = speed.best()
-    print(f"measuring the checkpoint of the highest tau, step {chosen.step}, on other prompts")
+    print(f"measuring the checkpoint of the highest tau (step {chosen.step}) on prompts that did not rank checkpoints")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
         try:
             best = type(module.student).load(chosen.path, job.target, job.vocabulary)
@@ -150,7 +152,7 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
 def export(
     job: Job, module: Distillation, speed: MeasureSpeed, others: tuple[HeldOut, Provenance] | None = None
 ) -> dict[str, Any]:
-    """Measure the module's draft and write the draft folder. Returns its report. others: texts of the user that the
+    """Measure the module's draft and write the draft folder. Return its report. others: texts of the user that the
     target did not sample, as `foreign` returns them."""
     confident = fit_confidence(job, module)
     plan, training = job.plan(module.draft), _training(job, module, speed.checkpoints[-1].step)
@@ -169,7 +171,7 @@ def export(
 
 
 def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
-    """Fit the confidence head of a draft that has one, on texts set aside for it; prints and returns its figures on
+    """Fit the confidence head of a draft that has one, on texts set aside for it. Print and return its figures on
     held-out texts of the regime."""
     student, cfg = module.student, job.cfg
     if confidence.head_of(student) is None:
@@ -187,18 +189,22 @@ def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
 
 
 def _profiles(module: Distillation) -> dict[str, Any]:
-    """Return acceptance by draft temperature and context, for each target temperature, and print a line each."""
+    """Return acceptance by draft temperature and context, for each target temperature, and print one line per
+    temperature."""
     profiles = module.profiles()
     print("\n".join(profile.line(t, one) for t, one in profiles.items()))
     return {f"{t:g}": one for t, one in profiles.items()}
 
 
 def biased(module: Distillation, others: tuple[HeldOut, Provenance]) -> dict[str, Any]:
-    """Compare acceptance on texts that the target did not sample, which is biased, with that on the target's texts."""
+    """Return acceptance on texts that the target did not sample, which is biased, and on the target's texts. Print
+    both."""
     held, origin = others
     alpha = module.on(held)["all"].alpha
     own = module.judged[module.temperature]["all"].alpha
-    print(f"on the given texts, which are not the target's, acceptance is {alpha:.3f}; on its own {own:.3f}")
+    print(
+        f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is {own:.3f}"
+    )
     return asdict(origin) | {"alpha": alpha, "alpha_own": own}
 
 
@@ -246,7 +252,7 @@ def served_as(cfg: TrainConfig) -> dict[str, Any]:
 
 def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
     """Return the number of tokens of a pruned draft vocabulary and their share of the held-out texts in the regime.
-    None if the vocabulary is not pruned."""
+    Return None if the vocabulary is not pruned."""
     held, known = module.held_out[job.cfg.regime.temperature], module.student.known
     return None if bool(known.all()) else {"tokens": int(known.sum()), "coverage": coverage(held, known)}
 
@@ -257,7 +263,7 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def untrained(job: Job, student: Student) -> dict[str, Any]:
-    """Write the folder of a draft that is not trained, and measure it unless measure=false. Returns its report."""
+    """Write the folder of a draft that is not trained, and measure it unless measure=false. Return its report."""
     figures = {"label": job.cfg.label or job.cfg.draft.kind, "seed": job.cfg.trainer.seed, "steps": 0, "texts": {},
                "environment": environment()}  # fmt: skip
     if rank():

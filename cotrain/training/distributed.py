@@ -1,6 +1,7 @@
-"""Several processes and several batches in one step: a sharded draft (FSDP2), and the counts that divide losses.
+"""Several processes and several batches in one step. This module has the sharded draft (FSDP2), and the counts that
+divide losses.
 
-Each process holds a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
+Each process has a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
 sharded module, layer by layer. So all code that reads them, including heads in chunks and losses, runs in such a pass,
 see `within`. The target is whole on every process.
 
@@ -57,8 +58,8 @@ def rest(draft: PreTrainedModel) -> None:
 
 
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
-    """Load the weights of a sharded draft into `whole` and return it. All processes must call it; if not `everywhere`,
-    only the first one gets the weights."""
+    """Load the weights of a sharded draft into `whole` and return it. All processes must call it. If `everywhere` is
+    False, only the first process gets the weights."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
@@ -68,7 +69,8 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Scalars that divide losses: positions in the loss, tokens that the target sampled, and texts with such tokens."""
+    """Scalars that divide losses: the numbers of positions in the loss, of tokens that the target sampled, and of texts
+    with such tokens."""
 
     positions: Tensor
     tokens: Tensor
@@ -76,13 +78,14 @@ class StepCounts:
 
 
 def sampled(batch: Batch) -> Tensor:
-    """Return whether the target sampled the next token (B, T-1), bool; by default, all predicted tokens."""
+    """Return a mask (B, T-1) of bool that says whether the target sampled the next token. By default, these are all
+    predicted tokens."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the number of positions, sampled tokens and texts of a batch (3,), float32."""
+    """Return the numbers of positions, sampled tokens and texts of a batch (3,), float32."""
     lengths = sampled(batch).sum(1)
     return torch.stack([batch["predicted"].sum(), lengths.sum(), (lengths > 0).sum()]).float()
 
@@ -98,8 +101,8 @@ def divisors(total: Tensor, batches: int) -> StepCounts:
 
 
 class Grouped:
-    """Endless batches, each with `counts` (3,), the counts of its step, and `group`: its index in the step and their
-    number."""
+    """Endless batches. Each has `counts` (3,), the counts of its step, and `group`, its index in the step and the
+    number of batches in the step."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

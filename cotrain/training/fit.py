@@ -1,4 +1,4 @@
-"""Training in phases. Each phase adds the texts of one more sampling, and the next call resumes from a checkpoint."""
+"""Training in phases. Each phase adds the texts of one more sampling. The next call resumes from a checkpoint."""
 
 import math
 import time
@@ -52,7 +52,7 @@ SHOWN = 12  # number of tokens that an error shows of a text
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """Steps first .. last, which learn from the texts of samplings 0 .. index."""
+    """Steps first .. last of a training, which learn from the texts of samplings 0 .. index."""
 
     index: int
     first: int
@@ -60,15 +60,15 @@ class TrainingPhase:
 
 
 class End(NamedTuple):
-    """step: the last step. early: whether this call or an earlier one ended the training before its last phase, because
-    of patience, a signal or a budget of time."""
+    """The end of a training phase. step: the last step. early: whether this call or an earlier one ended the training
+    before its last phase, because of patience, a signal or a budget of time."""
 
     step: int
     early: bool
 
 
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """Return rollout.rounds phases; each of them ends at a validation. every: the number of steps between validations.
+    """Return rollout.rounds phases. Each of them ends at a validation. every: the number of steps between validations.
 
     Raises ValueError for more rounds than validations, for a wrong rollout.on_draft, and for several rounds if this
     engine does not sample the texts.
@@ -76,23 +76,25 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
-        raise ValueError(f"rollout.rounds: from 1 to the number of validations, {count}, not {rounds}")
+        raise ValueError(f"rollout.rounds: set it from 1 to the number of validations, {count}, not {rounds}")
     share = cfg.rollout.on_draft
     if not 0 <= share <= 1 or (share and (rounds == 1 or cfg.rollout.folder)):
-        raise ValueError("rollout.on_draft: a share in [0, 1] of the prompts of every round but the first; it needs "
-                         "rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
+        raise ValueError("rollout.on_draft: set a share in [0, 1] of the prompts of every round but the first; it "
+                         "needs rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
-        raise ValueError("rollout.rounds: this engine samples no texts with rollout.url= or data.on_target=true")
+        raise ValueError(
+            "rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or data.on_target=true"
+        )
     ends = [min(every * math.ceil(count * (i + 1) / rounds), steps) for i in range(rounds)]
     return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
 
 
 def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
-    """Train the module's draft. Returns the number of steps.
+    """Train the module's draft, and return the number of steps.
 
     Acceptance is computed and the callbacks `extra` run before the first step, at every validation and after the last
-    step. After each validation a checkpoint is saved with its figures, from which the next call resumes. The draft is
-    left in eval mode on the target's device.
+    step. After each validation a checkpoint is saved with its figures. The next call resumes from it. The draft is left
+    in eval mode on the target's device.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
     end = End(0, False)
@@ -156,7 +158,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
 
 
 def _ended(saved: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
-    """Return whether patience or a budget of time ended the training of a checkpoint. Restores the state of both."""
+    """Return whether patience or a budget of time ended the training of a checkpoint. The state of both is restored."""
     states, ended = saved.get("callbacks", {}), False
     progress = module.progress
     if progress and time_limited(cfg) and Clock.__name__ in states:
@@ -209,7 +211,7 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Return Lightning's strategy of this name. "fsdp2": a sharded draft, whose checkpoints are single files."""
+    """Return Lightning's strategy of this name. "fsdp2" gives a sharded draft, whose checkpoints are single files."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -217,9 +219,9 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 
 def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
-    """Return the sampler for the texts of a later phase. It uses the target with the current draft, or the target alone
-    if that is faster here (many rows on few cores), see `rollout.samplers.Faster`. With rollout.on_draft= the draft
-    itself samples a part of the texts.
+    """Return the sampler for the texts of a later phase. It uses the target with the current draft. If the target alone
+    is faster here (many rows on few cores), it uses the target alone, see `rollout.samplers.Faster`. With
+    rollout.on_draft= the draft itself samples a part of the texts.
 
     Speculative sampling does not change the target's distribution, so texts are as good with the draft as without it.
     """
@@ -256,7 +258,7 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Valid
     left, clock.validations = trainer.strategy.broadcast((left, validations(job.cfg, first)))
     progress.leave(left)
     if clock.validations < job.cfg.trainer.validations and not rank():
-        print(f"one validation takes {first.seconds:.0f} s: {clock.validations} of trainer.validations="
+        print(f"one validation takes {first.seconds:.0f} s, so {clock.validations} of trainer.validations="
               f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
     if not rank():
         more = "; the whole run will exceed minutes=" if left <= LEAST * job.cfg.minutes else ""
@@ -279,7 +281,8 @@ def _loader(
 def _step(
     job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
 ) -> None:
-    """Train the steps of a phase, from the checkpoint `last` if it is given. loaders: of texts, and of validations.
+    """Train the steps of a phase, from the checkpoint `last` if it is given. loaders: the batches of texts, and those
+    of validations.
 
     Raises Interrupted, and UserError for a loss that is not finite.
     """
@@ -287,8 +290,8 @@ def _step(
         trainer.fit(module, *loaders, ckpt_path=last)
     except NotFinite as error:
         texts = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
-        raise UserError(f"{error} ({texts}): lower optimizer.lr, or another loss; output={job.folder} has the last "
-                        "good checkpoint") from error  # fmt: skip
+        raise UserError(f"{error} ({texts}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
+                        "last good checkpoint") from error  # fmt: skip
     job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
 
 
@@ -304,7 +307,7 @@ def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> 
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Within the block, the module's weights are quantised if the draft is served so."""
+    """Give the module quantised weights within the block, if the draft is served with such weights."""
     return showing(_rounded(job), module)
 
 

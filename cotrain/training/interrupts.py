@@ -1,4 +1,4 @@
-"""Signals that end a run, and the checkpoints from which the same command resumes it."""
+"""Signals that end a run, and checkpoints, from which the same command resumes it."""
 
 import os
 import signal
@@ -48,7 +48,8 @@ class Signals:
             raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Become the handler of both signals, if called in the main thread. No other thread can."""
+        """Make this object the handler of both signals. This works only in the main thread; in other threads nothing
+        happens."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -56,7 +57,8 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Within the block, a signal ends the run with Interrupted, see `Signals`. Restores the earlier handlers."""
+    """End the run with Interrupted if a signal arrives within the block, see `Signals`. Restore the earlier handlers
+    afterwards."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()
@@ -69,8 +71,9 @@ def listening() -> Iterator[Signals]:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Writes a checkpoint next to the old one and renames it, so that one of the two is always whole. Lightning would
-    write to the temporary directory and, from another file system, copy over the old one."""
+    """Writer of checkpoints. It writes a checkpoint next to the old one and renames it, so that one of the two is
+    always whole. Lightning would write to the temporary directory and, from another file system, copy over the old one.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -89,14 +92,14 @@ def read_saved(path: Path) -> dict[str, Any]:
         if "allocate" in str(error):  # out of memory: the file is not damaged
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise UserError(f"{path} cannot be read ({reason}): delete it, and the same command makes it again from the start")
+    raise UserError(f"{path} cannot be read ({reason}): delete it, and the same command writes it again from the start")
 
 
 class Keeper(Callback):
-    """Saves a checkpoint every `minutes`, and when a signal ends the run. Must come after the callbacks whose state is
-    saved.
+    """Callback that saves a checkpoint every `minutes`, and when a signal ends the run. It must come after the
+    callbacks whose state is saved.
 
-    It saves none after a step with a validation, since the validation saves one with its figures.
+    It saves none after a step with a validation, since the validation saves a checkpoint with its figures.
     """
 
     def __init__(self, path: Path, minutes: float, signals: Signals) -> None:
@@ -137,7 +140,7 @@ class Keeper(Callback):
         self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """Return the largest number of any process. A process's number is the signal that it received, TIME if a
+        """Return the largest number of all processes. A process's number is the signal that it received, TIME if a
         checkpoint is due, else 0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
@@ -147,7 +150,7 @@ class Keeper(Callback):
 
 
 def validates(trainer: lightning.Trainer) -> bool:
-    """Whether a validation follows this batch."""
+    """Return whether a validation follows this batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch
     return bool(trainer.should_stop) or (every is not None and batches % every == 0)

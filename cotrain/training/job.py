@@ -67,25 +67,25 @@ class Job:
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """The target's reader and head, see `target_model.served`. The head is tested against the model."""
+        """Return the target's reader and head, see `target_model.served`. The head is tested against the model."""
         return served(self.target, self.vocabulary, self.reads)
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids that have mass, in training and when served: the rows of the head after the tokenizer's
-        last id are padding."""
+        """Return the number of ids that have mass, in training and when served. The rows of the head after the
+        tokenizer's last id are padding."""
         size: int = self.target.config.get_text_config().vocab_size
         return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of the target, saved with its texts and states."""
+        """Return the identity of the target, saved with its texts and states."""
         return identity(self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
-        """A reader of the target's states, cached in the folder trainer.cache= if it is set. With trainer.top= that
-        folder caches distributions, and its subfolder `states` the states."""
+        """Return a reader of the target's states. It caches them in the folder trainer.cache= if that is set. With
+        trainer.top= the folder has the distributions, and its subfolder `states` the states."""
         live, _ = self.halves
         cache = self.cfg.trainer.cache
         if not cache:
@@ -94,8 +94,8 @@ class Job:
         return self._shards(live, folder, {}, (LAST, *self.reads))
 
     def training_reader(self, read: Reader) -> Reader:
-        """Return the reader for training: of states, or of top-k distributions with trainer.top=. Cached in the folder
-        trainer.cache= if it is set. read: the reader without a cache."""
+        """Return the reader for training. It reads states or, with trainer.top=, top-k distributions. It caches them in
+        the folder trainer.cache= if that is set. read: the reader without a cache."""
         cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
         if not cache:
             return read
@@ -110,7 +110,8 @@ class Job:
         return DiskCache(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts of the target. by: the sampler of texts not on disk; None: the target alone, or a server."""
+        """Return the texts of the target. by: the sampler of texts that are not on disk; None: the target alone, or a
+        server."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled(self.cfg, self.target, self.tokenizer, folder), identity=self.identity,
@@ -128,13 +129,14 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Whether the user's texts are prompts, with or without completions. Then only completions are learnt."""
+        """Return whether the user's texts are prompts, with or without completions. Then only completions are
+        learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Prompts to measure a draft with: the user's, or those of this package. Final prompts are in no training text
-        and do not rank checkpoints."""
+        """Return prompts to measure a draft with: the user's, or those of this package. Final prompts are in no
+        training text and do not rank checkpoints."""
         return self._own() if self.cfg.data.path else self._shipped()
 
     def _own(self) -> Prompts:
@@ -160,8 +162,8 @@ class Job:
         return self.texts_given[kind]
 
     def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target at a temperature: sampled ones, or the user's if data.on_target= says that the
-        target wrote them and the temperature is the regime's."""
+        """Return texts of the target at a temperature. These are the user's texts if data.on_target= says that the
+        target wrote them and the temperature is the regime's, else sampled ones."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
@@ -172,7 +174,7 @@ class Job:
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """Return a plan to measure a draft on other prompts; None: for a draft that is not measured."""
+        """Return a plan to measure a draft on other prompts. None is for a draft that is not measured."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,
@@ -241,8 +243,8 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> None:
-    """With data=self: let the target sample prompts, and set data.path to their file in `folder`. timed: how many are
-    needed to time a draft; seconds: a budget. Raises as `SelfPrompts.file`."""
+    """Let the target sample prompts if data=self, and set data.path to their file in `folder`. timed: the number of
+    prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
         Template(tokenizer, cfg.data.template, ends_of(target)),
@@ -270,12 +272,12 @@ def objective(name: str) -> str:
     ValueError for other names."""
     short = name.removesuffix("_draft")
     if short not in OBJECTIVES:
-        raise ValueError(f"objective: {name!r} is none of {', '.join(f'{one}_draft' for one in OBJECTIVES)}")
+        raise ValueError(f"objective: {name!r} is not one of {', '.join(f'{one}_draft' for one in OBJECTIVES)}")
     return short
 
 
 def settle(threads: int, seed: int) -> None:
-    """Set the threads (0: torch's choice) and the seeds of a run, and hide the progress bars of `datasets`."""
+    """Set the threads (0: torch chooses) and the seeds of a run, and hide the progress bars of `datasets`."""
     datasets.disable_progress_bars()
     if threads:
         torch.set_num_threads(threads)

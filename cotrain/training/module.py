@@ -1,4 +1,5 @@
-"""Distillation of a draft from a frozen target: the losses of a step, and the LightningModule that combines its parts.
+"""Distillation of a draft from a frozen target. This module has the losses of a step, and the LightningModule that
+combines its parts.
 
 B texts, T tokens, L tokens of the longest completion, K guesses (one for each depth).
 """
@@ -48,13 +49,14 @@ class Stage:
 
 
 def current(stages: Sequence[Stage], progress: float) -> LossSpec:
-    """Return the loss at a progress in [0, 1]: that of the first stage that has not ended, or of the last stage."""
+    """Return the loss at a progress in [0, 1]. It is that of the first stage that has not ended, or else of the last
+    stage."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
 
 def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
-    """Return the weight of the cosine loss at a progress `done`: from `weight`, linearly to 0 at the end of the first
-    stage."""
+    """Return the weight of the cosine loss at a progress `done`. It falls linearly from `weight` to 0 at the end of the
+    first stage."""
     return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
 
 
@@ -76,12 +78,12 @@ class PositionLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of a batch's guesses: sequence losses summed over texts, and losses per position summed over positions
-    and depths.
+    """The loss of a batch's guesses. Sequence losses are summed over texts, and losses per position over positions and
+    depths.
 
     spec: the current loss. asked: the batch, with the target's distributions. logs: log p and log q of the sampled
-    tokens, see `LossBatch.logs`; None if no loss or weight needs them. counts: what sums are divided by. k: draft
-    length of the sequence losses.
+    tokens, see `LossBatch.logs`; None if no loss or weight needs them. counts: the numbers that divide the sums. k:
+    draft length of the sequence losses.
     """
 
     spec: LossSpec
@@ -93,7 +95,8 @@ class StepLoss:
 
     @cached_property
     def saved(self) -> Tensor | None:
-        """The target calls that a unit of acceptance saves at each sampled token, see `LossBatch.saved`."""
+        """Return the number of target calls that a unit of acceptance saves at each sampled token, see
+        `LossBatch.saved`."""
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
@@ -138,7 +141,8 @@ class StepLoss:
 
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
-    """Return log p and log q of the sampled tokens, if the loss or the weights of depths (`by_depth`) need them."""
+    """Return log p and log q of the sampled tokens. Return None if neither the loss nor the weights of depths
+    (`by_depth`) need them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -148,14 +152,14 @@ def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_dept
 
 
 class Distillation(lightning.LightningModule):
-    """Trains a student so that `target` accepts its drafts under a regime.
+    """Lightning module that trains a student so that `target` accepts its drafts under a regime.
 
     stages: losses of `cotrain.losses.spec`, in order.
     optimizer, scheduler: factories; the first is called with the draft, the second with the optimiser.
     held_out: texts sampled from the target, by temperature, on which every validation evaluates the draft.
     temperature, truncate: the regime, see `chunked`.
     chunk: guesses whose distributions are in memory at once; by default `chunked.positions`.
-    cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`; 0 for none.
+    cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`; 0 if it is not used.
     remember: bytes of memory in which the target's states are cached.
     k: draft length of the sequence losses.
     seed: seed of a student's random choices.
@@ -163,8 +167,8 @@ class Distillation(lightning.LightningModule):
     top: number of most probable tokens to cache of each distribution instead of hidden states, see `top_k`; 0: states.
     decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
 
-    Raises ValueError for a student that cannot be trained, for a cosine of states of different widths, and for top
-    together with a cosine or with a loss that top-k distributions do not support.
+    Raises ValueError for a student that cannot be trained, and for a cosine of states of different widths. Raises it
+    also for top together with a cosine or with a loss that top-k distributions do not support.
     """
 
     def __init__(
@@ -242,7 +246,7 @@ class Distillation(lightning.LightningModule):
             self.whole = []
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss, see `learn`. If it is not finite, raises NotFinite, naming the step and the texts, while the
+        """Return the loss, see `learn`. If it is not finite, raise NotFinite, naming the step and the texts, while the
         weights are still those of the last good step."""
         loss = within(self.draft, lambda: self.learn(batch))
         if not bool(torch.isfinite(loss.detach())):
@@ -294,12 +298,13 @@ class Distillation(lightning.LightningModule):
 
     @property
     def watched(self) -> bool:
-        """Whether the figures of the current step are logged. Between two steps, the next step is the current one."""
+        """Return whether the figures of the current step are logged. Between two steps, the next step counts as the
+        current one."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
     def done(self) -> float:
-        """The share of the training that is done, in [0, 1]."""
+        """Return the share of the training that is done, in [0, 1]."""
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
@@ -353,8 +358,8 @@ class Distillation(lightning.LightningModule):
         self.judge()
 
     def judge(self) -> None:
-        """Score the current draft on the held-out texts, for `acceptance`, `tau` and `scores`. A budget of time may
-        reduce the number of texts."""
+        """Score the current draft on the held-out texts, so that `acceptance`, `tau` and `scores` have figures. A
+        budget of time may reduce the number of texts."""
         self._fit_texts()
         began = time.monotonic()
         self.judged = within(self.draft, self._scored)
@@ -366,8 +371,8 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts to the number that one evaluation may take (`Progress.judging`), by the time that a
-        few texts take. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts to the number that one evaluation has time for (`Progress.judging`). The time of a
+        few texts is measured for this. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
@@ -382,8 +387,8 @@ class Distillation(lightning.LightningModule):
         self.fitted = True
 
     def _seconds_a_text(self, budget: float) -> float:
-        """Return the seconds that a held-out text takes. The first texts only warm up. If the budget (seconds) allows a
-        whole batch, that batch is timed instead, since a GPU then needs less time for each text."""
+        """Return the seconds per held-out text. The first texts are only a warm-up. If the budget (seconds) allows a
+        whole batch, that batch is timed instead, since a GPU then needs less time per text."""
         start = time.monotonic()
         each = 0.0
         for count in (FEW, FEW, BATCH):
@@ -420,8 +425,8 @@ class Distillation(lightning.LightningModule):
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """tau of the draft without its Markov head, as in engines that support none, by draft length and temperature;
-        {} for a draft without such a head."""
+        """Return tau of the draft without its Markov head, as in engines that support none, by draft length and
+        temperature. Return {} for a draft without such a head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
         if markov is None:
@@ -457,7 +462,7 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Return the acceptance of the first draft, which is sampled or greedy as the objective says."""
+    """Return the acceptance of the first draft. objective: whether this draft is "sampled" or "greedy"."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
@@ -470,7 +475,9 @@ def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raise ValueError if draft and target have hidden states of different widths, since these have no cosine."""
     ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
     if ours != theirs:
-        raise ValueError(f"init.cosine: the draft's hidden states are {ours} wide, the target's {theirs}")
+        raise ValueError(
+            f"init.cosine: the draft's hidden states have width {ours}, and the target's have width {theirs}"
+        )
 
 
 def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Factories of optimisers and learning-rate schedules, and the precision of a step."""
+"""Factories of optimisers and learning-rate schedules. This module also chooses the precision of a step."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,9 +14,10 @@ from inference.models.pretrained import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon (Jordan 2024) on the matrices in the layers, AdamW on embeddings, heads and norms.
+    """An optimiser that applies Muon (Jordan 2024) to the matrices in the layers, and AdamW to embeddings, heads and
+    norms.
 
-    It can be used as one optimiser: its `param_groups` are those of both, so a schedule applies to both.
+    Its `param_groups` are those of both optimisers, so a schedule applies to both.
     """
 
     def __init__(self, model: nn.Module, lr: float, embedding_lr: float, weight_decay: float) -> None:
@@ -51,9 +52,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov 2019, arXiv 1711.05101) on all trainable parameters, without weight decay on vectors.
+    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
 
-    It is fused, which saves a tenth of a step of a small draft with a large embedding, unless the weights are sharded.
+    It is fused unless the weights are sharded. This saves a tenth of the time of a step if a small draft has a large
+    embedding.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -62,12 +64,16 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
     ]
     first, second = betas
     whole = not any(isinstance(one, DTensor) for one in trained)
-    return torch.optim.AdamW(groups, lr=lr, betas=(first, second), fused=whole)
+    optimizer: Any = torch.optim.AdamW(groups, lr=lr, betas=(first, second), fused=whole)
+    # else gradients could not be clipped: a fused optimiser may undo their scaling (float16) in its step
+    optimizer._step_supports_amp_scaling = False
+    return cast(torch.optim.AdamW, optimizer)
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Linear warm-up over the first fraction `warmup` of the training, then a constant rate, then a linear decay to 0
-    over the last fraction `decay`. If a training is extended, it resumes at its progress in the longer training."""
+    """Return a schedule with three parts. The learning rate rises linearly over the first fraction `warmup` of the
+    training, is then constant, and falls linearly to 0 over the last fraction `decay`. If a training is extended, it
+    resumes at its progress in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)

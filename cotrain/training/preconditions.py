@@ -56,7 +56,7 @@ HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meani
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded: both models without storage, the target's tokenizer, and the user's
+    """A run before its weights are loaded. It has both models without storage, the target's tokenizer, and the user's
     texts."""
 
     target: PreTrainedModel
@@ -68,8 +68,8 @@ class RunOutline:
 def require(cfg: TrainConfig) -> RunOutline:
     """Check everything that would otherwise stop the run later. Raises UserError naming the key to change.
 
-    Two things are not checked here: the output folder, see `run_folder.refuse`, and whether the embedded corpora hold
-    enough prompts, which is known only once they are read.
+    Two things are not checked here. `run_folder.refuse` checks the output folder. Whether the embedded corpora have
+    enough prompts is known only once they are read.
     """
     try:
         _settings(cfg)
@@ -135,10 +135,12 @@ def _settings(cfg: TrainConfig) -> None:
         raise UserError("draft.confidence=true: texts of data.path are set aside for the head, and corpus steps would "
                         "learn them: set trainer.corpus_steps=0")  # fmt: skip
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
-        raise UserError(f"trainer.corpus_steps={cfg.trainer.corpus_steps}: at most trainer.steps={cfg.trainer.steps}")
+        raise UserError(
+            f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"
+        )
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
         raise UserError(f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
-                        "srun, see docs/distributed.md; trainer.nodes=1 on this machine alone")  # fmt: skip
+                        "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone")  # fmt: skip
     if cfg.policy.k is None:
         raise UserError("policy.k: set the draft length at which checkpoints are compared, as in policy=fixed")
     measurement.refuse(cfg.bench)
@@ -160,21 +162,21 @@ def _settings(cfg: TrainConfig) -> None:
 def refuse_training(cfg: TrainConfig) -> None:
     """Raise ValueError, naming the keys, for wrong settings of a training.
 
-    These are numbers out of range, a batch that processes cannot share, an unknown quantisation, and more than one of
-    quantised, averaged and sharded weights.
+    These are numbers out of range, a batch that processes cannot share, and an unknown quantisation. At most one of
+    quantised, averaged and sharded weights is allowed.
     """
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
     if trainer.devices < 1 or trainer.nodes < 1:
-        raise ValueError(f"trainer.devices, trainer.nodes: at least 1, not {trainer.devices} and {trainer.nodes}")
+        raise ValueError(f"trainer.devices, trainer.nodes: set at least 1, not {trainer.devices} and {trainer.nodes}")
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     if len(cfg.optimizer.betas) != 2:
-        raise ValueError(f"optimizer.betas: two numbers, one for each moment, not {list(cfg.optimizer.betas)}")
+        raise ValueError(f"optimizer.betas: set two numbers, one per moment, not {list(cfg.optimizer.betas)}")
     refuse_minutes(cfg)
     if trainer.batch % world:
-        raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided among {world} devices")
+        raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided equally among {world} devices")
     if kind not in QUANTISATIONS:
-        raise ValueError(f"draft.quantisation: {kind!r} is none of {', '.join(QUANTISATIONS)}")
+        raise ValueError(f"draft.quantisation: {kind!r} is not one of {', '.join(QUANTISATIONS)}")
     replaced = {
         "draft.quantisation": kind != "none",
         "trainer.ema": trainer.ema > 0,
@@ -190,12 +192,13 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
     for key, value in (("warmup", warmup), ("decay", decay)):
         if not 0 <= value <= 1:
             hint = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
-            raise ValueError(f"optimizer.{key}: a fraction of the training in [0, 1], not {value:g}{hint}")
+            raise ValueError(f"optimizer.{key}: set a fraction of the training in [0, 1], not {value:g}{hint}")
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for a time limit that is not above 0, for one together with rollout.rounds > 1
-    (these rounds end at given steps), and for a measurement that leaves training too small a share of minutes=."""
+    """Raise ValueError, naming the key, for a time limit that is not above 0. It is also raised for a time limit
+    together with rollout.rounds > 1, since these rounds end at given steps. A measurement that leaves training too
+    small a share of minutes= raises it too."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
@@ -205,7 +208,7 @@ def refuse_minutes(cfg: TrainConfig) -> None:
 
 
 def _lightning(cfg: Trainer, chosen: str) -> None:
-    """Let Lightning choose accelerator, strategy and precision now, so that an error does not come after texts were
+    """Let Lightning choose accelerator, strategy and precision now. Otherwise an error would come only after texts were
     sampled. No process is started."""
     accelerator = "gpu" if device() != "cpu" else "cpu"
     if accelerator == "cpu" and chosen in HALF:
@@ -236,7 +239,7 @@ def machine(cfg: Trainer) -> None:
 
 
 def _folders(cfg: TrainConfig) -> None:
-    """Check the folders to write to besides the run's own, the adapter, and the server."""
+    """Check the adapter, the server, and the folders that are written, except the run's own folder."""
     for key, folder in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
         if folder:
             writable(key, folder)
@@ -245,7 +248,7 @@ def _folders(cfg: TrainConfig) -> None:
         raise UserError("target.adapter: it needs peft: pip install 'cotrain[adapter]'")
     local = adapter and (Path(adapter).is_absolute() or Path(adapter).exists())
     if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
-        raise UserError(f"target.adapter: {adapter} is no adapter: it has no adapter_config.json")
+        raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
     if cfg.rollout.url:
         server("rollout.url", cfg.rollout.url)
 
@@ -259,13 +262,19 @@ def server(key: str, url: str, model: str | None = None) -> Client:
 
 
 def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a target that cannot be quantised as asked, or has fewer rows than its tokenizer has ids."""
+    """Raise UserError for a target that does not support its quantisation setting, or has fewer rows than its tokenizer
+    has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
-        raise UserError(f"target.path: {cfg.target.path} has a tokenizer of {size} ids, but a model of {rows}")
+        raise UserError(
+            f"target.path: {cfg.target.path} has a tokenizer with {size} ids, but the number of rows of "
+            f"the model is {rows}"
+        )
     if cfg.regime.top_k > size:
-        raise UserError(f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; regime.top_k=0 cuts none")
+        raise UserError(
+            f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no tokens"
+        )
     if cfg.trainer.top > size:
         raise UserError(f"trainer.top: {cfg.trainer.top} tokens, but the target has {size}")
     if cfg.quantisation.kind != "none" and device() == "cpu":
@@ -279,7 +288,8 @@ def ids_of(tokenizer: Tokenizer) -> int:
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the draft without storage. Raises if its token ids are not the target's, or if it is the larger model."""
+    """Return the draft without storage. Raises UserError if its token ids are not the target's, or if it is the larger
+    model."""
     given = not student_class(cfg.draft.kind).trained  # such a kind first checks what the folder holds
     if not given:
         _draft_path(cfg, tokenizer)
@@ -293,7 +303,8 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Check that draft.path, if the draft starts from it, is a model with weights and with the target's token ids."""
+    """Check draft.path, if the draft starts from it. It must be a model with weights and with the target's token
+    ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
@@ -301,12 +312,12 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Whether draft.path is read: with init=pretrained, and for kinds that are not trained."""
+    """Return whether draft.path is read. This is so with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
 
 
 def _size_settings(cfg: TrainConfig) -> str:
-    """Return the settings that determine a draft's size, for an error."""
+    """Return the settings that determine a draft's size, for an error message."""
     shape = cfg.draft
     if _named(cfg):
         return f"draft.path={shape.path}"
@@ -322,8 +333,8 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
 
 
 class Size(NamedTuple):
-    """parameters: the number of all parameters. active: the number used for one token, which is the cost of a pass. It
-    includes the head and the chosen experts, but no embedding that is only looked up."""
+    """The size of a model. parameters: the number of all parameters. active: the number used for one token, which is
+    the cost of a pass. It includes the head and the chosen experts, but no embedding that is only looked up."""
 
     parameters: int
     active: int
@@ -356,12 +367,12 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
 
 
 def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Return the user's texts by split, read as the run reads them; {} for the embedded corpora."""
+    """Return the user's texts by split, read as the run reads them. Return {} for the embedded corpora."""
     return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
 
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
-    """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split; {} for the embedded corpora."""
+    """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
         others = [texts for split, texts in sources.items() if split != "train"]
@@ -375,10 +386,12 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
     ask, chats = cfg.rollout, isinstance(sources["train"], Chats)
     if cfg.data.template and not (chats or cfg.data.chat):
         raise UserError(
-            "data.template: nothing reads it here: these texts are not rendered; data.chat=true renders them"
+            "data.template: the setting has no effect here, because these texts are not rendered; set data.chat=true "
+            "to render them"
         )
     if chats and tokenizer.chat_template is None:
-        print("warning: the target's tokenizer has no chat template: the user's messages are prompts as they are",
+        print("warning: the target's tokenizer has no chat template, so the user's messages are used as prompts "
+              "without one",
               file=sys.stderr)  # fmt: skip
     for split, texts in sources.items():
         print(texts.left_out(ask.prompt_tokens, split), end="")
@@ -414,7 +427,7 @@ def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
         raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
     each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
     if all(shares.get(domain, 1.0) * each < 1 for domain in known):
-        raise UserError(f"data.shares: {shares} leave none of the {each} texts of a domain to learn from")
+        raise UserError(f"data.shares: {shares} leave no text to learn from, of {each} texts of a domain")
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -430,16 +443,16 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return how many tokens after a prompt a measurement needs room for: those of its text, or those of the texts on
-    which costs are timed."""
+    """Return how many tokens after a prompt a measurement needs room for. They are those of its text, or those of the
+    texts on which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
     """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models."""
     if prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed "
-                        f"{room} tokens, the longest text")  # fmt: skip
+        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
+                        f"longest text, which has {room} tokens")  # fmt: skip
 
 
 def holds(config: PretrainedConfig) -> int:
@@ -453,8 +466,9 @@ def holds(config: PretrainedConfig) -> int:
 def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     """Check the loaded models, before texts are sampled.
 
-    Raises the errors of `refuse_losses`, `refuse_draft` and `refuse_given`; and ValueError for a network that its kind
-    cannot train, and for a model that would read texts packed into a block as one text.
+    Raises ValueError if the draft's network cannot be trained as a draft of its kind. It is also raised for a model
+    that would read texts packed into a block as one text. The errors of `refuse_losses`, `refuse_draft` and
+    `refuse_given` are raised too.
     """
     refuse_losses(job.cfg, losses)
     refuse_draft(job.cfg, student.network, job.target)
@@ -479,20 +493,21 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
             raise ValueError(f"trainer.top: distributions are cached at one temperature, the regime's: {change}")
     cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
     if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in losses for term in stage.loss.terms):
-        why = "regime.top_k=0 regime.top_p=1" if cut else "no temperature 0 in regime or rollout.train_temperatures"
+        why = "regime.top_k=0 regime.top_p=1" if cut else "set no temperature 0 in regime or rollout.train_temperatures"
         message = "loss: rkl is infinite where the target's probability is 0"
-        raise ValueError(f"{message}: another loss, as loss=tv, or {why}")
+        raise ValueError(f"{message}: set another loss, for example loss=tv, or {why}")
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
-                         "rollout.train_temperatures=[], or add it there")  # fmt: skip
+                         "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
     if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
         raise ValueError("rollout.on_draft: losses over emitted tokens (calls, length) need texts sampled from the "
                          "target: set rollout.on_draft=0")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if the draft's projections cannot be quantised as configured, if its states have another width
-    than init.cosine= needs, or if it is the quantised target and the target is quantised already."""
+    """Raise ValueError if the draft's projections cannot be quantised as configured, or if its states have another
+    width than init.cosine= needs. Raise it also if the draft is the quantised target and the target is quantised
+    already."""
     refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
     if cfg.draft.quantisation != "none":
         refuse_unknown(network)
@@ -504,8 +519,8 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
     """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
-        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, but it is in {current} already: "
-                         "use a target that is not quantised, or another kind of draft")  # fmt: skip
+        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, but the target is already in "
+                         f"{current}: use a target that is not quantised, or another kind of draft")  # fmt: skip
 
 
 def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
@@ -515,9 +530,9 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_needs_sampled, active)):
         raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
-                         "sampled from the target, not given ones: set trainer.corpus_steps=0")  # fmt: skip
+                         "sampled from the target, not texts of the user: set trainer.corpus_steps=0")  # fmt: skip
 
 
 def _needs_sampled(stage: Stage) -> bool:
-    """Whether the loss counts target calls, which are known only for tokens that the target emitted."""
+    """Return whether the loss counts target calls, which are known only for tokens that the target emitted."""
     return bool(stage.loss.sequence) or stage.loss.weighted

@@ -1,7 +1,8 @@
-"""The estimate of `check=true`: what a run would need and how long it would take, before any weight is loaded.
+"""The estimate of `check=true`: what a run would need and how long it would take. It is made before any weight is
+loaded.
 
 Two quick measurements of this machine give the durations: of matrix products and of copies. A pass over many tokens is
-limited by products, and a pass of one token a row by reading the weights; each takes at least the larger of the two
+limited by products, and a pass of one token per row by reading the weights. Each takes at least the larger of the two
 times. Caches, launches and Python are ignored, so a duration is right to a factor of about two.
 """
 
@@ -43,7 +44,7 @@ COUNTED = 32  # rows of the passes that are not timed: those for the taus of the
 
 @dataclass(frozen=True)
 class Need:
-    """What a run takes: parameters of target and draft, and bytes of memory and disk."""
+    """What a run needs: parameters of target and draft, and bytes of memory and disk."""
 
     target: int
     draft: int
@@ -67,7 +68,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """Operations per second of a matrix product, and bytes read per second."""
+    """The speed of this machine, as operations per second of a matrix product, and bytes read per second."""
 
     flops: float
     bandwidth: float
@@ -97,7 +98,7 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
     ]
     if need.memory > memory:
         raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, data.block or rollout.rows, or "
-                                           "quantisation=nf4")  # fmt: skip
+                                           "set quantisation=nf4")  # fmt: skip
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, _prompt(cfg, known)]
@@ -106,10 +107,10 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
 def _lines(estimated: Durations) -> list[str]:
     """Return lines with the duration of the run and of each phase."""
     return [
-        f"duration      about {_minutes(estimated.total)}, from a quick measure of this machine:",
-        f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, those of earlier runs included",
+        f"duration      about {_minutes(estimated.total)}, from a quick measurement of this machine:",
+        f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, including those of earlier runs",
         *([f"  training    {_minutes(estimated.training)}"] if estimated.training else []),
-        f"  measuring   {_minutes(estimated.measuring)}, with validations",
+        f"  measuring   {_minutes(estimated.measuring)}, including validations",
     ]
 
 
@@ -128,14 +129,14 @@ def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
     ((_, ids), *_) = texts.prompts(1, cfg.rollout.prompt_tokens, cfg.rollout.seed)
     text = str(known.tokenizer.decode(ids))
     shown = text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} ... {text[-SHOWN:]}"
-    return f"prompt        of {len(ids)} tokens, as the target sees it: {shown!r}"
+    return f"prompt        of {len(ids)} tokens, as the target reads it: {shown!r}"
 
 
 # --- memory and disk
 
 
 def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Estimate the need of a run. Sampling and training do not overlap, so the larger need of the two counts."""
+    """Return the need of a run. Sampling and training do not overlap, so the larger need of the two counts."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
@@ -151,8 +152,8 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Return the bytes of keys and values, with those of waiting prompts, while texts are sampled or while a checkpoint
-    is timed, whichever is larger."""
+    """Return the bytes of keys and values, with those of waiting prompts. They are needed while texts are sampled or
+    while a checkpoint is timed, and the larger number counts."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
@@ -181,7 +182,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Estimate the durations of a run that cannot reuse texts of an earlier run."""
+    """Return the durations of a run, on the assumption that it cannot reuse texts of an earlier run."""
     machine = measured()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
@@ -221,7 +222,7 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
 
 
 def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
-    """Measure this machine with a square product in the dtype of the target and with a copy of 64 MiB."""
+    """Measure the speed of this machine with a square product in the dtype of the target and with a copy of 64 MiB."""
     on = device()
     a, block = torch.randn(size, size, device=on, dtype=half(on)), torch.ones(2**24, device=on)
     flops = _seconds(lambda: float((a @ a)[0, 0]), repeats)

@@ -1,4 +1,5 @@
-"""The progress of a training in steps and in time: the clock, the budget of minutes, and the display."""
+"""The progress of a training in steps and in time. This module has the clock, the budget of minutes, and the
+display."""
 
 import sys
 import time
@@ -34,10 +35,10 @@ class Progress:
     """The steps and the time of a training. It ends after its steps or its minutes, whichever comes first, and its
     learning-rate schedule ends with it.
 
-    steps: number of steps. minutes: budget of the training, None for no limit. elapsed: seconds of training so far,
-    without sampling, validations and measurements; saved in checkpoints. whole: minutes of the run. left: how many of
-    these remain for training, see `left_of`. texts: number of held-out texts of each temperature in an evaluation;
-    None: all, or not known yet.
+    steps: number of steps. minutes: budget of the training, or None without a limit. elapsed: seconds of training so
+    far, without sampling, validations and measurements; it is saved in checkpoints. whole: minutes of the run. left:
+    how many of these remain for training, see `left_of`. texts: number of held-out texts per temperature in an
+    evaluation; None means that all are used, or that the number is not known yet.
     """
 
     steps: int
@@ -49,7 +50,8 @@ class Progress:
 
     @property
     def judging(self) -> float | None:
-        """The seconds that one evaluation of the held-out texts may take; None without a budget of the run."""
+        """Return the seconds that one evaluation of the held-out texts may take, or None without a budget of the
+        run."""
         return 60 * self.whole * JUDGING * ONCE if self.whole else None
 
     def at(self, step: int) -> float:
@@ -62,7 +64,7 @@ class Progress:
         return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left, "texts": self.texts}
 
     def leave(self, minutes: float) -> None:
-        """Set the minutes that the run leaves for training. A smaller budget of the training itself still holds."""
+        """Set the minutes that the run leaves for training. A smaller budget of the training itself still applies."""
         self.left = minutes
         self.minutes = min(minutes, self.minutes or inf)
 
@@ -78,13 +80,13 @@ class Progress:
 
 
 def time_limited(cfg: TrainConfig) -> bool:
-    """Whether a budget of time may end the training before its last step."""
+    """Return whether a budget of time may end the training before its last step."""
     return bool(cfg.trainer.minutes or cfg.minutes)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The seconds that a validation spends on evaluating the held-out texts and on measuring the checkpoint."""
+    """The seconds that a validation takes for evaluating the held-out texts and for measuring the checkpoint."""
 
     judging: float
     measuring: float = 0.0
@@ -108,7 +110,7 @@ def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
 
 
 def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
-    """Return the seconds that sampling the texts of one temperature may take, by split; empty without a budget."""
+    """Return the seconds that sampling the texts of one temperature may take, by split. Return {} without a budget."""
     if not cfg.minutes:
         return {}
     sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
@@ -121,7 +123,8 @@ def prompt_seconds(cfg: TrainConfig) -> float | None:
 
 
 def validations(cfg: TrainConfig, first: Validation) -> int:
-    """Return the number of validations that a run has time for besides the first: from 1 to trainer.validations."""
+    """Return the number of validations that a run has time for after the first one. It is from 1 to
+    trainer.validations."""
     most = cfg.trainer.validations
     if not cfg.minutes or not first.seconds:
         return most
@@ -130,8 +133,8 @@ def validations(cfg: TrainConfig, first: Validation) -> int:
 
 
 class Clock(Callback):
-    """Counts the seconds of training in `progress`, without validations. With a budget of minutes it ends the training
-    when they are spent, and schedules a validation after each 1 / validations of the training."""
+    """Callback that counts the seconds of training in `progress`, without validations. With a budget of minutes it ends
+    the training when they are spent, and schedules a validation after each 1 / validations of the training."""
 
     def __init__(self, progress: Progress, validations: int) -> None:
         self.progress, self.validations = progress, validations
@@ -156,7 +159,7 @@ class Clock(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the block. For callbacks that come after this one."""
+        """Stop counting the time within the block. Callbacks that come after this one use it."""
         yield
         self.since = time.monotonic()
 
@@ -167,7 +170,7 @@ class Clock(Callback):
         self.progress.resume(state_dict)
 
     def _agree(self, trainer: lightning.Trainer) -> None:
-        """Set one time for all processes, which must end at the same step."""
+        """Set one time for all processes, since all must end at the same step."""
         if trainer.world_size > 1:
             mine = torch.tensor(self.progress.elapsed, device=trainer.strategy.root_device)
             self.progress.elapsed = float(trainer.strategy.reduce(mine, reduce_op="mean"))
@@ -193,8 +196,8 @@ class Clock(Callback):
 
 
 class Bar(ProgressBar):
-    """One display for the whole training in steps, with the time left. It starts at the step of a resumed run;
-    validations have no display."""
+    """The display of the whole training in steps, with the time left. It starts at the step of a resumed run.
+    Validations have no display."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         super().__init__()
@@ -202,7 +205,7 @@ class Bar(ProgressBar):
         self.display: Display | None = None
 
     def disable(self) -> None:
-        """Hide the display; called on all processes but the first."""
+        """Hide the display. It is called on all processes except the first."""
         self.hidden = True
 
     def enable(self) -> None:

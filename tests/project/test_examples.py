@@ -46,7 +46,7 @@ def test_a_chat_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     run("chat_target", monkeypatch)
     assert set(report(place / "chat" / "run")["extra"]["held_out"]) >= {"alpha_T1/all"}
     said = capsys.readouterr().out
-    assert "as the target sees it: '<user> Tell how " in said and "\\n<assistant> '" in said
+    assert "as the target reads it: '<user> Tell how " in said and "\\n<assistant> '" in said
     assert "$ cotrain generate" in said
 
 

@@ -245,7 +245,10 @@ def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
     assert extra["planned_speedups"]["tree"] > extra["planned_speedups"]["chain"] and extra["parity"]["passed"]
     assert report["exactness"]["passed"] and report["exactness"]["figures"]["calls"]
     (line,) = [line for line in extra["said"] if line.startswith("a tree of ")]
-    assert f"{extra['planned_speedups']['tree']:.2f}x, the chain of" in line and line in capsys.readouterr().out
+    assert (
+        f"{extra['planned_speedups']['tree']:.2f}x is expected with it, with a chain of" in line
+        and line in capsys.readouterr().out
+    )
     drafts = recorded(plan, extra)["rounds"][0][0]["drafts"]
     assert [draft["parent"] for draft in drafts] == list(tree.parents)
 
@@ -257,7 +260,9 @@ def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPa
     assert result and result.chain == pytest.approx(1.6) and result.speedup < 1
     assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
     served, line = chain_or_tree(LENGTH, result)
-    assert served is None and line == f"draft length 2: trees would give {result.speedup:.2f}x, the chain 1.60x"
+    assert (
+        served is None and line == f"draft length 2: {result.speedup:.2f}x is expected with trees, 1.60x with the chain"
+    )
     extra = plan_entries(LENGTH, result, served, "block")
     assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
     assert extra["planned_rule"] == "block" and extra["planned_k"] == 2

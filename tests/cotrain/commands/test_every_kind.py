@@ -140,7 +140,9 @@ def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
     ran(settings, "generate", path, prompt=PROMPT)
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     assert said(load(path)) == said(load(path, kind=kind)) == plain
-    with pytest.raises(UserError, match=f"draft.path: .* is of kind '{kind}'; kinds to measure are independent, "):
+    with pytest.raises(
+        UserError, match=f"draft.path: .* is of kind '{kind}'; the kinds that can be measured are independent, "
+    ):
         ran(settings, "bench", path, place / "none")
 
 
@@ -242,10 +244,13 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"matrix__vllm": "python"}, "matrix.vllm: vLLM is measured with independent drafts, draft.path=.* is medusa"),
+        (
+            {"matrix__vllm": "python"},
+            "matrix.vllm: vLLM is measured with independent drafts only, and draft.path=.* is medusa",
+        ),
         (
             {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
-            "matrix.drafts: MedusaNetwork has 2 matrices that are no nn.Linear",
+            "matrix.drafts: MedusaNetwork has 2 matrices that are not in an nn.Linear",
         ),
     ],
     ids=["vllm", "rounded"],

@@ -114,4 +114,4 @@ def test_offline_machines_are_told_why(
 
 def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", f"check={place / 'independent'}", "push_to_hub=me/draft"]) == 1
-    assert "push_to_hub: check= writes no folder to push" in capsys.readouterr().err
+    assert "push_to_hub: with check= no folder is written" in capsys.readouterr().err

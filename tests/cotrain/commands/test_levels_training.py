@@ -85,7 +85,7 @@ def test_bits_reach_every_command(
     ("settings", "message"),
     [
         ("draft=quantised draft.bits=3", "draft.bits=3: it must be 8 (int8) or 4 (nf4)"),
-        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set how many"),
+        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set the"),
         ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=quantised draft.path=SMALL", "draft.path=SMALL: quantised drafts do not have it"),
@@ -96,13 +96,13 @@ def test_bits_reach_every_command(
          "states; two_levels needs one of kind independent instead"),
         ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
         ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels needs one of kind"),
-        ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub gave no such"),
+        ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub has no such"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
         ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
         ("draft=medusa draft.bits=4", "draft.bits=4: medusa drafts do not have it; draft.bits=null"),
         ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; draft.inner=null"),
         ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; draft.rank=0"),
-        ("draft=quantised init=pretrained", "init=pretrained: quantised drafts learn nothing; set init=scratch"),
+        ("draft=quantised init=pretrained", "init=pretrained: quantised drafts are not trained; set init=scratch"),
         ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers, but the target has 2: give 1 to 2"),
     ],
 )  # fmt: skip
@@ -124,5 +124,8 @@ def test_a_quantised_target_is_refused_before_it_is_loaded(place: Path, capsys: 
     folder = draft_folder(place / "rounded", place / "target", "quantised")
     for asked in ("quantisation=int8", "matrix.targets=[none,int8]"):
         assert main(["bench", f"draft.path={folder}", *BENCH, asked, f"output={place / 'never'}"]) == 1
-        assert "quantised drafts with the target in fewer bits, but it is in int8 already" in capsys.readouterr().err
+        assert (
+            "quantised drafts with the target in fewer bits, but the target is already in int8"
+            in capsys.readouterr().err
+        )
     assert not (place / "never").exists()

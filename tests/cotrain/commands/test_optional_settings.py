@@ -54,10 +54,10 @@ def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_weights_come_from_is_said_once(kind: str) -> None:
     if not student_class(kind).trained:
-        assert f"init=pretrained: {kind} drafts learn nothing; set init=scratch" in said(kind, "pretrained")
-        assert f"draft.quantisation=int8: {kind} drafts learn nothing" in said(kind, quantisation="int8")
+        assert f"init=pretrained: {kind} drafts are not trained; set init=scratch" in said(kind, "pretrained")
+        assert f"draft.quantisation=int8: {kind} drafts are not trained" in said(kind, quantisation="int8")
     else:
-        assert "draft.path=/nowhere: it is read only with init=pretrained, not init=scratch" in said(
+        assert "draft.path=/nowhere: it is read only with init=pretrained, not with init=scratch" in said(
             kind, path="/nowhere"
         )
         assert "it is read only with" not in said(kind, "pretrained", path="/nowhere")

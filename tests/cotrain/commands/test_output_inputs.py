@@ -135,7 +135,7 @@ def test_the_folder_of_another_command_is_refused_and_stays(
     for more in ([], *overwrite) if command != maker else ():
         assert main([command, f"output={tmp_path / 'out'}", *more]) == 1
         said = capsys.readouterr().err
-        assert f"output={tmp_path / 'out'} holds a run of cotrain {maker}: name another folder" in said
+        assert f"output={tmp_path / 'out'} has a run of cotrain {maker}: name another folder" in said
         assert said.count("\n") == 1 and (tmp_path / "out" / "weights").read_text() == "w"
 
 
@@ -158,7 +158,7 @@ def test_overwrite_replaces_no_folder_that_the_command_did_not_write(
                     ["export", f"draft.path={draft}", f"output={tmp_path}", "overwrite=true"],
                     ["pretrain", f"export={tmp_path}"]):  # fmt: skip
         assert main(command) == 1
-        assert "name another folder (a command replaces only what it made)" in capsys.readouterr().err
+        assert "name another folder (a command replaces only its own folders)" in capsys.readouterr().err
     with pytest.raises(UserError, match="no README.md that this command wrote"):
         refuse_replaced(tmp_path, "README.md", MARK)
     report = tmp_path / "README.md"

@@ -150,7 +150,7 @@ def test_a_draft_of_an_adapted_target_does_not_load_the_bare_one(run: Path, plac
     file = folder / "cotrain.json"
     found = json.loads(file.read_text())
     file.write_text(json.dumps(found | {"made": found["made"] | {"adapter": "/some/lora"}}))
-    with pytest.raises(ValueError, match="with the adapter /some/lora: give target="):
+    with pytest.raises(ValueError, match="with the adapter /some/lora; give target="):
         load(folder)
     assert load(folder, str(place / "target")).policy.k == planned(run)
 
@@ -255,7 +255,7 @@ def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     draft = place / setting / "draft"
     assert job(place, setting, *settings, "measure=false") == 0
     said = capsys.readouterr().out
-    assert f"draft: {draft}, of the last step, not measured: repeat the command with measure=true" in said
+    assert f"draft: {draft} (last step, not measured): repeat the command with measure=true" in said
     trained = load_file(draft / "model.safetensors")
     assert load(draft).policy.k == 2 and not (draft / "report.json").exists()
     made = json.loads((draft / "cotrain.json").read_text())["made"]
@@ -278,7 +278,9 @@ def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
     monkeypatch.setattr(samplers.Own, "__call__", wrong)
     settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.steps=1", "trainer.corpus_steps=0")
     assert job(place, "wrong", *settings) == 0
-    assert "warning: texts sampled at temperature 1 are not the target's own" in capsys.readouterr().err
+    assert (
+        "warning: texts sampled at temperature 1 do not look as if this target sampled them" in capsys.readouterr().err
+    )
 
 
 def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,8 +363,8 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("loss.first=klx", "loss: 'klx' is none of kl"),
-        ("init.layers=[7]", "init.layers: [7] are not layers of a target of 2"),
+        ("loss.first=klx", "loss: 'klx' is not one of kl"),
+        ("init.layers=[7]", "init.layers: [7] are not all layers of the target, whose number of layers is 2"),
         ("init.kind=pretrained", "init.kind: 'pretrained'"),
         ("policy.k=null", "policy.k: "),
         ("bench.depths=[0]", "bench.depths: [0]"),
@@ -425,9 +427,9 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        (["matrix.targets=[none]", "matrix.drafts=[int3]"], "matrix.drafts: 'int3' is none of none, int8, nf4"),
-        (["matrix.targets=[int3]"], "matrix.targets: quantisation: 'int3' is none of"),
-        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is not an interpreter"),
+        (["matrix.targets=[none]", "matrix.drafts=[int3]"], "matrix.drafts: 'int3' is not one of none, int8, nf4"),
+        (["matrix.targets=[int3]"], "matrix.targets: quantisation: 'int3' is not one of"),
+        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is not a Python interpreter"),
         (["regime=nucleus", f"matrix.vllm={sys.executable}"], "matrix.vllm: vLLM is measured without top-k and top-p"),
     ],
     ids=["drafts", "targets", "interpreter", "regime"],
@@ -444,7 +446,7 @@ def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
     paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
     assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake]) == 1
     *typed, last = capsys.readouterr().err.splitlines()
-    other = "settings that differ from the draft folder's, which are in brackets: regime.top_p=0.95 (1.0)"
+    other = "these settings differ from those of the draft folder, which are in brackets: regime.top_p=0.95 (1.0)"
     assert typed == [other] * ("regime=nucleus" in mistake)
     assert last.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 
@@ -564,5 +566,6 @@ def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
     found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]
     assert found["z"] > 6 and found["surprise"] > found["entropy"] and 0 < found["alpha"] <= 1
-    assert f"acceptance is {found['alpha']:.3f}; on its own {found['alpha_own']:.3f}" in said.out
+    assert f"acceptance is {found['alpha']:.3f} on the given texts" in said.out
+    assert f"on its texts it is {found['alpha_own']:.3f}" in said.out
     assert not (chatting / "logs" / "rollouts").exists()  # nothing was sampled

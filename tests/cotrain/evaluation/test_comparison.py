@@ -200,8 +200,8 @@ def test_labels_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pyt
     write(tmp_path, [run("kl", 0, 1.0), other, untrained])
     assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 0
     said = capsys.readouterr().out
-    assert "left out: retrieval: it learns nothing" in said
-    assert "left out: tv: evaluated at temperatures ['0.5'], the baseline at ['1']" in said
+    assert "left out: retrieval: it is not trained" in said
+    assert "left out: tv: it was evaluated at temperatures ['0.5'], the baseline at ['1']" in said
     assert main(["compare", f"folder={tmp_path}", "baseline=retrieval"]) == 0
     assert capsys.readouterr().out.count("left out: ") == 3
 

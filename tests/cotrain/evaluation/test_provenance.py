@@ -62,7 +62,8 @@ def test_foreign_texts_surprise_more() -> None:
     result = of(texts, 1.0)
     assert not result.own and result.z > 6 and result.surprise > result.entropy + 0.5
     assert (
-        f"{result.surprise:.2f} nats a token, for texts of the target it would be {result.entropy:.2f}" in result.line()
+        f"{result.surprise:.2f} nats per token; for texts of the target it would be {result.entropy:.2f}"
+        in result.line()
     )
 
 

@@ -67,9 +67,9 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("klx", "'klx' is none of kl, tv"),
-        ("kl + ", "'' is none of"),
-        ("a*kl", "'a' in 'a\\*kl' is no number"),
+        ("klx", "'klx' is not one of kl, tv"),
+        ("kl + ", "'' is not one of"),
+        ("a*kl", "'a' in 'a\\*kl' is not a number"),
         ("calls_tv+kl", "cannot be part of a sum"),
     ],
 )

@@ -110,7 +110,10 @@ def test_the_first_line_says_the_speed_and_what_to_serve(tmp_path: Path) -> None
     report["speedup"]["whole"] = {"value": 1.2, "low": 1.1, "high": 1.5}
     assert "1.20x [1.10, 1.50] at temperature 1: serve with k = 8" in parsed(folder(tmp_path / "e", report)).texts[""]
     report["exactness"]["passed"] = False
-    assert "at temperature 1: not exact, do not serve it" in parsed(folder(tmp_path / "f", report)).texts[""]
+    assert (
+        "at temperature 1: the output is not exact; do not serve this draft"
+        in parsed(folder(tmp_path / "f", report)).texts[""]
+    )
 
 
 def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:
@@ -165,8 +168,8 @@ def test_the_file_is_whole_small_and_asks_for_nothing(tmp_path: Path, capsys: py
     ("make", "settings", "message"),
     [
         (None, [], "name the folder of a run with run="),
-        (None, ["run=nowhere"], "run=nowhere is not there"),
-        (lambda: Path("empty").mkdir(), ["run=empty"], "run=empty holds no report.json, run.json or held_out.json"),
+        (None, ["run=nowhere"], "run=nowhere does not exist"),
+        (lambda: Path("empty").mkdir(), ["run=empty"], "run=empty has no report.json, run.json or held_out.json"),
         (lambda: folder(Path("a"), full_report()), ["run=a", "run=a"], "run=a is named twice"),
         (lambda: folder(Path("b"), {"format": 1}), ["run=b"], "is no report of this version: report.environment"),
         (lambda: folder(Path("d"), full_report(), replay={"format": 9}), ["run=d"], "replay.json is no replay"),

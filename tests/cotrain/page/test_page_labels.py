@@ -29,10 +29,10 @@ FIRST = {
     "the same by n-gram look-up, without a draft": [f"/report/extra/greedy/ngram/speedup/{end}" for end in ENDS],
 }
 BY_DEPTH = {
-    "accepted with all before, measured": "/report/acceptance/prefix/measured/0",
-    "accepted with all before, predicted": f"{HELD}/prefix_T1~1all~11",
-    "accepted where all before were, measured": "/report/acceptance/conditional/measured/0",
-    "accepted where all before were, predicted": f"{HELD}/conditional_T1~1all~11",
+    "accepted with all earlier, measured": "/report/acceptance/prefix/measured/0",
+    "accepted with all earlier, predicted": f"{HELD}/prefix_T1~1all~11",
+    "accepted given all earlier, measured": "/report/acceptance/conditional/measured/0",
+    "accepted given all earlier, predicted": f"{HELD}/conditional_T1~1all~11",
 }
 
 
@@ -103,7 +103,7 @@ def test_the_regime_that_was_served_decides_what_is_shown(tmp_path: Path) -> Non
     name = "share of a round that the machine cannot do without (floor)"
     assert first[name]["run"] == [f"/report/extra/matrix/{own}/floor/round_share"] and own > 0
     depth = chart(text, "Acceptance by depth")["1"]
-    assert depth["accepted where all before were, predicted"] == [f"{HELD}/conditional_T0~1all~11"]
+    assert depth["accepted given all earlier, predicted"] == [f"{HELD}/conditional_T0~1all~11"]
 
 
 def test_what_charts_of_acceptance_name(tmp_path: Path) -> None:

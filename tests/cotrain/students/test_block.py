@@ -295,7 +295,7 @@ def test_first_weights_pass_on_the_highest_state_to_the_norm_and_head_of_the_tar
     for layer in network.layers:
         assert torch.equal(layer.self_attn.o_proj.weight, torch.eye(16, dtype=network.dtype))
     assert BlockStudent(network, target).proposer().depths == 3
-    with pytest.raises(ValueError, match="draft.mask=none: it is none of bidirectional, causal"):
+    with pytest.raises(ValueError, match="draft.mask=none: it is not one of bidirectional, causal"):
         BlockStudent.initial(draft(kind="block", mask="none"), init, target)  # type: ignore[arg-type]
 
 
@@ -312,5 +312,5 @@ def test_a_folder_serves_what_was_saved(tmp_path: Path) -> None:
     init = SimpleNamespace(kind="pretrained", layers=[])
     path = {"kind": "block", "path": str(folder), "layers": 2, "mask": "causal"}
     assert BlockStudent.initial(draft(**path, markov=3), init, target) is not None  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"draft.markov=5: .* made with 3, which stays: set draft.markov=3"):
+    with pytest.raises(ValueError, match=r"draft.markov=5: .* has 3, which cannot change: set draft.markov=3"):
         BlockStudent.initial(draft(**path, markov=5), init, target)  # type: ignore[arg-type]

@@ -203,7 +203,7 @@ def test_of_head_kinds_acceptance_has_a_depth() -> None:
 
 def test_unknown_kinds_and_mixed_depths_raise() -> None:
     assert student_class("independent").kind == "independent" and TRAINED <= set(STUDENTS)
-    with pytest.raises(ValueError, match="draft.kind: 'medusae' is none of independent"):
+    with pytest.raises(ValueError, match="draft.kind: 'medusae' is not one of independent"):
         student_class("medusae")
     one = Guess.everywhere(torch.zeros(1, 2, 3), lambda states: states)
     for wrong in ([], [one, one], [Guess(1, one.at, one.states, one.head)]):

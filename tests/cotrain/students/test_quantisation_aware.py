@@ -29,7 +29,7 @@ def test_each_quantisation_has_few_numbers_near_the_weights() -> None:
     assert all(len(row.unique()) <= 255 for row in int8) and all(len(part.unique()) <= 16 for part in nf4.view(16, 64))
     errors = [(one - WEIGHT).abs().mean() for one in (int8, nf4)]
     assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.15
-    with pytest.raises(ValueError, match="matrix.drafts: 'int3' is none of none, int8, nf4"):
+    with pytest.raises(ValueError, match="matrix.drafts: 'int3' is not one of none, int8, nf4"):
         quantised(WEIGHT, "int3")
 
 

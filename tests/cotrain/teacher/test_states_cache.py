@@ -141,7 +141,7 @@ def test_top_k_ids_are_integers_and_older_formats_are_read_anew(
     old = tmp_path / "old"
     DiskCache(lambda *_: {LAST: torch.zeros(3, 9, 9)}, old, MAKER)(ROWS)  # ids and logs in one tensor, as they were
     assert torch.equal(DiskCache(again, old, MAKER, parts)(ROWS)["ids"], record["ids"]) and asked == [3]
-    assert "distributions of an earlier version are not read but computed again" in capsys.readouterr().out
+    assert "distributions of an earlier version are not read; they are computed again" in capsys.readouterr().out
 
 
 def test_a_cache_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -149,5 +149,5 @@ def test_a_cache_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({"weights": "w", "laws": "top 8"}))
     maker = {"weights": "w", "distributions": "top 8"}
     DiskCache(lambda *_: {}, tmp_path, maker)
-    with pytest.raises(ValueError, match=r"made with another target \(differing: distributions\)"):
+    with pytest.raises(ValueError, match=r"made with another target \(differences: distributions\)"):
         DiskCache(lambda *_: {}, tmp_path, maker | {"distributions": "top 4"})

@@ -152,7 +152,7 @@ def test_runs_share_distributions_on_disk_of_one_regime(place: Path, capsys: pyt
     )
     for other, key in others:
         assert job(place, "distributions third", *settings, other, "overwrite=true") == 1
-        assert f"made with another target (differing: {key})" in capsys.readouterr().err
+        assert f"made with another target (differences: {key})" in capsys.readouterr().err
     assert job(place, "distributions third", *settings, "rollout.train_temperatures=[0.5,1]", "overwrite=true") == 1
     assert "trainer.top: distributions are cached at one temperature" in capsys.readouterr().err
     never = place / "never sampled"

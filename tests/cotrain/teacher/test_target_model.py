@@ -183,7 +183,7 @@ def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) 
 
 def test_a_folder_without_an_adapter_raises(folder: Path, adapter: str, tmp_path: Path) -> None:
     for model, place in ((load_target(str(folder)), str(tmp_path / "none")), (network(hidden=128), adapter)):
-        with pytest.raises(ValueError, match=f"target.adapter: {place} is no adapter of this target"):
+        with pytest.raises(ValueError, match=f"target.adapter: {place} is not an adapter of this target"):
             adapted(model, place)
 
 
@@ -212,7 +212,7 @@ def test_missing_or_damaged_targets_raise(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="target.path: .*nowhere is no folder"):
         load_pair(str(tmp_path / "nowhere"))
     copy = shutil.copytree(folder, tmp_path / "copy")
-    with pytest.raises(ValueError, match="quantisation: 'nf5' is none of none, int8, nf4"):
+    with pytest.raises(ValueError, match="quantisation: 'nf5' is not one of none, int8, nf4"):
         load_pair(str(copy), "nf5")
     (copy / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ValueError, match="model.safetensors is damaged"):

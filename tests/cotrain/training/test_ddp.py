@@ -83,9 +83,9 @@ def test_a_killed_sharded_run_resumes_as_if_it_had_not_been_killed(place: Path, 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("trainer.devices=2", "trainer.batch=3"), "trainer.batch: 3 texts cannot be divided among 2 devices"),
+        (("trainer.devices=2", "trainer.batch=3"), "trainer.batch: 3 texts cannot be divided equally among 2 devices"),
         (("trainer.devices=0",), "trainer.devices=0: it must be at least 1"),
-        (("draft.quantisation=int3",), "draft.quantisation: 'int3' is none of none, int8, nf4"),
+        (("draft.quantisation=int3",), "draft.quantisation: 'int3' is not one of none, int8, nf4"),
         (("draft.quantisation=int8", "trainer.ema=0.9"), "draft.quantisation, trainer.ema: use only one"),
         (("trainer.strategy=fsdp2", "trainer.ema=0.9"), "trainer.ema, trainer.strategy: use only one"),
         (("trainer.strategy=fsdp2", "draft.quantisation=nf4"), "draft.quantisation, trainer.strategy: use only one"),

@@ -141,7 +141,9 @@ def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: Llama
     before = apart()
     trainer(tmp_path, 30).fit(module, loader())
     assert apart() < before - 0.1
-    with pytest.raises(ValueError, match="init.cosine: the draft's hidden states are 8 wide, the target's 16"):
+    with pytest.raises(
+        ValueError, match="init.cosine: the draft's hidden states have width 8, and the target's have width 16"
+    ):
         module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, LossSpec(losses.kl))], steps=1, cosine=1.0)
 
 

@@ -32,7 +32,7 @@ def command(place: Path, *settings: str) -> list[str]:
 MISTAKES = {
     "target.path=PLACE/nowhere": "target.path: ",
     "target.path=PLACE/bare": "target.path: ",
-    "target.adapter=/nowhere": "target.adapter: /nowhere is no adapter",
+    "target.adapter=/nowhere": "target.adapter: /nowhere is not an adapter",
     "data.path=PLACE/none.jsonl": "data.path: no such file",
     "data.path=PLACE/empty.jsonl": "data.path: ",
     "data.column=body": "data.column: ",
@@ -41,7 +41,7 @@ MISTAKES = {
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
-    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave none of the 8 texts of a domain to learn from",
+    "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text to learn from, of 8 texts of a domain",
     "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
@@ -56,34 +56,34 @@ MISTAKES = {
     "loss=rkl rollout.train_temperatures=[0,1]": "loss: rkl is infinite",
     "regime.top_k=301": "regime.top_k=301: the target has 300 tokens",
     **{
-        f"draft.{key}=16": f"draft.{key}=16: nothing reads it here"
+        f"draft.{key}=16": f"draft.{key}=16: the setting has no effect here"
         for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")
     },
-    "draft=conditioned draft.temperatures=[1.0] draft.layers=1": "draft.layers=1: nothing reads it here",
-    "loss=kl loss.then=tv": "loss.then=tv: nothing reads it here: the loss never switches: loss.switch=0.5",
-    "loss=kl loss.switch=0.3": "loss.switch=0.3: nothing reads it here",
-    "trainer.patience=2 measure=false": "trainer.patience=2: nothing reads it here",
-    "data.split=test": "data.split=test: nothing reads it here",
-    "data.take=5": "data.take=5: nothing reads it here",
-    "data.config=foo": "data.config=foo: nothing reads it here: it is of a data set that has several",
-    "data.template={enable_thinking:false}": "data.template: nothing reads it here",
+    "draft=conditioned draft.temperatures=[1.0] draft.layers=1": "draft.layers=1: the setting has no effect here",
+    "loss=kl loss.then=tv": "loss.then=tv: the setting has no effect here: the loss never switches: set loss.switch=",
+    "loss=kl loss.switch=0.3": "loss.switch=0.3: the setting has no effect here",
+    "trainer.patience=2 measure=false": "trainer.patience=2: the setting has no effect here",
+    "data.split=test": "data.split=test: the setting has no effect here",
+    "data.take=5": "data.take=5: the setting has no effect here",
+    "data.config=foo": "data.config=foo: the setting has no effect here: it applies to data sets with several",
+    "data.template={enable_thinking:false}": "data.template: the setting has no effect here",
     "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl cannot be read: latin.jsonl, line 6, is not UTF-8",
-    "trainer.corpus_steps=5": "trainer.corpus_steps=5: at most trainer.steps=4",
+    "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
     "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens, but the target has 300",
-    "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states are 32 wide",
-    "optimizer.betas=[0.9]": "optimizer.betas: two numbers, one for each moment, not [0.9]",
-    "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are no nn.Linear",
+    "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states have width",
+    "optimizer.betas=[0.9]": "optimizer.betas: set two numbers, one per moment, not [0.9]",
+    "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",
     "loss.first=klx": "loss: 'klx'",
     "quantisation.kind=nf3": "quantisation: 'nf3'",
     "init=pretrained": "init.kind: 'pretrained'",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
     "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
-    "output=PLACE/foreign": "output=PLACE/foreign holds files",
-    "output=PLACE/foreign overwrite=true": "output=PLACE/foreign holds files",
+    "output=PLACE/foreign": "output=PLACE/foreign has files",
+    "output=PLACE/foreign overwrite=true": "output=PLACE/foreign has files",
     "output=PLACE/file/x": "output=PLACE/file/x cannot be written",
 }
 
@@ -109,7 +109,7 @@ def test_what_only_training_reads_is_named_where_nothing_is_trained(
     typed = f"draft={kind} loss=tv optimizer.lr=1e-3 check=true"
     assert main(command(mistakes, *typed.split())) == 0
     said = capsys.readouterr()
-    line = "loss=tv, optimizer.lr=1e-3: nothing reads it here: this kind of draft learns nothing"
+    line = "loss=tv, optimizer.lr=1e-3: the setting has no effect here: this kind of draft is not trained"
     assert (line in said.err) == (kind != "independent") == ("  training" not in said.out)
 
 
@@ -119,7 +119,7 @@ def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: 
     assert (
         main(command(mistakes, f"data.path={mistakes / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
     )
-    assert "no chat template: the user's messages are prompts as they are" in capsys.readouterr().err
+    assert "no chat template, so the user's messages are used as prompts without one" in capsys.readouterr().err
 
 
 def test_a_mistake_does_not_delete_the_run_it_would_replace(
@@ -132,7 +132,7 @@ def test_a_mistake_does_not_delete_the_run_it_would_replace(
     assert main(command(mistakes, f"output={run}", "overwrite=true", "data.path=/none.jsonl")) == 1
     assert (run / "figures").is_file()
     assert main(command(mistakes, f"output={run}", "measure=false", "trainer.seed=7", "check=true")) == 1
-    assert "holds a run with trainer.seed=0 (now 7)" in capsys.readouterr().err
+    assert "has a run with trainer.seed=0 (now 7)" in capsys.readouterr().err
 
 
 def test_texts_that_were_read_by_the_preconditions_are_those_of_the_run(

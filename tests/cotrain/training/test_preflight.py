@@ -90,7 +90,7 @@ def test_check_prints_sizes_a_prompt_and_durations(mistakes: Path, capsys: pytes
     small, target = (size_of(network(layers=layers)).parameters for layers in (1, 2))
     assert f"{small / 1e6:.2f} M parameters, init pretrained" in said and f"{target / 1e6:.1f} M parameters" in said
     assert all(f"  {phase}" in said for phase in ("sampling", "training", "measuring"))
-    assert "prompt        of 8 tokens, as the target sees it: '" in said and "10 texts" in said
+    assert "prompt        of 8 tokens, as the target reads it: '" in said and "10 texts" in said
 
 
 def test_memory_is_of_the_pretrained_draft_not_of_the_target(mistakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

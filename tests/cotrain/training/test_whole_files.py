@@ -183,7 +183,9 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, keep: flo
         torch.save([1], last)
     else:
         damage(last, float(keep))
-    with pytest.raises(UserError, match=f"^{last} cannot be read .*: delete it, and the same command makes it") as said:
+    with pytest.raises(
+        UserError, match=f"^{last} cannot be read .*: delete it, and the same command writes it"
+    ) as said:
         read_saved(last)
     assert "\n" not in str(said.value)
 
