@@ -265,12 +265,16 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
     If the target is on the meta device, which has no weights, so is the model. Raises ValueError if the model's
-    vocabulary is smaller than the target's, for missing tensors, and for wrong ids of a pruned head.
+    vocabulary is smaller than the target's, or larger and it has modules of our own, for missing tensors, and for wrong
+    ids of a pruned head.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
     if ours < theirs:
         raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
+    if ours > theirs and CausalLM.has_parts(config):
+        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
+                         "it serves the target that it was made for")  # fmt: skip
     if target.device.type == "meta":
         config.get_text_config().vocab_size = theirs
         with torch.device("meta"):
@@ -283,9 +287,6 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
         raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
     require_known(model, f"draft.path={path}")
-    if ours > theirs and CausalLM.has_parts(model.config):
-        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
-                         "it serves the target that it was made for")  # fmt: skip
     if ours > theirs:
         model.resize_token_embeddings(theirs)
     network: PreTrainedModel = model

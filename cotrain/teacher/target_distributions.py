@@ -94,6 +94,8 @@ def remembered(
     for guess in guesses:
         wanted[guess.at] = True
     at = (wanted & mask.flatten()).nonzero().squeeze(-1)
+    if not len(at):  # no guess is made where a token counts, as after the first token of a short text
+        return target
     each, values = over_positions(temperature, mask.shape, target.states), at.new_zeros(0)
     for number, some in enumerate(at.split(chunk)):
         part = target.logs(some, None, each[some], truncate, guesses[0].pruned)

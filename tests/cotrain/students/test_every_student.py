@@ -84,6 +84,23 @@ def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("name", ["tv", "calls_tv", "0.5*tv+0.5*length"])
+def test_texts_of_any_length_are_learnt(kind: str, name: str) -> None:
+    """Also those of two tokens: some kinds make no guess about the second one."""
+    student = STUDENTS[kind](target())
+    module = Distillation(student, target(), [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    for length in (2, 3, 5):
+        predicted = torch.ones(3, length - 1, dtype=torch.bool)
+        batch = {"ids": IDS[:, :length], "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
+        loss = module.training_step(batch, 0)
+        loss.backward()
+        assert bool(loss.isfinite())
+        for weight in student.network.parameters():
+            assert weight.grad is None or bool(weight.grad.isfinite().all())
+
+
+@EVERY
 def test_a_loss_in_chunks_has_the_gradients_of_a_whole_one(kind: str) -> None:
     """A guess names all that its head learns: what it leaves out would get no gradient from chunks."""
     gradients = []
