@@ -84,7 +84,7 @@ def remembered(
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions at the positions of mask (B, T) at which at least one guess is, computed once;
-    or `target` itself if they would take more than `REMEMBERED` bytes, or depend on the draft.
+    or `target` itself if they would take more than `REMEMBERED` bytes, or depend on the draft, or no guess is there.
 
     All guesses must be pruned to the same ids, or none. temperature: as in `chunked`.
     """
