@@ -145,6 +145,45 @@ def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
 
 
 @EVERY
+@pytest.mark.parametrize("loss", ["0.5*tv+0.5*length", "calls_tv"])
+def test_distributions_computed_once_change_no_gradient(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the target sampled other tokens than those that count, as the masks of a batch allow."""
+    columns, gradients = torch.arange(13).expand(3, -1), []
+    masks = {"predicted": columns >= torch.tensor([[4], [9], [0]]),
+             "sampled": (columns >= 1) & (columns < torch.tensor([[7], [8], [5]]))}  # fmt: skip
+    for bytes in (2**28, 0):
+        monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", bytes)
+        student = STUDENTS[kind](target())
+        module = Distillation(student, target(), [Stage(1.0, parse(loss))], *([None] * 2), {}, chunk=7)  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        batch = {"ids": IDS, "key": torch.arange(3), "temperature": torch.tensor([1.0, 0.7, 2.0]), **masks}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("vocabulary", [29, 30, 31])
+@pytest.mark.parametrize("kind", [kind for kind in STUDENTS if "pruned" in kind])
+def test_a_pruned_head_with_padding_is_learnt_as_over_all_columns(
+    kind: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 32 ids of a head only the first can have mass; a draft's vocabulary may have some of the others."""
+    gradients = []
+    for narrow in (True, False):
+        made = STUDENTS[kind](target())
+        student = type(made)(made.network, made.target, vocabulary)
+        if not narrow:
+            monkeypatch.setattr(type(student), "pruned", None)
+        module = Distillation(student, target(), [Stage(1.0, parse("tv"))], *([None] * 2), {})  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        predicted = torch.ones(3, 13, dtype=torch.bool)
+        batch = {"ids": IDS % 29, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+@EVERY
 def test_save_and_load_round_trip(kind: str, tmp_path: Path) -> None:
     student = STUDENTS[kind](target())
     student.network.float()

@@ -233,17 +233,19 @@ def fetched(cache: Path, folder: Path, name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from its folder: a small head of every form, a Markov head, and a plain model."""
+    """As from its folder, and with its settings of generation: a small head of every form, a Markov head, and a plain
+    model."""
     target = tiny(dtype=torch.float32)
     forms = {"pruned": kinds.small(near(target, 0.2), 16), "low": kinds.small(near(target, 0.2), rank=5),
              "markov": kinds.chained(kinds.small(kinds.masked(target, 0.2), 16, 5)),
              "plain": near(target, 0.2)}  # fmt: skip
     for name, network in forms.items():
+        network.generation_config.eos_token_id = [5, 7]
         network.save_pretrained(tmp_path / name)
         hub = fetched(tmp_path / "cache", tmp_path / name, f"me/{name}", monkeypatch)
         made: Any = Parallel if name == "markov" else Independent
         for again in (made(hub).model, causal_lm(hub, target), made(str(tmp_path / name)).model):
-            assert type(again.lm_head) is type(network.lm_head)
+            assert type(again.lm_head) is type(network.lm_head) and again.generation_config.eos_token_id == [5, 7]
             assert again.state_dict().keys() == network.state_dict().keys()
             for key, tensor in network.state_dict().items():
                 assert torch.equal(again.state_dict()[key], tensor), key
