@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,14 +29,7 @@ from cotrain.training.job import models
 from cotrain.training.module import Distillation, Stage
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
-
-
-def interval(values: list[float]) -> list[float]:
-    """The median and its 95 % interval between two order statistics (normal approximation of the binomial)."""
-    ordered, n = sorted(values), len(values)
-    reach = 0.98 * n**0.5
-    low, high = max(int(n / 2 - reach), 0), min(int(n / 2 + reach), n - 1)
-    return [median(ordered), ordered[low], ordered[high]]
+from studies.small_heads import middle
 
 
 def main(arguments: list[str]) -> None:
@@ -70,8 +62,8 @@ def main(arguments: list[str]) -> None:
                 seconds[number].append(time.perf_counter() - began)
     about = environment()
     rows = [
-        {"depths": n, "milliseconds": [1000 * one for one in interval(mine)],
-         "ratio": interval([own / first for own, first in zip(mine, seconds[0], strict=True)])}
+        {"depths": n, "milliseconds": [1000 * one for one in middle(mine).values()],
+         "ratio": list(middle([own / first for own, first in zip(mine, seconds[0], strict=True)]).values())}
         for n, mine in zip(depths, seconds, strict=True)
     ]  # fmt: skip
     command = " ".join(["python -m studies.block_step", *arguments])

@@ -104,9 +104,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--positions", type=int, default=16_384, help="of LEARNT and of JUDGED, whose states are read")
     asked = parser.parse_args(arguments)
-    target, _ = load_pair(asked.target)
+    target, tokenizer = load_pair(asked.target)
+    if getattr(target.config.get_text_config(), "final_logit_softcapping", None):
+        raise ValueError(f"{asked.target}: its head caps logits, which heads of this study do not")
     texts = [padded(read_rows(path.with_suffix(""))) for path in (asked.learnt, asked.judged)]
-    weight = wide(target.get_output_embeddings().weight.detach())
+    weight = wide(target.get_output_embeddings().weight.detach())[: len(tokenizer)]  # later rows are padding
     learnt_from, judged = (states_of(target, one, asked.positions) for one in texts)
     lengths, states, learnt_from = [len(one) for one in judged], torch.cat(judged), torch.cat(learnt_from)
     counts = torch.bincount(texts[0].ids[:, 1:][texts[0].sampled], minlength=len(weight)).to(weight.device)

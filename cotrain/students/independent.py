@@ -30,10 +30,10 @@ from cotrain.teacher.target_model import halves, keeps_apart, split
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
-from inference.drafts.weight_files import CONFIG, require_finite, weight_files
+from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import quantised
-from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head, require_known
+from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
@@ -268,12 +268,16 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
     If the target is on the meta device, which stores no weights, the model is too. Raises ValueError if the model's
-    vocabulary is smaller than the target's, for missing tensors, and for wrong ids of a pruned head.
+    vocabulary is smaller than the target's, or larger while the model has modules of ours. It is also raised for
+    tensors that are missing or not finite, and for wrong ids of a pruned head.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
     if ours < theirs:
         raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
+    if ours > theirs and CausalLM.has_parts(config):
+        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
+                         "it serves the target that it was made for")  # fmt: skip
     if target.device.type == "meta":
         config.get_text_config().vocab_size = theirs
         with torch.device("meta"):
@@ -285,10 +289,7 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     if info["mismatched_keys"]:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
         raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
-    require_known(model, f"draft.path={path}")
-    if ours > theirs and CausalLM.has_parts(model.config):
-        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
-                         "it serves the target that it was made for")  # fmt: skip
+    require_sound(model, f"draft.path={path}")
     if ours > theirs:
         model.resize_token_embeddings(theirs)
     network: PreTrainedModel = model

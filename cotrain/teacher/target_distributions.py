@@ -67,7 +67,8 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
 class Remembered:
     """Distributions at some positions of a batch, which are computed once for all of its guesses.
 
-    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position, or -1 if it has none.
+    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position, or n, which is no row, if it
+    has none.
     """
 
     values: Tensor
@@ -85,7 +86,8 @@ def remembered(
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
-    Return `target` itself if they would need more than `REMEMBERED` bytes, or depend on the draft.
+    Return `target` itself if they would need more than `REMEMBERED` bytes, if they depend on the draft, or if no
+    position has a guess.
 
     Either all guesses are pruned to the same ids, or no guess is pruned. temperature: as in `chunked`.
     """
@@ -95,16 +97,21 @@ def remembered(
     for guess in guesses:
         wanted[guess.at] = True
     at = (wanted & mask.flatten()).nonzero().squeeze(-1)
-    each, values = over_positions(temperature, mask.shape, target.states), at.new_zeros(0)
-    for number, some in enumerate(at.split(chunk)):
-        part = target.logs(some, None, each[some], truncate, guesses[0].pruned)
-        if not number:
-            if len(at) * part[0].nbytes > REMEMBERED:
-                return target
-            values = part.new_empty(len(at), part.shape[1])
-        values[number * chunk : number * chunk + len(some)] = part
-    row = torch.full_like(wanted, -1, dtype=torch.long).index_copy(0, at, torch.arange(len(at), device=at.device))
-    return Remembered(values, row)
+    if not len(at):  # no guess is made where a token counts, as after the first token of a short text
+        return target
+    each = over_positions(temperature, mask.shape, target.states)
+
+    def logs(some: Tensor) -> Tensor:
+        return target.logs(some, None, each[some], truncate, guesses[0].pruned)
+
+    one = logs(at[:1])
+    if len(at) * one.nbytes > REMEMBERED:
+        return target
+    values = one.new_empty(len(at), one.shape[1])
+    for into, some in zip(values.split(chunk), at.split(chunk), strict=True):
+        into.copy_(logs(some))
+    rows = torch.arange(len(at), device=at.device)
+    return Remembered(values, torch.full_like(wanted, len(at), dtype=torch.long).index_copy(0, at, rows))
 
 
 @dataclass(frozen=True)

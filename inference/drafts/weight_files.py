@@ -57,8 +57,7 @@ def load_weights(
         problems.append(f"{where}: tensor {name} has shape {tuple(own)}, {CONFIG} says {tuple(wanted)}")
     if not problems:
         try:
-            require_finite(model, str(where))
-            require_known(model, str(where))
+            require_sound(model, str(where))
         except ValueError as error:
             problems.append(str(error))
     return model.eval(), problems, sorted(info["unexpected_keys"])
@@ -101,6 +100,13 @@ def _whole(file: Path) -> None:
             pass
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or cut short: {error}") from error
+
+
+def require_sound(model: PreTrainedModel, where: str) -> None:
+    """Raise ValueError, beginning with `where`, for a tensor that holds NaN or infinity, and for ids of a pruned head
+    that the target lacks."""
+    require_finite(model, where)
+    require_known(model, where)
 
 
 def require_finite(model: PreTrainedModel, where: str) -> None:

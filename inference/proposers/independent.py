@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
+from inference.drafts.weight_files import require_sound
 from inference.models.lm import LM, padded, store_prompts, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
-from inference.models.small_heads import require_known
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShape, trees_of
 from inference.sampling import certain
@@ -219,8 +219,8 @@ class Independent(Proposer):
 
 def _load(path: str) -> PreTrainedModel:
     """Return the model at a path. A local folder is loaded as a draft folder. Any other path is the hub id of a causal
-    LM, with or without modules of ours. Raises ValueError for tensors that are missing or of other shapes than
-    config.json says."""
+    LM, with or without modules of ours. Raises ValueError for tensors that are missing, not finite, or of other shapes
+    than config.json says, and for wrong ids of a pruned head."""
     if Path(path).is_dir():
         return widened(load_draft(path)[0])
     loaded: Any = CausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True)
@@ -228,5 +228,5 @@ def _load(path: str) -> PreTrainedModel:
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise ValueError(f"{path}: tensors are missing, or their shapes are not those of config.json: "
                          f"{', '.join(lacking)}")  # fmt: skip
-    require_known(network, path)
+    require_sound(network, path)
     return widened(network.eval())

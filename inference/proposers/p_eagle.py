@@ -61,10 +61,10 @@ class PEagleNetwork(EagleNetwork):
 class PEagle(Eagle):
     """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
-    The distribution at depth j depends on the text and j masks, not on earlier drafts, so all nodes at one depth of a
-    tree have the same distribution. A round stores masks after the text's pairs; the next round overwrites them. The
-    config limits the number of drafts to that of training. Arguments as in `Eagle`. Raises ValueError if the network's
-    config names no mask.
+    Without a Markov head, the distribution at depth j depends on the text and j masks, not on earlier drafts, so all
+    nodes at one depth of a tree have the same distribution. The head adds a term for the token before. A round stores
+    masks after the text's pairs; the next round overwrites them. The config limits the number of drafts to that of
+    training. Arguments as in `Eagle`. Raises ValueError if the network's config names no mask.
     """
 
     network_class = PEagleNetwork

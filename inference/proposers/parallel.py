@@ -22,13 +22,12 @@ MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a m
 class Parallel(Independent):
     """A proposer that drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
 
-    The distribution at depth j depends on the text and j masks, not on earlier drafts. Each draft is drawn from its
+    Without a Markov head (`markov`), the distribution at depth j depends on the text and j masks, not on earlier
+    drafts, so all nodes at one depth of a tree have the same distribution. With the head, the token before each draft
+    adds a term to its logits, so drafts are drawn in order from the same pass. Each draft is drawn from its
     distribution, so verification is exact. The next round overwrites keys and values of masks. The config limits the
-    number of drafts to that of training. Trees need only the same pass, since all nodes at one depth have the same
-    distribution.
-
-    With a Markov head (`markov`) the token before each draft adds a term to its logits, so drafts are drawn in order
-    from the same pass. Arguments as in `Independent`. Raises ValueError if the model's config names no mask.
+    number of drafts to that of training. Arguments as in `Independent`. Raises ValueError if the model's config names
+    no mask.
     """
 
     scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature

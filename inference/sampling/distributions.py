@@ -106,8 +106,9 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set logits below the k-th largest to -inf. Ties with it stay (Fan et al. 2018, 1805.04833)."""
-    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], -math.inf)
+    """Set logits below the k-th largest to -inf. Ties with it stay (Fan et al. 2018, 1805.04833). If there are at most
+    k logits, none is cut."""
+    return logits.masked_fill(logits < logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:], -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from cotrain.cli import COMMANDS
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
+from cotrain.students.base import KINDS, OPTIONAL, student_class
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,6 +51,15 @@ def test_a_command_of_the_documents_composes(page: str, words: list[str]) -> Non
 
 def test_the_main_pages_hold_commands() -> None:
     assert {"README.md", "choosing.md", "engines.md", "distributed.md"} <= {page for page, _ in COMMAND_LINES}
+
+
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_a_row_that_names_kinds_names_all_that_take_its_setting(key: str) -> None:
+    rows = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8").splitlines()
+    for row in rows:
+        named = set(re.findall(r"`(\w+)`", row)) & KINDS.keys()
+        if row.startswith(f"| `draft.{key}=") and named:
+            assert named == {kind for kind in KINDS if key in student_class(kind).takes}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -19,7 +19,8 @@ from inference.sampling import keep_top_k, keep_top_p
 B, T, D, V = 3, 6, 4, 11
 IDS = torch.tensor([0, 2, 3, 7, 10])
 F64 = torch.float64
-CUTS = {"plain": None, "top_k": partial(keep_top_k, k=4), "top_p": partial(keep_top_p, p=0.8)}
+CUTS = {"plain": None, "top_k": partial(keep_top_k, k=4), "top_k, many": partial(keep_top_k, k=8),
+        "top_p": partial(keep_top_p, p=0.8)}  # fmt: skip
 TEMPERATURES = {"1": 1.0, "0": 0.0, "of texts": torch.tensor([1.0, 0.0, 0.6]), "of tokens": torch.rand(B, T)}
 POSITION = [name for name, loss in LOSSES.items() if not loss.sequence]
 

@@ -84,6 +84,23 @@ def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("name", ["tv", "calls_tv", "0.5*tv+0.5*length"])
+def test_texts_of_any_length_are_learnt(kind: str, name: str) -> None:
+    """Also those of two tokens: some kinds make no guess about the second one."""
+    student = STUDENTS[kind](target())
+    module = Distillation(student, target(), [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    for length in (2, 3, 5):
+        predicted = torch.ones(3, length - 1, dtype=torch.bool)
+        batch = {"ids": IDS[:, :length], "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
+        loss = module.training_step(batch, 0)
+        loss.backward()
+        assert bool(loss.isfinite())
+        for weight in student.network.parameters():
+            assert weight.grad is None or bool(weight.grad.isfinite().all())
+
+
+@EVERY
 def test_a_loss_in_chunks_has_the_gradients_of_a_whole_one(kind: str) -> None:
     """A guess names all that its head learns: what it leaves out would get no gradient from chunks."""
     gradients = []
@@ -122,6 +139,45 @@ def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
         module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
         predicted = torch.ones(3, 13, dtype=torch.bool)
         batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.full((3,), 3.0)}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+@EVERY
+@pytest.mark.parametrize("loss", ["0.5*tv+0.5*length", "calls_tv"])
+def test_distributions_computed_once_change_no_gradient(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the target sampled other tokens than those that count, as the masks of a batch allow."""
+    columns, gradients = torch.arange(13).expand(3, -1), []
+    masks = {"predicted": columns >= torch.tensor([[4], [9], [0]]),
+             "sampled": (columns >= 1) & (columns < torch.tensor([[7], [8], [5]]))}  # fmt: skip
+    for bytes in (2**28, 0):
+        monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", bytes)
+        student = STUDENTS[kind](target())
+        module = Distillation(student, target(), [Stage(1.0, parse(loss))], *([None] * 2), {}, chunk=7)  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        batch = {"ids": IDS, "key": torch.arange(3), "temperature": torch.tensor([1.0, 0.7, 2.0]), **masks}
+        module.training_step(batch, 0).backward()
+        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("vocabulary", [29, 30, 31])
+@pytest.mark.parametrize("kind", [kind for kind in STUDENTS if "pruned" in kind])
+def test_a_pruned_head_with_padding_is_learnt_as_over_all_columns(
+    kind: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 32 ids of a head only the first can have mass; a draft's vocabulary may have some of the others."""
+    gradients = []
+    for narrow in (True, False):
+        made = STUDENTS[kind](target())
+        student = type(made)(made.network, made.target, vocabulary)
+        if not narrow:
+            monkeypatch.setattr(type(student), "pruned", None)
+        module = Distillation(student, target(), [Stage(1.0, parse("tv"))], *([None] * 2), {})  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+        predicted = torch.ones(3, 13, dtype=torch.bool)
+        batch = {"ids": IDS % 29, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
         module.training_step(batch, 0).backward()
         gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
     torch.testing.assert_close(*gradients)

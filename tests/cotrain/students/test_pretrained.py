@@ -123,6 +123,10 @@ MISFITS: dict[str, Any] = {
     "another shape": ("hydra", "hydra", {"num_heads": 4}, "tensor bias has shape .3, 64., config.json says .4, 64."),
     "another width": ("medusa", "medusa", {"hidden_size": 32, "num_heads": 3}, "tensor bias has shape"),
     "another vocabulary": ("eagle", "eagle", {"vocab_size": 301, "draft_vocab_size": 300}, "is missing"),
+    "a Markov head of more ids": ("parallel", "parallel", {"vocab_size": 301, "markov_rank": 3},
+                                  "its small head or Markov head is of 301 ids, the target has 300: "),
+    "a small head of more ids": ("independent", "independent", {"vocab_size": 301, "draft_vocab_size": 20},
+                                 "its small head or Markov head is of 301 ids, the target has 300: "),
 }  # fmt: skip
 
 

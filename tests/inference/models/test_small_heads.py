@@ -233,17 +233,19 @@ def fetched(cache: Path, folder: Path, name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from its folder: a small head of every form, a Markov head, and a plain model."""
+    """As from its folder, and with its settings of generation: a small head of every form, a Markov head, and a plain
+    model."""
     target = tiny(dtype=torch.float32)
     forms = {"pruned": kinds.small(near(target, 0.2), 16), "low": kinds.small(near(target, 0.2), rank=5),
              "markov": kinds.chained(kinds.small(kinds.masked(target, 0.2), 16, 5)),
              "plain": near(target, 0.2)}  # fmt: skip
     for name, network in forms.items():
+        network.generation_config.eos_token_id = [5, 7]
         network.save_pretrained(tmp_path / name)
         hub = fetched(tmp_path / "cache", tmp_path / name, f"me/{name}", monkeypatch)
         made: Any = Parallel if name == "markov" else Independent
         for again in (made(hub).model, causal_lm(hub, target), made(str(tmp_path / name)).model):
-            assert type(again.lm_head) is type(network.lm_head)
+            assert type(again.lm_head) is type(network.lm_head) and again.generation_config.eos_token_id == [5, 7]
             assert again.state_dict().keys() == network.state_dict().keys()
             for key, tensor in network.state_dict().items():
                 assert torch.equal(again.state_dict()[key], tensor), key
@@ -255,6 +257,33 @@ def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pyt
         Independent("me/low")
     with pytest.raises(ValueError, match="draft.path=me/low: tensors are missing: lm_head.projection.up.weight"):
         causal_lm("me/low", target)
+
+
+DAMAGES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "an id twice": ({"lm_head.known": torch.tensor([*range(15), 3])}, "id 3 stands twice in the draft's vocabulary"),
+    "an id too high": ({"lm_head.known": torch.arange(17, 33)}, "id 32 of the draft's vocabulary is not from 0 to 31"),
+    "no number": ({"model.norm.weight": torch.full((16,), torch.nan)}, "tensor model.norm.weight holds NaN"),
+    "another shape": ({"markov_head.markov_w2.weight": torch.zeros(15, 3)}, "markov_head.markov_w2.weight"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_draft_is_refused_wherever_it_is_read(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder and from the hub, to serve and to go on from."""
+    tensors, said = DAMAGES[damage]
+    target, folder = tiny(dtype=torch.float32), tmp_path / "draft"
+    kinds.chained(kinds.small(kinds.masked(target, 0.2), 16)).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    hub = fetched(tmp_path / "cache", folder, "me/draft", monkeypatch)
+    readers: list[Any] = [Independent, Parallel, lambda path: causal_lm(path, target), load_draft]
+    for path, read in ((path, read) for path in (str(folder), hub) for read in readers):
+        if path == hub and read is load_draft:
+            continue
+        with pytest.raises(ValueError, match=said):
+            read(path)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +313,9 @@ def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids: list[int], sai
     feature.d2t.copy_(torch.tensor(ids) - torch.arange(16))
     with pytest.raises(ValueError, match=f"draft: tensor d2t: {said}"):
         feature.fits(target, "draft")
-    feature.know(range(16))
-    feature.t2d[3] = False
-    with pytest.raises(ValueError, match="draft: tensor t2d: it does not mark the tokens that d2t names"):
+    for unmarked, marked in (([3], []), ([], [20]), ([3], [20])):
+        feature.know(range(16))
         feature.fits(target, "draft")
+        feature.t2d[unmarked], feature.t2d[marked] = False, True
+        with pytest.raises(ValueError, match="draft: tensor t2d: it does not mark the tokens that d2t names"):
+            feature.fits(target, "draft")
