@@ -67,8 +67,8 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
 class Remembered:
     """Distributions at some positions of a batch, which are computed once for all of its guesses.
 
-    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position, or n, which is no row, if it
-    has none.
+    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position; n, which is no row, for
+    positions that have none.
     """
 
     values: Tensor

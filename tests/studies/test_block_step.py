@@ -1,14 +1,9 @@
-"""The study of what a step of a block draft costs: its interval, and a report of two drafts on the bundled target."""
+"""The study of what a step of a block draft costs: a report of two drafts on the bundled target."""
 
 import json
 from pathlib import Path
 
 from studies import block_step
-
-
-def test_the_interval_is_of_order_statistics() -> None:
-    """Of 25 values in any order: the 13th, and those 4.9 places below and above."""
-    assert block_step.interval([float(n * 7 % 25) for n in range(25)]) == [12.0, 7.0, 17.0]
 
 
 def test_the_report(tmp_path: Path) -> None:
