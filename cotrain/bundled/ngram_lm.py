@@ -163,7 +163,7 @@ def evaluate(train: Blocks, held_out: Blocks, sizes: Tensor, order: int = 5) -> 
     different domains.
     """
     if train.domains != held_out.domains:
-        raise ValueError(f"train has domains {train.domains}, held-out {held_out.domains}")
+        raise ValueError(f"train and held-out must have the same domains, not {train.domains} and {held_out.domains}")
     bits = _measure(train.ids, held_out, range(len(train.domains)), "all", sizes, order)
     for index, name in enumerate(train.domains):
         bits |= _measure(train.ids[train.domain == index], held_out, [index], name, sizes, order)

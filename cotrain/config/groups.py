@@ -39,7 +39,7 @@ class Model:
 
 @dataclass
 class Target:
-    """The model that is served. `bundled` is the model shipped in data/target. adapter: a PEFT folder. It is merged
+    """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is merged
     into the weights or, if these are quantised, runs without being merged."""
 
     path: str

@@ -237,7 +237,8 @@ def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[str]:
-    """Write a byte-level BPE, with a token for every row of the embedding. Returns a remark for cuts without a name."""
+    """Write a byte-level BPE, with a token for every row of the embedding. Returns a remark for the user if llama.cpp
+    has no name for how the tokenizer cuts texts into words."""
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
     if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
         one["type"] for one in _steps(core, "decoder")

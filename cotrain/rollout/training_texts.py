@@ -215,7 +215,7 @@ def read_rows(path: Path) -> datasets.Dataset:
 
 
 def padded(rows: Iterable[Mapping[str, Any]]) -> Texts:
-    """Pad rows of FEATURES to Texts."""
+    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row."""
     rows = list(rows)
     ids = [torch.tensor([*row["prompt"], *row["completion"]], dtype=torch.int64) for row in rows]
     prompt = torch.tensor([len(row["prompt"]) for row in rows])

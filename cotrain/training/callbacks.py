@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,13 @@ def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
 
 @contextmanager
 def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Give the module's draft the weights of all these callbacks within the block."""
-    for one in swaps:
-        one.show(module)
-    yield
-    for one in swaps:
-        one.hide(module)
+    """Call `show` of each callback before the block, and `hide` after it, so that the draft has the replaced weights
+    within the block."""
+    with ExitStack() as shown:
+        for one in swaps:
+            one.show(module)
+            shown.callback(one.hide, module)
+        yield
 
 
 class Averaged(SwapWeights):

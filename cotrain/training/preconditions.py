@@ -197,8 +197,8 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 def refuse_minutes(cfg: TrainConfig) -> None:
     """Raise ValueError, naming the key, for a time limit that is not above 0. It is also raised for a time limit
-    together with rollout.rounds > 1, since these rounds end at given steps. A measurement that leaves training too
-    small a share of minutes= raises it too."""
+    together with rollout.rounds > 1, since these rounds end at given steps. For a run that measures, it is raised too
+    if bench.minutes leaves training less than the share LEAST of minutes=."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit is not None and (limit <= 0 or cfg.rollout.rounds > 1):
             raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")

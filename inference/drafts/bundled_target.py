@@ -33,10 +33,11 @@ def resolve(path: str, key: str = "target.path") -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError if `path` does not exist and cannot be a repository of the hub. No request is sent to the hub.
+    """Raise ValueError if `path` does not exist and is not taken for a repository of the hub. No request is sent to it.
 
-    A path cannot be a repository if it is no valid hub name, if it lies inside an existing folder, or if a similar path
-    exists. The message names the key and the working directory.
+    A path that is no valid hub name is refused. A valid name is taken for a mistyped path if its first part is an
+    existing folder or if a similar path exists, unless its config.json is in the hub's cache. The message names the key
+    and the working directory.
     """
     if path == NAME or path in PACKAGED or os.path.lexists(path):
         return

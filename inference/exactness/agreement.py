@@ -29,11 +29,12 @@ POSITIONS, LAST = 128, 32  # tokens compared per text, and how many of them are 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """The result of check (d). It covers `tokens` tokens at positions `first` to `last`, counting the prompt.
+    """The result of check (d), that the engine's logits agree with transformers' own forward (see `verdict`). It covers
+    `tokens` tokens at positions `first` to `last`, counting the prompt.
 
-    All distances are in units of the logits' root mean square. one: mean distance from transformers' own forward for
-    passes of one id (root mean square over tokens). many: the same for passes of k + 1 ids. worst: largest distance at
-    a single token. own: change of transformers' logits when embeddings move by one unit in the last place. limit:
+    All distances are in units of the logits' root mean square. one: distance between the engine's passes of one id and
+    transformers' own forward, as a root mean square over the compared tokens. many: the same for passes of several ids
+    or over a tree. worst: largest distance at a single token. own: change of transformers' logits when embeddings move by one unit in the last place. limit:
     tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype.
     """
 

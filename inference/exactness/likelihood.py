@@ -54,7 +54,8 @@ class LikelihoodCheck:
 
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
-    """Run check (e) over all tokens of the texts. p comes from transformers' own forward of each whole text, so faults
+    """Check that the emitted tokens are as likely under the target as tokens drawn from it (check (e) of `verdict`),
+    over all tokens of the texts. p comes from transformers' own forward of each whole text, so faults
     of the engine's passes do not affect it."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target

@@ -67,8 +67,11 @@ def grow(
 
 
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
-    """Return, for each parent, the depth of its next child and P(a round that starts at t reaches that child | text)
-    (B, T)."""
+    """Return the child that could be added to each node next: node -> (the child's depth, chances (B, T)).
+
+    Node -1 is the root. chances: P(a round that starts at t reaches the child | text). Nodes at the largest depth, and
+    nodes with all their children, are left out.
+    """
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
     for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):

@@ -5,10 +5,12 @@ The time of a pass over a few ids depends on the number of operations, not on th
 some sixty per layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one),
 one rotation and one attention, on the model's own weights. Projections that are applied together are copied into one
 tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training still
-changes them. Only `packed` and `int8` make copies. The pass is a function of tensors, so it is compiled once for all
+changes them. Two functions store more: `packed` adds a second copy of each projection, and `int8` returns rounded
+copies. The pass is a function of tensors, so it is compiled once for all
 models of a shape (`compiled`).
 
-A rows, n ids per row, H query heads, G key/value heads, D head size, L slots read; a group is H/G query heads.
+Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
+read. A group has H/G query heads.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -231,7 +231,7 @@ class LM:
         whole pass writes them.
         """
         if not 0 < layers <= self.depth:
-            raise ValueError(f"layers={layers}: {type(self.model).__name__} has {self.depth} layers; give at least 1")
+            raise ValueError(f"layers={layers}: set 1 to {self.depth}, the layers of {type(self.model).__name__}")
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
