@@ -14,8 +14,8 @@ class Counts:
     """Counts of one row or several. tokens: number emitted. target_calls: one per round.
 
     Three lists have one entry per depth d (0-based). drafted[d]: rounds with a draft at depth d. accepted[d]: rounds
-    that accepted drafts 0 to d. tried[d]: rounds that had a draft at depth d and accepted all drafts before it. starts: for each round, the number of tokens
-    that the row had emitted before it; only in counts of single rows.
+    that accepted drafts 0 to d. tried[d]: rounds that had a draft at depth d and accepted all drafts before it. starts:
+    for each round, the number of tokens that the row had emitted before it; only in counts of single rows.
     """
 
     tokens: int = 0

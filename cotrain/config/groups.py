@@ -39,8 +39,8 @@ class Model:
 
 @dataclass
 class Target:
-    """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is merged
-    into the weights or, if these are quantised, runs without being merged."""
+    """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is
+    merged into the weights or, if these are quantised, runs without being merged."""
 
     path: str
     adapter: str | None

@@ -34,8 +34,9 @@ class LogitsCheck:
 
     All distances are in units of the logits' root mean square. one: distance between the engine's passes of one id and
     transformers' own forward, as a root mean square over the compared tokens. many: the same for passes of several ids
-    or over a tree. worst: largest distance at a single token. own: change of transformers' logits when embeddings move by one unit in the last place. limit:
-    tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype.
+    or over a tree. worst: largest distance at a single token. own: change of transformers' logits when embeddings move
+    by one unit in the last place. limit: tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both
+    tolerances follow from `own` and the dtype.
     """
 
     tokens: int
