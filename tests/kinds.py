@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from inference.models.markov import MARKOV, put_markov_head
-from inference.models.pretrained import decoder_layers
+from inference.models.pretrained import decoder_layers, length_of
 from inference.models.small_heads import RANK, VOCABULARY, fill, put_small_head
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import Independent, NGram, kind_of
@@ -99,7 +99,7 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
     config = target.config
     network: EagleNetwork = made(made.config_class(
         hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
-        vocab_size=config.vocab_size, max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size, max_position_embeddings=length_of(config),
         **{"depths": 3, "eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
     )).to(target.dtype).eval()  # fmt: skip
     with torch.no_grad():
