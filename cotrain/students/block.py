@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import EagleStudent, copy_ends, segments, sizes_of
+from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
 from cotrain.students.parallel import KEEP, starts
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
@@ -68,7 +68,7 @@ class BlockStudent(EagleStudent):
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
         every = copy(draft)
         every.head_dim, every.kv_heads = size, draft.kv_heads or max(theirs.hidden_size // size, 1)
-        every.intermediate = draft.intermediate or theirs.intermediate_size
+        every.intermediate = draft.intermediate or inner_width(theirs)
         return sizes_of(every, target, False)
 
     @classmethod

@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.losses.guess import Pruned
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
+from inference.models.pretrained import length_of
 from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
 
+INNER_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # config keys
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
 
@@ -281,13 +283,13 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
     layers = fused(theirs.num_hidden_layers)
     return {
         "hidden_size": width,
-        "intermediate_size": theirs.intermediate_size if like else draft.intermediate,
+        "intermediate_size": inner_width(theirs) if like else draft.intermediate,
         "num_attention_heads": heads,
-        "num_key_value_heads": theirs.num_key_value_heads if like else min(draft.kv_heads, heads),
+        "num_key_value_heads": getattr(theirs, "num_key_value_heads", heads) if like else min(draft.kv_heads, heads),
         "head_dim": (getattr(theirs, "head_dim", None) or width // heads) if like else draft.head_dim,
         "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta", 10000.0),
-        "max_position_embeddings": theirs.max_position_embeddings,
+        "max_position_embeddings": length_of(theirs),
         "vocab_size": theirs.vocab_size,
         "draft_vocab_size": draft.vocabulary,
         "head_rank": draft.head_rank,
@@ -297,6 +299,12 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
         "eos_token_id": theirs.eos_token_id,
         "pad_token_id": theirs.pad_token_id,
     }
+
+
+def inner_width(config: PretrainedConfig) -> int:
+    """Return the width inside a target's feed-forward layers, or 4 times its width if its config does not state one."""
+    widths = [getattr(config, key, None) for key in INNER_WIDTHS]
+    return int(next((width for width in widths if width), 4 * config.hidden_size))
 
 
 @torch.no_grad()
@@ -314,6 +322,8 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
         if theirs is None or theirs.shape[0] != ours.shape[0]:
             raise ValueError(f"init=target_layers: the target's {prefix} has no {part} that fits; set init=scratch")
         ours.zero_()[..., -theirs.shape[-1] :] = theirs
+    if "input_layernorm.weight" not in named:
+        raise ValueError(f"init=target_layers: the target's {prefix} has no input_layernorm; set init=scratch")
     return named["input_layernorm.weight"]
 
 

@@ -32,7 +32,7 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.markov import remove_markov_head
-from inference.models.pretrained import quantised
+from inference.models.pretrained import length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
@@ -160,7 +160,7 @@ def scratch(
         num_attention_heads=width // head_dim,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=theirs.max_position_embeddings,
+        max_position_embeddings=length_of(theirs),
         rope_parameters=dict(rope) if rope.get("rope_type") in ROPES else None,
         tie_word_embeddings=True,
         bos_token_id=theirs.bos_token_id,
