@@ -1,4 +1,4 @@
-"""Drafts on targets of twelve architectures: in float64, ragged, the greedy text is that of plain decoding, or a refusal
+"""Drafts on targets of twelve architectures: in float64, ragged, the greedy text is that of plain decoding, or an error
 says why. Trees of drafts that read the target's states or run its layers, or draft in one pass; chains and trees of
 block drafts. A draft of its own is in `test_families` and `test_tree_drafts`."""
 
