@@ -124,7 +124,7 @@ def test_a_head_that_does_more_raises() -> None:
             return out
 
     model.__class__ = Shifted
-    with pytest.raises(ValueError, match="Shifted: its head does more than project"):
+    with pytest.raises(ValueError, match="Shifted: its head does more than a projection"):
         split(model)
 
 

@@ -31,6 +31,8 @@ OTHERS = {
     "inference/drafts/draft_folder.py:write": "fills the folder of a caller's new_folder",
     "inference/drafts/draft_folder.py:describe": "the same",
     "inference/proposers/eagle.py:save_pretrained": "the same",
+    "inference/drafts/gguf_target.py:_write": "the same",
+    "inference/drafts/gguf_target.py:_alone": "an empty file whose lock is held",
     "cotrain/export/eagle3.py:_as_speculators": "the same",
     "cotrain/students/base.py:save": "the same",
     "cotrain/rollout/samplers.py:collect": "lines are appended, and a last one that is cut short is dropped",

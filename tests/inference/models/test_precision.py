@@ -72,7 +72,7 @@ def test_a_target_is_loaded_in_what_the_machine_computes(
 ) -> None:
     wanted = torch.float32 if emulates else torch.bfloat16
     model, truth = load_target(str(target)), network().bfloat16()
-    assert ("no fast bfloat16, so the target runs in float32" in capsys.readouterr().err) is emulates
+    assert ("slow in bfloat16, so the target runs in float32" in capsys.readouterr().err) is emulates
     assert model.dtype == load_model(str(target)).dtype == wanted
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(model.parameters(), truth.parameters(), strict=True))
     assert load_target(str(target), dtype="bfloat16").dtype == torch.bfloat16

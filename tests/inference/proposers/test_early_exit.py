@@ -136,8 +136,8 @@ def test_packed_texts_are_read_apart() -> None:
 
 def test_another_target_and_missing_layers_raise() -> None:
     target = tiny(layers=3)
-    with pytest.raises(ValueError, match="make it with the engine's model"):
+    with pytest.raises(ValueError, match="its target is not the engine's model"):
         Engine(tiny(layers=3), EarlyExit(exit_network(target), target)).generate(PROMPTS[:1], max_new_tokens=4)
     for layers in (0, 4):
-        with pytest.raises(ValueError, match="of a target of 3: give 1 .. 3"):
+        with pytest.raises(ValueError, match="but the target has 3: give 1 to 3"):
             untrained_exit(target, layers, 2, 2)
