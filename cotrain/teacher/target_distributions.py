@@ -86,8 +86,7 @@ def remembered(
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
-    Return `target` itself if they would need more than `REMEMBERED` bytes, if they depend on the draft, or if no
-    position has a guess.
+    Return `target` itself if they would need more than `REMEMBERED` bytes, or depend on the draft.
 
     Either all guesses are pruned to the same ids, or no guess is pruned. temperature: as in `chunked`.
     """
@@ -97,8 +96,6 @@ def remembered(
     for guess in guesses:
         wanted[guess.at] = True
     at = (wanted & mask.flatten()).nonzero().squeeze(-1)
-    if not len(at):  # no guess is made where a token counts, as after the first token of a short text
-        return target
     each = over_positions(temperature, mask.shape, target.states)
 
     def logs(some: Tensor) -> Tensor:
