@@ -94,8 +94,9 @@ $(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Ma
 
 # its scripts would look for a compiler or a GPU
 $(LLAMACPP_READY): tests/engines/llamacpp/package.json tests/engines/llamacpp/package-lock.json
-	@command -v npm >/dev/null || { echo "make test-engines needs node 20 and npm, for llama.cpp" >&2; exit 1; }
-	mkdir -p $(LLAMACPP)
-	cp $^ $(LLAMACPP)
-	cd $(LLAMACPP) && npm ci --ignore-scripts --omit=optional --no-audit --no-fund --silent
-	@touch $(LLAMACPP_READY)
+	@if ! command -v npm >/dev/null; then \
+	    echo "no npm (node 20): the tests with llama.cpp are skipped, and listed at the end" >&2; \
+	else \
+	    mkdir -p $(LLAMACPP) && cp $^ $(LLAMACPP) && cd $(LLAMACPP) && \
+	        npm ci --ignore-scripts --omit=optional --no-audit --no-fund --silent && touch ready; \
+	fi
