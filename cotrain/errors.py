@@ -1,9 +1,23 @@
 """Exceptions that end a command with a message for the user."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """An error that the user can correct. The command line prints its message without a traceback, so the message names
     the setting or file to change."""
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise UserError, with the same message in one line, for a ValueError or OSError in the block."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(" ".join(str(error).split())) from error
 
 
 class NotFinite(UserError):

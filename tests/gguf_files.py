@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.folders import network, tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'cotrain[gguf]'")
+add_sizes = pytest.importorskip("cotrain.export.gguf").add_sizes
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -82,18 +83,7 @@ def write_gguf(
     out = gguf.GGUFWriter(path, "llama")
     out.add_name("Tiny Llama")
     out.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
-    out.add_context_length(config.max_position_embeddings)
-    out.add_embedding_length(config.hidden_size)
-    out.add_block_count(config.num_hidden_layers)
-    out.add_feed_forward_length(config.intermediate_size)
-    out.add_head_count(config.num_attention_heads)
-    out.add_head_count_kv(config.num_key_value_heads)
-    out.add_key_length(config.head_dim)
-    out.add_value_length(config.head_dim)
-    out.add_rope_dimension_count(config.head_dim)
-    out.add_rope_freq_base(10_000.0)
-    out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    out.add_vocab_size(config.vocab_size)
+    add_sizes(out, config)
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre(cuts)
     out.add_token_list(tokens)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from cotrain.config.settings import DatastoreConfig
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.training.preconditions import ids_of, outline
@@ -19,17 +19,16 @@ def run(cfg: DatastoreConfig) -> None:
     """Tokenize the training split with the target's tokenizer, and write the datastore to `output`."""
     refuse_replaced(cfg.output, ABOUT)
     writable("output", cfg.output)
-    try:
+    with user_errors():
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         source = source_of(cfg.data, "train", tokenizer, ends_of(target))
         origin = {"target": cfg.target.path, "data": cfg.data.path, "environment": environment()}
         about = About(ids_of(tokenizer), cfg.depth, tokenizer=hash_tokenizer(tokenizer), made=origin)
         store = Datastore.of(_documents(source), about)
-        place = store.save(cfg.output, replace=cfg.overwrite)
-    except FileExistsError as error:
-        raise UserError(f"{error}; overwrite=true replaces it") from error
-    except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        try:
+            place = store.save(cfg.output, replace=cfg.overwrite)
+        except FileExistsError as error:
+            raise UserError(f"{error}; overwrite=true replaces it") from error
     print(f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
           f"cotrain train draft=retrieval draft.datastore={place}")  # fmt: skip
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, from_target, sampling
 from cotrain.data.prompt_rows import prompt_tokens
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import Source, beside
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import refuse_quantisation
@@ -24,12 +24,11 @@ def run(cfg: RolloutConfig) -> None:
         )
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
-        asked, loaded = cfg.rollout, None
+        asked, loaded, without_weights = cfg.rollout, None, _checked(cfg)
         if from_target(cfg.data):
-            _checked(cfg)
             loaded = models(cfg)
             sample_prompts(cfg, *loaded, Path(asked.folder or folder))
-        prompts = _prompts(cfg)
+        prompts = _prompts(cfg, *without_weights)
         prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
         target, tokenizer = loaded or models(cfg)
         texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
@@ -38,22 +37,22 @@ def run(cfg: RolloutConfig) -> None:
 
 
 def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target without storage, and its tokenizer. Raises UserError or ValueError if target, draft or server
-    cannot be used."""
-    target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
-    refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
-    if cfg.rollout.url:
-        server("rollout.url", cfg.rollout.url)
-    if cfg.draft.path:
-        refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
+    """Return the target without storage, and its tokenizer. Raises UserError if target, draft or server cannot be
+    used."""
+    with user_errors():
+        target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
+        refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+        if cfg.rollout.url:
+            server("rollout.url", cfg.rollout.url)
+        if cfg.draft.path:
+            refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
     return target, tokenizer
 
 
-def _prompts(cfg: RolloutConfig) -> Source:
-    """Return the source of the prompts. It is read before weights are loaded. Raises UserError if data, target, draft
-    or server cannot be used."""
-    try:
-        target, tokenizer = _checked(cfg)
+def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
+    """Return the source of the prompts. It is read before weights are loaded. target: without storage. Raises UserError
+    if the data cannot be used."""
+    with user_errors():
         asked, room = cfg.rollout, holds(target.config)
         if not asked.prompt_tokens:
             splits = {"train", cfg.kind} if cfg.data.path else set()
@@ -62,5 +61,3 @@ def _prompts(cfg: RolloutConfig) -> Source:
             asked.prompt_tokens = prompt_tokens(train, room - asked.new_tokens, texts.values())
         fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room)
         return source(cfg, cfg.kind, target, tokenizer)
-    except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from error

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import outline, same_tokenizer, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
@@ -105,15 +105,13 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
     or the draft does not fit the target (`Proposer.fits`).
     """
-    try:
+    with user_errors():
         target, tokenizer = outline(target_path, trust_remote_code)
         draft_folder = folder(draft_path)
         kind = kind_of(draft_folder.kind)
         own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:
             kind.fits(draft, target, f"draft.path={draft_path}")
-    except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from error
     if own is not None and not kind.own_tokenizer:
         same_tokenizer(draft_path, tokenizer, own)
     if draft is not None and size_of(draft).active > size_of(target).active:

@@ -109,7 +109,7 @@ def write_file(
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    _add_sizes(writer, config)
+    add_sizes(writer, config)
     if isinstance(words, GGUFReader):
         remarks = _copy_tokenizer(writer, words)
     else:
@@ -142,7 +142,8 @@ def refuse(config: PretrainedConfig) -> None:
         raise UserError(f"{at} rope_type is {rope}, and {', '.join(scaled)} are written (llama3 for Llama alone)")
 
 
-def _add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
+def add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Write the sizes of a model of Llama's shape, its norms and its rope."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer.add_vocab_size(config.vocab_size)

@@ -13,10 +13,10 @@ from torch import Tensor
 from cotrain.losses.guess import Guess
 from inference.models.markov import MarkovHead
 
+Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, columns)
 
-def after_tokens(
-    guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Callable[[Tensor], Tensor]
-) -> list[Guess]:
+
+def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Columns) -> list[Guess]:
     """Return the guesses with a term added to the logits, which the Markov head computes from the token before each
     guess.
 
@@ -28,13 +28,12 @@ def after_tokens(
         states, width = guess.states, guess.states.shape[-1]
         rows = markov.markov_w1(ids.flatten()[guess.at.to(ids.device)]).to(states)
 
-        def head(read: Tensor) -> Tensor:
-            return guess.head(read[..., :width]) + spread(markov.markov_w2(read[..., width:]))
+        def with_term(head: Columns, place: Columns) -> Columns:
+            return lambda read: head(read[..., :width]) + place(markov.markov_w2(read[..., width:]))
 
-        pruned = guess.pruned
+        head, pruned = with_term(guess.head, spread), guess.pruned
         if pruned is not None:
-            plain = pruned.head
-            pruned = pruned._replace(head=lambda read: plain(read[..., :width]) + markov.markov_w2(read[..., width:]))
+            pruned = pruned._replace(head=with_term(pruned.head, lambda term: term))
         parameters = (*guess.parameters, *markov.markov_w2.parameters())
         return replace(guess, states=torch.cat((states, rows), -1), head=head, parameters=parameters, pruned=pruned)
 

@@ -25,7 +25,7 @@ from cotrain.config.settings import TrainConfig, from_target, learnt
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.rollout.self_prompts import SELF, opening
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
@@ -71,7 +71,7 @@ def require(cfg: TrainConfig) -> RunOutline:
     Two things are not checked here. `run_folder.refuse` checks the output folder. Whether the embedded corpora have
     enough prompts is known only once they are read.
     """
-    try:
+    with user_errors():
         _settings(cfg)
         _folders(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
@@ -83,10 +83,6 @@ def require(cfg: TrainConfig) -> RunOutline:
         else:
             sources = require_texts(cfg, target, tokenizer)
         _lengths(cfg, target, draft)
-    except UserError:
-        raise
-    except (ValueError, OSError) as error:
-        raise UserError(" ".join(str(error).split())) from error
     return RunOutline(target, tokenizer, draft, sources)
 
 

@@ -2,24 +2,22 @@
 request at a time.
 """
 
-import json
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from inference.measure.arms import Arm, ArmResult, refuse
 from inference.output import Counts, Stats
 from inference.sampling import Sampling
+from inference.servers.worker import Worker
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 TRANSLATED = ("temperature",)
 SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still spin on the shared cores
 
 
-class Server:
+class Server(Worker):
     """A process that runs vLLM with a target folder and, if given, a speculative_config. See `vllm_worker` for the
     requests.
 
@@ -31,48 +29,12 @@ class Server:
         self, python: str, target: str, speculative: dict[str, Any] | None, rows: int, context: int, log: Path
     ) -> None:
         settings = {"target": target, "speculative": speculative, "rows": rows, "context": context}
-        self.log = log
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [python, str(WORKER), json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        self.version: str = self._read()["version"]
+        super().__init__("vLLM", [python, str(WORKER)], settings, log)
 
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        request = {
-            "prompts": list(prompts),
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "seed": seed,
-        }
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            tail = self.log.read_text(errors="replace").splitlines()[-8:]
-            raise RuntimeError("vLLM has ended; the last lines of its log: " + "\n".join(tail))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        return self.ask(prompts=list(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 def draft_model(

@@ -6,11 +6,8 @@ accepted, those that are in them, and the prediction on the served texts has no 
 """
 
 import copy
-import json
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ from inference.measure.timing import engine_arm, interleave
 from inference.models.pretrained import cast
 from inference.output import Counts, Emitted
 from inference.sampling.noise import row_ids
+from inference.servers.worker import Worker
 from tests.engines.conftest import OUTPUT, reported
 from tests.engines.drafts import VOCABULARY, K, draft_folder, load
 from tests.engines.kinds.conftest import SIZE
@@ -45,47 +43,19 @@ GAP = 0.05  # of logits that spread over 2 and more: llama.cpp keeps keys and va
 TOLERANCE = 0.02  # of tau: the two likeliest tokens of a draft may tie
 
 
-class LlamaCpp:
-    """A process of `serve.mjs`. Raises RuntimeError, with the last lines of its log, when it ends early."""
+class LlamaCpp(Worker):
+    """A process of `serve.mjs`."""
 
-    def __init__(self, target: Path, draft: Path | None, log: Path) -> None:
+    def __init__(self, target: Path, draft: Path | None = None) -> None:
         settings = {
             "modules": str(Path(os.environ["COTRAIN_LLAMACPP"]).absolute()), "target": str(target),
             "draft": str(draft) if draft else None, "k": K, "context": CONTEXT,
         }  # fmt: skip
-        self.log = log
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                ["node", str(SERVE), json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        self.version = self._read()["version"]
+        super().__init__("llama.cpp", ["node", str(SERVE)], settings, OUTPUT / "llamacpp.log")
 
     def generate(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
         """The texts of the prompts, one after the other, with `rounds`, `accepted` and `seconds`."""
-        request = {"prompts": prompts, "max_new_tokens": SIZE.new_tokens, "temperature": temperature, "seed": 0}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("llama.cpp ended: " + "\n".join(self.log.read_text(errors="replace").splitlines()[-8:]))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def serving(target: Path, draft: Path | None = None) -> Iterator[LlamaCpp]:
-    server = LlamaCpp(target, draft, OUTPUT / "llamacpp.log")
-    try:
-        yield server
-    finally:
-        server.process.terminate()
-        server.process.wait(20)
+        return self.ask(prompts=prompts, max_new_tokens=SIZE.new_tokens, temperature=temperature, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +82,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def plain(target: Path, plan: Plan, found: dict[str, Any]) -> list[list[int]]:
     """Greedy texts of llama.cpp without a draft."""
-    with serving(target) as server:
+    with LlamaCpp(target) as server:
         answer = server.generate(plan.final(0, SIZE.prompts), 0.0)
     found["llama.cpp"] = server.version
     found["plain"] = {"tokens_per_second": sum(map(len, answer["tokens"])) / answer["seconds"]}
@@ -172,7 +142,7 @@ def test_every_shape_is_read_as_transformers_reads_it(shape: str, plan: Plan, tm
                 values.add_(torch.randn_like(values) * 0.2)
     write_file(model, plan.tokenizer, tmp_path / "model.gguf")
     prompts = plan.final(0, 4)
-    with serving(tmp_path / "model.gguf") as server:
+    with LlamaCpp(tmp_path / "model.gguf") as server:
         texts = server.generate(prompts, 0.0)["tokens"]
     ours = [
         model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=SIZE.new_tokens)[
@@ -193,7 +163,7 @@ def test_a_draft_is_accepted_as_predicted(
     settings = [f"draft.path={draft_folder(DRAFT)}", f"target.path={target}", f"output={folder}", f"dtype={dtype}"]
     assert main(["export", "engine=llamacpp", *settings]) == 0
     figures = found[f"{DRAFT}, {dtype}"] = {}
-    with serving(target, folder / "draft.gguf") as server:
+    with LlamaCpp(target, folder / "draft.gguf") as server:
         for temperature in (1.0, 0.0):
             regime = replace(plan, sampling=Sampling(temperature=temperature))
             prompts = plan.final(0, SIZE.prompts if temperature else SIZE.prompts // 2)

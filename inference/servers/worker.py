@@ -1,0 +1,53 @@
+"""A program in a process of its own, which answers one request at a time: a line of JSON in, a line of JSON out."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+class Worker:
+    """A process that runs `command` with its settings as the last argument, in JSON. It first says its `version`.
+
+    name: the program, for messages. log: the file that gets its standard error. Raises RuntimeError, with the last
+    lines of the log, if the process does not start or ends early.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], log: Path) -> None:
+        self.name, self.log = name, log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, json.dumps(settings)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )  # fmt: skip
+        self.version: str = self._read()["version"]
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request, and return its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            tail = self.log.read_text(errors="replace").splitlines()[-8:]
+            raise RuntimeError(f"{self.name} has ended; the last lines of its log: " + "\n".join(tail))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
