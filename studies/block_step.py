@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,15 +20,13 @@ from hydra import compose, initialize_config_dir
 
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
-from cotrain.losses.spec import parse
 from cotrain.paths import folder as shipped
 from cotrain.rollout.training_texts import padded, read_rows
-from cotrain.students.base import student_class
 from cotrain.training.job import models
-from cotrain.training.module import Distillation, Stage
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from studies.small_heads import middle
+from studies.training_rates import module_of
 
 
 def main(arguments: list[str]) -> None:
@@ -48,7 +45,7 @@ def main(arguments: list[str]) -> None:
         ]
     target, tokenizer = models(configs[0])
     texts = padded(list(read_rows(shipped("data") / "rollouts" / "train_T1"))[:2])
-    modules = [_module(cfg, target, len(tokenizer)) for cfg in configs]
+    modules = [module_of(cfg, target, len(tokenizer), texts) for cfg in configs]
     batch = {"ids": texts.ids, "predicted": texts.predicted, "key": torch.arange(2), "temperature": torch.ones(2)}
     seconds: list[list[float]] = [[] for _ in depths]
     for repeat in range(asked.repeats + 3):
@@ -71,16 +68,6 @@ def main(arguments: list[str]) -> None:
               "rows": rows}  # fmt: skip
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
     print("\n".join(f"{row['depths']} depths: {row['milliseconds'][0]:.1f} ms, {row['ratio'][0]:.2f}x" for row in rows))
-
-
-def _module(cfg: Any, target: Any, vocabulary: int) -> Any:
-    """A module that learns with forward KL, without a trainer."""
-    kind = student_class("block")
-    student = kind(kind.initial(cfg.draft, cfg.init, target), target, vocabulary)
-    stages = [Stage(1.0, parse("kl"))]
-    module: Any = Distillation(student, target, stages, *([None] * 2), {}, remember=2**30)  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=10**6, world_size=1)
-    return module
 
 
 if __name__ == "__main__":
