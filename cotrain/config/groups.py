@@ -169,8 +169,9 @@ class Rollout:
 
 @dataclass
 class Optimizer:
-    """Settings of AdamW and its trapezoidal schedule. warmup and decay are fractions of the training."""
+    """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
+    kind: str  # adamw, or muon: Muon for the matrices of layers, AdamW for the rest
     lr: float
     weight_decay: float
     betas: list[float]

@@ -83,6 +83,7 @@ RULES: dict[str, Range] = {
     "rollout.rows": SOME,
     "rollout.rounds": SOME,
     "rollout.on_draft": SHARE,
+    "optimizer.kind": _one_of(("adamw", "muon")),
     "optimizer.lr": POSITIVE,
     "optimizer.betas": Range(lambda value: 0 <= value < 1, "from 0 to below 1"),
     "optimizer.weight_decay": ANY,

@@ -178,7 +178,7 @@ def trained_by(job: Job, student: Student, losses: list[Stage], judged: dict[flo
         student,
         job.target,
         losses,
-        partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
+        partial(optim.OPTIMIZERS[rate.kind], lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(optim.trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,

@@ -1,5 +1,7 @@
 """The parts of a training run that its settings name: the target, its texts, and a plan to measure a draft."""
 
+import ctypes
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -45,6 +47,8 @@ from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 
 @dataclass
@@ -279,9 +283,22 @@ def objective(name: str) -> str:
 def settle(threads: int, seed: int) -> None:
     """Set the threads (0: torch chooses) and the seeds of a run, and hide the progress bars of `datasets`."""
     datasets.disable_progress_bars()
+    keep_freed_memory()
     if threads:
         torch.set_num_threads(threads)
     lightning.seed_everything(seed, verbose=False)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse freed memory instead of returning it to the system.
+
+    Each step frees and allocates the same large tensors. If the system takes their pages back, it clears them again on
+    the next use: a step of an eagle on two cores took 17 % longer. Without effect where the library is not glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def loss_name(loss: Loss) -> str:

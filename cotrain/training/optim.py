@@ -1,6 +1,7 @@
 """Factories of optimisers and learning-rate schedules. This module also chooses the precision of a step."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,21 +15,27 @@ from inference.models.pretrained import half
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """An optimiser that applies Muon (Jordan 2024) to the matrices in the layers, and AdamW to embeddings, heads and
-    norms.
+    """An optimiser that applies Muon (Jordan 2024) to matrices, and AdamW to embeddings, heads and norms.
 
-    Its `param_groups` are those of both optimisers, so a schedule applies to both.
+    Its `param_groups` are those of both optimisers, so a schedule applies to both. The updates of Muon are scaled to
+    the size of AdamW's, so one learning rate fits both; embedding_lr: AdamW's, if it is another.
     """
 
-    def __init__(self, model: nn.Module, lr: float, embedding_lr: float, weight_decay: float) -> None:
-        inside = {id(p) for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in f".{n}"}
-        matrices = [p for p in model.parameters() if id(p) in inside]
-        others = [p for p in model.parameters() if id(p) not in inside]
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        ]
-        super().__init__([{"params": matrices}, {"params": others}], {})
+    def __init__(
+        self, model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float] = (0.9, 0.95),
+        embedding_lr: float | None = None,
+    ) -> None:  # fmt: skip
+        matrices, others = matrices_and_others(model)
+        first, second = betas
+        muon: Callable[..., torch.optim.Optimizer] = partial(
+            torch.optim.Muon, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        rest: Callable[..., torch.optim.Optimizer] = partial(
+            torch.optim.AdamW, lr=embedding_lr or lr, betas=(first, second), weight_decay=0.0, fused=True
+        )
+        chosen = [(optimizer, some) for optimizer, some in ((muon, matrices), (rest, others)) if some]
+        self.parts = [optimizer(some) for optimizer, some in chosen]
+        super().__init__([{"params": some} for _, some in chosen], {})
         self._share()
 
     def _share(self) -> None:
@@ -51,6 +58,18 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
 
+def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trainable matrices that are no embedding and no head, and all other trainable parameters."""
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            inside = parameter.ndim == 2 and "head" not in name and id(parameter) not in tables
+            (matrices if inside else others).append(parameter)
+    return matrices, others
+
+
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
 
@@ -68,6 +87,9 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
     # else gradients could not be clipped: a fused optimiser may undo their scaling (float16) in its step
     optimizer._step_supports_amp_scaling = False
     return cast(torch.optim.AdamW, optimizer)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": MuonAdamW}  # optimizer.kind
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:

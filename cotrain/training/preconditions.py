@@ -173,6 +173,8 @@ def refuse_training(cfg: TrainConfig) -> None:
         raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided equally among {world} devices")
     if kind not in QUANTISATIONS:
         raise ValueError(f"draft.quantisation: {kind!r} is not one of {', '.join(QUANTISATIONS)}")
+    if cfg.optimizer.kind == "muon" and trainer.strategy == SHARDED:
+        raise ValueError("optimizer=muon: it needs whole matrices; set optimizer=adamw, or trainer.strategy=ddp")
     replaced = {
         "draft.quantisation": kind != "none",
         "trainer.ema": trainer.ema > 0,

@@ -10,6 +10,7 @@ from cotrain.training import optim
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from tests.folders import VOCABULARY, network
+from tests.student_kinds import STUDENTS, target
 
 
 def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -47,6 +48,16 @@ def test_muon_takes_the_matrices_of_the_layers_and_one_schedule_drives_both() ->
     optimizer.step()
     schedule.step()
     assert [group["lr"] for group in optimizer.parts[0].param_groups + optimizer.parts[1].param_groups] == [1e-2, 1e-3]
+
+
+@pytest.mark.parametrize("kind", STUDENTS)
+def test_muon_learns_the_matrices_of_every_kind_and_no_head(kind: str) -> None:
+    draft = STUDENTS[kind](target()).network
+    optimizer = optim.MuonAdamW(draft, lr=1e-2, weight_decay=0.1)
+    named = {id(parameter): name for name, parameter in draft.named_parameters()}
+    groups = {type(part).__name__: part.param_groups[0]["params"] for part in optimizer.parts}
+    assert sum(len(group) for group in groups.values()) == sum(p.requires_grad for p in draft.parameters())
+    assert not [named[id(p)] for p in groups.get("Muon", []) if p.ndim != 2 or "head" in named[id(p)]]
 
 
 def test_adamw_decays_matrices_only() -> None:
