@@ -24,6 +24,7 @@ from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
+from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
 from inference.models.pretrained import head_of, quantised, widened
 
@@ -31,6 +32,7 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+    INT8_ROWS: {},  # by `in_int8_rows`
 }
 
 
@@ -82,6 +84,8 @@ def load_target(
     if dtype == "auto" and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
         print(f"this CPU is slow in {dtype}, so the target runs in float32", file=sys.stderr)
+    if quantisation == INT8_ROWS:
+        in_int8_rows(model)
     return model.eval().requires_grad_(False)
 
 
@@ -93,7 +97,7 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
         return
     if quantised(config):
         raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
-    if find_spec("bitsandbytes") is None:
+    if QUANTISATIONS[quantisation] and find_spec("bitsandbytes") is None:
         raise ValueError(
             f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set quantisation=none"
         )

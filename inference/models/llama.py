@@ -32,6 +32,7 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a t
 
 PACKED = 2**30  # bytes of weights: larger models are not stored twice
 ROWS = 32  # ids of a pass for which the order of packed weights is chosen; other numbers work as well
+INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -354,6 +355,24 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
     return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return a weight (out, in) rounded by `int8_rows`, in its own dtype."""
+    numbers, scale = int8_rows(weight)
+    return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
+
+
+@torch.no_grad()
+def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
+    """Round the projections of a model in place, and return the model. Embeddings are not rounded, even if they are
+    tied to the head. The config names the method, by which `LM` runs the model with int8 weights where it can."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)  # a tied embedding stays
+    model.config.tie_word_embeddings = False
+    model.config.quantization_config = {"quant_method": INT8_ROWS}
+    return model
 
 
 def can_pack(model: PreTrainedModel) -> bool:

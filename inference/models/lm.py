@@ -40,7 +40,8 @@ class LM:
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`. stock: always run
     transformers' own forward, even if `llama` supports the model. compile: compile short passes (`compiled`), or on a
     GPU record them as CUDA graphs (`graphs`); None for only on a GPU. int8: round weights to 8 bits; this is for a
-    draft, since a rounded target has another distribution. spare: number of slots after those of the rows, for waiting
+    draft, since a rounded target has another distribution. A model of `llama.in_int8_rows`, which is rounded already,
+    is run with int8 weights if it can be. spare: number of slots after those of the rows, for waiting
     prompts. cache: the cache of a larger LM whose first layers are this model; both use the same keys and values.
     scaled: multiply the states that the head reads by each row's `scale` (rows + spare, D), which starts at ones and is
     written by the caller.
@@ -65,6 +66,8 @@ class LM:
         self.model = model.eval()
         config = model.config.get_text_config()
         refuse_unsupported(model, config)
+        quantisation = quantisation_of(model.config)
+        int8 = int8 or (quantisation == llama.INT8_ROWS and not stock and takes_int8(model))
         self.size = config.vocab_size
         self.vocabulary = vocabulary or self.size
         positions = positions_of(config)
@@ -81,7 +84,7 @@ class LM:
         self.device, self.dtype = model.device, model.dtype
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as the longest pass had ids a row
-        quantisation, dtype = quantisation_of(model.config), str(model.dtype).removeprefix("torch.")
+        dtype = str(model.dtype).removeprefix("torch.")
         self.weights = "int8" if int8 else dtype if quantisation == "none" else f"{quantisation}, {dtype}"
 
     @property

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.checksum import Stamp
-from inference.models.llama import int8_rows
+from inference.models.llama import rounded
 from inference.models.lm import takes_int8
 from inference.models.pretrained import quantised
 from inference.proposers.base import Host, LoadArguments, SettingsNetwork
@@ -125,8 +125,7 @@ def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
     """Round a weight (out, in) to numbers that `bits` can represent, in its own dtype. int8 has one scale per row, see
     `int8_rows`. nf4 has one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
-        numbers, scale = int8_rows(weight)
-        return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
+        return rounded(weight)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     return dequantize_4bit(*quantize_4bit(weight.contiguous(), quant_type="nf4")).to(weight.dtype)

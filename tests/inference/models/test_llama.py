@@ -14,6 +14,7 @@ from inference.models import lm as lm_module
 from inference.models.forward import Stock
 from inference.models.llama import applies
 from inference.models.lm import LM
+from inference.models.pretrained import quantisation_of
 from tests.tiny import tiny
 
 SHAPE: dict[str, Any] = {
@@ -128,6 +129,27 @@ def test_eight_bit_weights_are_the_nearest_ones_and_change_the_distribution_litt
     assert lm.weights == "int8"
     apart = (passes(lm).float().softmax(-1) - stock.float().softmax(-1)).abs().sum(-1) / 2
     assert 0 < apart.mean() < 0.03
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_int8_rows_runs_on_int8_weights_with_its_own_distribution(tied):
+    settings = WIDE | {"initializer_range": 0.1, "tie_word_embeddings": tied}
+    model, exact = (build("Qwen2", settings, torch.bfloat16) for _ in range(2))
+    assert llama.in_int8_rows(model) is model and quantisation_of(model.config) == llama.INT8_ROWS
+    assert torch.equal(model.get_input_embeddings().weight, exact.get_input_embeddings().weight)
+    for ours, theirs in zip(projections(model), projections(exact), strict=True):
+        assert all(map(torch.equal, llama.int8_rows(ours), llama.int8_rows(theirs)))  # rounded again, nothing changes
+    lm, stock = LM(model, 3), LM(model, 3, stock=True)
+    assert lm.weights == "int8" and stock.weights == "int8_rows, bfloat16"
+    exactly = passes(LM(copy.deepcopy(model).double(), 3, stock=True)).softmax(-1)
+    kernel, transformers_own = (
+        (passes(one).double().softmax(-1) - exactly).abs().sum(-1).mean() for one in (lm, stock)
+    )
+    assert kernel < 1.5 * transformers_own  # as near as bfloat16 comes to the rounded weights
+
+
+def projections(model):
+    return [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def test_eight_bits_are_for_bfloat16_models_of_known_families():
