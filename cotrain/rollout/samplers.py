@@ -17,6 +17,7 @@ from inference.drafts.atomic import naming_full_disk, write_atomic
 from inference.sampling import noise
 from inference.servers.openai_client import Client, Completion
 
+WINDOW = 512  # prompts that are sorted by length
 SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
 
 
@@ -154,7 +155,8 @@ def collect(
     say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
     title: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`.
+    """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`, in the
+    order of `by_length`.
 
     Each finished batch is appended to the file `partial`, and a resumed run continues after the last one. keys: of the
     random numbers, by default the index of each prompt, so a resumed run samples the same texts as an uninterrupted
@@ -162,15 +164,17 @@ def collect(
     is expected to end later, so there may be fewer rows than prompts. title: of the display.
     """
     keys = range(len(asked)) if keys is None else keys
+    order = by_length([len(prompt) for _, prompt in asked])
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
     display = Display(title or f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         for start in range(first, len(asked), sampler.rows):
-            batch = asked[start : start + sampler.rows]
+            chosen = order[start : start + sampler.rows]
+            batch = [asked[i] for i in chosen]
             texts = [prompt for _, prompt in batch]
-            completions = sampler(texts, sampling, new_tokens, seed, list(keys[start : start + len(batch)]))
+            completions = sampler(texts, sampling, new_tokens, seed, [keys[i] for i in chosen])
             batch_rows = [
                 {"domain": domain, "prompt": prompt, "completion": completion}
                 for (domain, prompt), completion in zip(batch, completions, strict=True)
@@ -185,6 +189,14 @@ def collect(
                 print(f"sampling ends after {len(rows)} of {len(asked)} texts: minutes= leaves no time for more")
                 break
     return rows
+
+
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Return the order in which prompts of these lengths are sampled. A batch is as wide as its longest prompt, so of
+    each `WINDOW` prompts the longest come first. The order does not depend on the batch, so another one can resume."""
+    every = range(len(lengths))
+    windows = (every[start : start + WINDOW] for start in range(0, len(lengths), WINDOW))
+    return [i for window in windows for i in sorted(window, key=lambda i: -lengths[i])]
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:

@@ -86,6 +86,20 @@ def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaFo
     assert (tmp_path / "partial.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
+def test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers(
+    target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "WINDOW", 4)
+    asked = [("a", [5 + i] * (1 + 3 * i % 5)) for i in range(7)]
+    plain = {
+        tuple(prompt): Own(Engine(target, rows=1))([prompt], WARM, 6, 0, [i])[0] for i, (_, prompt) in enumerate(asked)
+    }
+    rows = collect(Own(Engine(target, rows=2)), asked, WARM, 6, 0, tmp_path / "p.jsonl", quiet)
+    lengths = [len(row["prompt"]) for row in rows]
+    assert lengths == [5, 4, 2, 1, 4, 3, 1] and sorted(row["prompt"][0] for row in rows) == list(range(5, 12))
+    assert all(row["completion"] == plain[tuple(row["prompt"])] for row in rows)
+
+
 def test_sampling_ends_with_its_seconds(
     target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
