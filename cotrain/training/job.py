@@ -50,7 +50,8 @@ from inference.servers.openai_client import Client
 @dataclass
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
-    start: the start of the run by time.monotonic()."""
+    start: the start of the run by time.monotonic(). sampled_prompts: the file of the prompts that the target sampled,
+    with data=self; None for other prompts."""
 
     cfg: TrainConfig
     folder: Path
@@ -63,6 +64,7 @@ class Job:
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     start: float = field(default_factory=time.monotonic)
+    sampled_prompts: Path | None = None
     shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
 
     @cached_property
@@ -242,9 +244,9 @@ def sample_prompts(
     folder: Path,
     timed: int = 0,
     seconds: float | None = None,
-) -> None:
-    """Let the target sample prompts if data=self, and set data.path to their file in `folder`. timed: the number of
-    prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
+) -> Path:
+    """Let the target sample prompts for data=self, set data.path to their file in `folder`, and return the file. timed:
+    the number of prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
         Template(tokenizer, cfg.data.template, ends_of(target)),
@@ -255,7 +257,9 @@ def sample_prompts(
         min(LONGEST, length_of(target.config.get_text_config()) // 2),
         seconds,
     )
-    cfg.data.path = str(own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))))
+    file = own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows)))
+    cfg.data.path = str(file)
+    return file
 
 
 def models(
