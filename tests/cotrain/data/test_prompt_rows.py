@@ -13,6 +13,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from cotrain.commands import served_pair
 from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
 from cotrain.data.prompt_rows import PromptRows, TextStarts
