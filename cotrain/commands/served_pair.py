@@ -45,6 +45,7 @@ KNOWN = {
     "quantisation.kind": Known("quantisation", "as_trained", "none"),
     "data.chat": Known("chat", None, False),
     "data.template": Known("template", {}, {}),
+    "chat": Known("messages", None, False),  # of generate
 }
 
 

@@ -46,6 +46,7 @@ class GenerateConfig:
     target: Model
     prompt: str | None
     prompts: str | None  # a file of one prompt a line, or - for standard input
+    chat: bool | None  # a prompt is a user's message, for the target's chat template; null: as the draft was trained
     max_new_tokens: int
     regime: ServedRegime
     policy: PolicySettings

@@ -231,7 +231,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "adapter": job.cfg.target.adapter,
         "gguf": about(job.cfg.target.path),
         "draft_quantisation": job.cfg.draft.quantisation,
-        "served": served_as(job.cfg),
+        "served": served_as(job.cfg, job.messages),
         "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
@@ -242,14 +242,16 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     }
 
 
-def served_as(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`)."""
+def served_as(cfg: TrainConfig, messages: bool) -> dict[str, Any]:
+    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`).
+    messages: whether prompts are messages of the target's chat template."""
     return {
         "verify": cfg.verify,
         "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
         "quantisation": cfg.quantisation.kind,
         "chat": cfg.data.chat,
         "template": OmegaConf.to_container(cast(Any, cfg.data.template)),
+        "messages": messages,
     }
 
 
@@ -272,7 +274,7 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
     if rank():
         return {}
     target = job.cfg.target
-    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg)}
+    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg, job.messages)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
         unmeasured(job, student.network, origin)

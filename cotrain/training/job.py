@@ -23,7 +23,7 @@ from cotrain.config.settings import (
     learnt,
     sampling,
 )
-from cotrain.data.conversations import Template
+from cotrain.data.conversations import Chats, Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows
@@ -134,6 +134,11 @@ class Job:
         """Return whether the user's texts are prompts, with or without completions. Then only completions are
         learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
+
+    @property
+    def messages(self) -> bool:
+        """Return whether the user's prompts are messages, which the target's chat template renders."""
+        return self.chats and isinstance(self.source("train"), Chats) and self.tokenizer.chat_template is not None
 
     @cached_property
     def prompts(self) -> Prompts:

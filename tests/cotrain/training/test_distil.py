@@ -41,6 +41,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(type(job), "plan", lambda self, draft: ("plan", draft))
     monkeypatch.setattr(type(job), "chats", True)
+    monkeypatch.setattr(type(job), "messages", True)
     monkeypatch.setattr(distil, "measured", lambda *given: calls.append(given) or "report")
     monkeypatch.setattr(distil, "coverage", lambda held, known: (held, int(known.sum())))
     monkeypatch.setattr(distil.profile, "line", lambda t, one: "")
@@ -57,7 +58,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
         "served": {"chat": False, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
-                   "verify": "block"},
+                   "verify": "block", "messages": True},
         "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
     }  # fmt: skip
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}
@@ -69,6 +70,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
+    monkeypatch.setattr(type(job), "messages", False)
     monkeypatch.setattr(distil, "fit_confidence", lambda job, module: {"of": module.draft})
     distil.export(job, module_of(job), speed)
     *_, training, extra = calls[-1]
@@ -112,7 +114,7 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
-    assert settings == {"replace": True} and metadata.target["name"] == "theirs"
+    assert settings == {"replace": True, "prompts": ""} and metadata.target["name"] == "theirs"
     hashes = distil.hash_target(job.target.config, job.tokenizer)
     assert {key: metadata.target[key] for key in hashes} == hashes
     assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")
