@@ -64,7 +64,9 @@ class TestNames:
             return
         assert read_by(command, monkeypatch, "mien") is None
         said = capsys.readouterr().err
-        assert f"draft.path: mien is no folder in the working directory {Path.cwd()}, and no shipped draft (mine)" in said
+        assert (
+            f"draft.path: mien is no folder in the working directory {Path.cwd()}, and no shipped draft (mine)" in said
+        )
         assert "the nearest is mine" in said and said.count("\n") == 1
 
 
