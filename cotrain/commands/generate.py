@@ -77,8 +77,9 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
 
 
 def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
-    """Fill in settings from the draft folder, and return the prompts: the ids of messages, or texts. Raise UserError, before weights are loaded, for a draft that does not fit
-    the target, and for prompts that do not fit into the context."""
+    """Fill in settings from the draft folder, and return the prompts: the ids of messages, or texts. Raise UserError,
+    before weights are loaded, for a draft that does not fit the target, and for prompts that do not fit into the
+    context."""
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, the engine chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)

@@ -325,12 +325,12 @@ def unseen_prompts(job: Job) -> str:
     other sources, and if fewer than two rows remain, since a measurement needs one to rank and one to time."""
     if job.sampled_prompts is None:
         return ""
-    with job.sampled_prompts.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    with job.sampled_prompts.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
     tokens = job.cfg.rollout.prompt_tokens
     *others, final = (job.source(split).each(tokens) for split in SPLITS)
     common = {tuple(prompt) for prompt in shared(final, [prompt for part in others for prompt in part if prompt])}
     own = (rows[row] for row in in_split([content(row) for row in rows], SPLITS[-1]))
     unseen = {tuple(prompt): row for row, prompt in zip(own, final, strict=True) if prompt}
-    kept = [json.dumps(row) + "\n" for prompt, row in unseen.items() if prompt not in common]
-    return "".join(kept) if len(kept) > 1 else ""
+    lines = [json.dumps(row) + "\n" for prompt, row in unseen.items() if prompt not in common]
+    return "".join(lines) if len(lines) > 1 else ""

@@ -250,8 +250,10 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> Path:
-    """Let the target sample prompts for data=self, set data.path to their file in `folder`, and return the file. timed:
-    the number of prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
+    """Let the target sample prompts for data=self, set data.path to their file in `folder`, and return the file.
+
+    timed: the number of prompts that are needed to time a draft. seconds: a budget. Raises the errors of
+    `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
         Template(tokenizer, cfg.data.template, ends_of(target)),

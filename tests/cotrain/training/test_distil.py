@@ -154,8 +154,8 @@ def test_final_figures_are_those_of_the_report() -> None:
 
 
 def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from(tmp_path: Path) -> None:
-    """Of the final split, without those that begin as a prompt of another split, that are longer than the limit, or that
-    come twice; none for prompts of the user, and none if one alone remains."""
+    """Of the final split, without those that begin as a prompt of another split, that are longer than the limit, or
+    that come twice; none for prompts of the user, and none if one alone remains."""
     job = job_of("rollout.prompt_tokens=3")
     file = tmp_path / "own.jsonl"
     texts = [text for text in map(str, range(1000)) if splits.split_of(text) == "final"][:6]
