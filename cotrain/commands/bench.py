@@ -3,31 +3,27 @@
 import copy
 import json
 import shutil
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from cotrain.bench import measurement, quantisation_table
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import Pair, load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import Pair, load_network, measured, prompts, refuse_pair, resolved, room_of
 from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
-from cotrain.data.corpora import shipped_ids
-from cotrain.data.prompt_rows import prompt_tokens
-from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
 from cotrain.run_folder import claim, refuse
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
 from cotrain.teacher.target_model import refuse_quantisation
-from cotrain.training.job import models, settle, source
-from cotrain.training.preconditions import fits, holds, refuse_rounded, timed
+from cotrain.training.job import models, settle
+from cotrain.training.preconditions import fits, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import Metadata
@@ -71,18 +67,13 @@ def _grid(cfg: BenchConfig, logs: Path) -> Grid:
     return Grid(asked.temperatures, asked.batches, asked.k, servers, logs)
 
 
-def _room(pair: Pair) -> int:
-    """Return the length of the longest text that both models can read."""
-    return min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
-
-
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
     support its quantisation setting. It is called before weights are loaded."""
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size = cfg.bench
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), _room(pair))
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair))
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
@@ -112,29 +103,6 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
         return None
     size.depths = sorted({*size.depths, metadata.k})
     return metadata.k
-
-
-def prompts(
-    cfg: BenchConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, room: int | None = None
-) -> Prompts:
-    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split or,
-    without data.path, the shipped ones.
-
-    room: the largest allowed number of tokens of a prompt, if the user did not set bench.prompt_tokens. The setting is
-    then raised for texts that have a domain without a prompt of that length. The value in the folder is for other
-    texts."""
-    seed = cfg.bench.seed
-    if cfg.data.path is None:
-        return apart(*shipped_ids(tokenizer, cfg.bench.prompt_tokens), [], "shipped")
-    sources = {split: source(cfg, split, target, tokenizer) for split in SPLITS[1:]}
-    if room is not None and not all(rows.covered(cfg.bench.prompt_tokens) for rows in sources.values()):
-        first, *others = sources.values()
-        cfg.bench.prompt_tokens = max(cfg.bench.prompt_tokens, prompt_tokens(first, room, others))
-    tokens = cfg.bench.prompt_tokens
-    for split, rows in sources.items():
-        print(rows.left_out(tokens, split, "bench.prompt_tokens"), end="", file=sys.stderr)
-    ranking, final = (rows.several(tokens, seed) for rows in sources.values())
-    return apart(ranking, final, [], "own")
 
 
 def _bits(cfg: BenchConfig, plan: measurement.Plan) -> list[dict[str, Any]]:
@@ -174,8 +142,8 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)
     _refuse_matrix(cfg, draft_folder.kind, pair)
-    room = _room(pair) - timed(cfg.bench)
-    given = prompts(cfg, pair.target, pair.tokenizer, room if open_tokens else None)
+    room = room_of(pair) - timed(cfg.bench) if open_tokens else None
+    given = prompts(cfg.data, cfg.bench, pair.target, pair.tokenizer, room, draft_folder.path)
     target, tokenizer = models(cfg)
     draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cotrain.commands.served_pair import as_trained, folder, refuse_pair
 from cotrain.config.settings import GenerateConfig, sampling
+from cotrain.data.conversations import Template
 from cotrain.errors import UserError
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds
@@ -22,8 +23,7 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 def run(cfg: GenerateConfig) -> None:
     """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow. The last
     line has the number of target calls and the speed."""
-    prompts = _prompts(cfg.prompt, cfg.prompts)
-    _refuse(cfg, prompts)
+    prompts = _read_by(cfg, _prompts(cfg.prompt, cfg.prompts))
     engine = _engine(cfg)
     settings: dict[str, Any] = {
         "max_new_tokens": cfg.max_new_tokens,
@@ -39,7 +39,7 @@ def run(cfg: GenerateConfig) -> None:
     _colored(engine, prompts, settings)
 
 
-def _colored(engine: Engine, prompts: list[str], settings: dict[str, Any]) -> None:
+def _colored(engine: Engine, prompts: list[str | list[int]], settings: dict[str, Any]) -> None:
     """Print each text while it is generated, and a summary after the last text."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
@@ -76,9 +76,10 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
-def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
-    """Fill in settings from the draft folder. Raise UserError, before weights are loaded, for a draft that does not fit
-    the target, and for prompts that do not fit into the context."""
+def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
+    """Fill in settings from the draft folder, and return the prompts: the ids of messages, or texts. Raise UserError,
+    before weights are loaded, for a draft that does not fit the target, and for prompts that do not fit into the
+    context."""
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, the engine chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
@@ -94,11 +95,19 @@ def _refuse(cfg: GenerateConfig, prompts: list[str]) -> None:
     else:
         config, tokenizer = load_config(path)
         room = holds(config)
+    if cfg.chat and tokenizer.chat_template is None:
+        raise UserError("chat=true: the target's tokenizer has no chat template; leave it out")
+    options = (metadata.origin.get("served") or {}).get("template") if metadata else None
+    template, read = Template(tokenizer, options or {}, ()), list[str | list[int]]()
     for number, prompt in enumerate(prompts, 1):
-        tokens, key = len(tokenizer(prompt)["input_ids"]), f"prompts: number {number}" if cfg.prompts else "prompt"
-        if not 0 < tokens < room:
+        key = f"prompts: number {number}" if cfg.prompts else "prompt"
+        message = [{"role": "user", "content": prompt}]
+        ids = template.ids(template.text(message, None, prompt=True)) if cfg.chat else tokenizer(prompt)["input_ids"]
+        read.append(ids if cfg.chat else prompt)
+        if not 0 < (tokens := len(ids)) < room:
             raise UserError(f"{key} has {tokens} tokens: it must have at least one, and leave room for one more "
                             f"in the {room} tokens of the target's context")  # fmt: skip
+    return read
 
 
 def _engine(cfg: GenerateConfig) -> Engine:

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from cotrain.bench import measurement, server_parity
-from cotrain.commands.served_pair import load_network, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved, room_of
 from cotrain.config.groups import Bench
 from cotrain.config.settings import ServeCheckConfig, sampling
 from cotrain.console import answering
@@ -35,10 +35,11 @@ def run(cfg: ServeCheckConfig) -> None:
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
     """Measure the server, write the report, and return it with its figures."""
     settle(cfg.threads, 0)
+    open_tokens = not cfg.prompt_tokens
     refuse(cfg.output, cfg.overwrite)
     client, path = server("url", url, cfg.model), resolved(cfg)
     draft_folder = measured(draft_path)
-    refuse_pair(draft_path, path, cfg.target.trust_remote_code)
+    pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
     draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
@@ -48,8 +49,10 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
+    room = room_of(pair) - cfg.new_tokens if open_tokens else None
+    given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
     plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
-                            drafts, kind=draft_folder.kind)  # fmt: skip
+                            drafts, given=given, kind=draft_folder.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
         report = {"environment": environment(), "url": url, "kind": draft_folder.kind, "k": k, "objective": drafts,

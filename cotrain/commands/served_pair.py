@@ -1,5 +1,6 @@
 """The pair that a command serves. It is a draft folder and a target, by default the one that the folder names."""
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -8,15 +9,21 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
+from cotrain.data.corpora import shipped_ids
+from cotrain.data.prompt_rows import prompt_tokens
+from cotrain.data.sources import source_of
+from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
-from cotrain.training.preconditions import outline, same_tokenizer, size_of, sketch
+from cotrain.training.preconditions import holds, outline, same_tokenizer, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import Folder, Metadata, load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
+from inference.request import ends_of
 
 
 class Known(NamedTuple):
@@ -38,6 +45,7 @@ KNOWN = {
     "quantisation.kind": Known("quantisation", "as_trained", "none"),
     "data.chat": Known("chat", None, False),
     "data.template": Known("template", {}, {}),
+    "chat": Known("messages", None, False),  # of generate
 }
 
 
@@ -149,3 +157,47 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
     draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)
     return draft
+
+
+def room_of(pair: Pair) -> int:
+    """Return the length of the longest text that both models can read."""
+    return min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
+
+
+def prompts(
+    data: Data,
+    size: Bench,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    room: int | None = None,
+    draft: Path | None = None,
+    key: str = "bench.prompt_tokens",
+) -> Prompts:
+    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split. Without
+    data.path they are those that the folder `draft` has, and without these the shipped ones.
+
+    Prompts of a folder were not learnt from and ranked no checkpoint; the `PART`-th part of them ranks draft lengths.
+    room: the largest allowed number of tokens of a prompt, if the user did not set `key`. size.prompt_tokens is then
+    raised for texts that have a domain without a prompt of that length. The value in the folder is for other texts."""
+    own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
+    if own is None and data.path is None:
+        return apart(*shipped_ids(tokenizer, size.prompt_tokens), [], "shipped")
+    if own is not None:
+        data = copy.copy(data)
+        data.path = str(own)
+    splits, ends = SPLITS[1:] if own is None else (ALL_ROWS,), ends_of(target)
+    sources = {split: source_of(data, split, tokenizer, ends) for split in splits}
+    if room is not None and not all(rows.covered(size.prompt_tokens) for rows in sources.values()):
+        first, *others = sources.values()
+        size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
+    for split, rows in sources.items():
+        named = split if own is None else SPLITS[-1]
+        print(rows.left_out(size.prompt_tokens, named, key), end="", file=sys.stderr)
+    several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
+    if own is not None:
+        (unseen,) = several
+        print(f"prompts: {len(unseen)} of {own}, which the draft did not learn from; data.path= names others")
+        part = max(len(unseen) // PART, 1)
+        several = [unseen[:part], unseen[part:]]
+    ranking, final = several
+    return apart(ranking, final, [], "own")

@@ -46,6 +46,7 @@ class GenerateConfig:
     target: Model
     prompt: str | None
     prompts: str | None  # a file of one prompt a line, or - for standard input
+    chat: bool | None  # a prompt is a user's message, for the target's chat template; null: as the draft was trained
     max_new_tokens: int
     regime: ServedRegime
     policy: PolicySettings
@@ -127,7 +128,7 @@ class BenchConfig:
     quantisation: Quantisation
     draft: Model
     regime: ServedRegime
-    data: Data  # the source of prompts; data.path=null: the shipped ones
+    data: Data  # the source of prompts; data.path=null: those of the draft folder, or the shipped ones
     bench: Bench
     matrix: Matrix
     verify: str | None  # null: the rule stored in the draft folder
@@ -184,6 +185,7 @@ class ServeCheckConfig:
     target: ServedTarget
     quantisation: Quantisation
     regime: ServedRegime
+    data: Data  # as in BenchConfig
     k: int | None  # null: the planned draft length
     objective: str | None  # sampled_draft or greedy_draft; null: the one that the draft was trained for
     prompts: int

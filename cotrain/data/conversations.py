@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.splits import splits_of
+from cotrain.data.splits import in_split
 from inference.request import content_of
 
 Message = dict[str, Any]
@@ -77,14 +77,13 @@ def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) 
     """
     turns: list[dict[str, Any]] = []
     conversations = list(_read(rows))
-    splits = splits_of([_opened(messages) for messages, _ in conversations])
-    for number, ((messages, row), own) in enumerate(zip(conversations, splits, strict=True), 1):
-        if own == split:
-            with _naming_row(number):
-                pairs = _turns(messages, row.get("tools"), template)
-                turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
+    for place in in_split([_opened(messages) for messages, _ in conversations], split):
+        messages, row = conversations[place]
+        with _naming_row(place + 1):
+            pairs = _turns(messages, row.get("tools"), template)
+            turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
     if not turns:
-        raise ValueError(f"data.path: none of {len(splits)} conversations falls to the split {split}: give more")
+        raise ValueError(f"data.path: none of {len(conversations)} conversations falls to the split {split}: give more")
     return Chats(turns)
 
 

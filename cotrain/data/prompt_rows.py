@@ -59,6 +59,10 @@ class PromptRows:
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
+    def each(self, tokens: int) -> list[list[int]]:
+        """The prompt of each row, in order; empty for a row whose prompt is not used."""
+        return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
+
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """All prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
         fitting = self._fitting(tokens, seed)
@@ -102,6 +106,10 @@ class TextStarts:
             texts = self.starts[[mine[i] for i in order]]["text"]
             prompts += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]
         return prompts
+
+    def each(self, tokens: int) -> list[list[int]]:
+        """The prompt of each text, in order."""
+        return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """The prompts of all texts, in random order."""

@@ -22,7 +22,7 @@ from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows, start_token
-from cotrain.data.splits import splits_of
+from cotrain.data.splits import in_split
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
@@ -257,10 +257,11 @@ def source_of(
 ) -> PromptRows | TextStarts:
     """The prompts of one split of `splits.SPLITS`, as data.path and the other settings ask.
 
-    A hash assigns the user's rows to splits; the embedded corpora have no split "final". If data.column is not set,
-    rows with messages, or with a prompt and a response, are conversations, and rows with a prompt alone are whole
-    prompts. With data.chat each text becomes a user's message in the target's chat template. ends: the target's end
-    tokens. Raises the errors of `read_rows`, `texts_of` and `chats_of`.
+    For `splits.ALL_ROWS` they are the prompts of all rows. A hash assigns the user's rows to splits; the embedded corpora
+    have no split "final". If data.column is not set, rows with messages, or with a prompt and a response, are
+    conversations, and rows with a prompt alone are whole prompts. With data.chat each text becomes a user's message in
+    the target's chat template. ends: the target's end tokens. Raises the errors of `read_rows`, `texts_of` and
+    `chats_of`.
     """
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
@@ -283,7 +284,7 @@ def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> 
     texts = texts_of(rows, str(data.path), column)
     if data.chat:
         return chats_of(_asked(texts, template), split, template)
-    mine = texts.select([place for place, own in enumerate(splits_of(texts["text"])) if own == split])
+    mine = texts.select(in_split(texts["text"], split))
     if not len(mine):
         raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
     if column == PROMPT:

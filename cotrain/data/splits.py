@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SPLITS = ("train", "held_out", "final")  # for training, ranking, and timing the exported draft
+ALL_ROWS = "all"  # instead of a split: all rows of a data set
 PERCENT = {"held_out": 5, "final": 5}
 LEAST, PART = 4, 5  # of a small data set, held_out and final have so many rows each, or the PART-th part of all
 
@@ -30,14 +31,20 @@ def _hash(content: str) -> int:
 
 def splits_of(contents: Sequence[str]) -> list[str]:
     """The split of each row of a data set: that of `split_of`. If held_out or final has fewer than LEAST different
-    rows, it gets those of the training rows with the lowest hashes."""
+    rows, it gets those of the training rows with the lowest hashes. If no training row is left, it gets those of the
+    other split."""
     split = {content: split_of(content) for content in contents}
     least = min(LEAST, len(split) // PART)
-    lowest = iter(sorted((one for one in split if split[one] == "train"), key=_hash))
     for name in PERCENT:
         for _ in range(least - list(split.values()).count(name)):
-            split[next(lowest)] = name
+            others = [one for one in split if split[one] == "train"] or [one for one in split if split[one] != name]
+            split[min(others, key=_hash)] = name
     return [split[content] for content in contents]
+
+
+def in_split(contents: Sequence[str], split: str) -> list[int]:
+    """The rows of a data set that are in a split, see `splits_of`; all rows for `ALL_ROWS`."""
+    return [row for row, own in enumerate(splits_of(contents)) if split in (own, ALL_ROWS)]
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cotrain.export.engines import MARK, place
 from inference.drafts.atomic import new_folder
-from inference.drafts.draft_folder import describe, read
+from inference.drafts.draft_folder import PROMPTS, describe, read
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.servers.vllm_lookup import FOLDER
 from inference.servers.vllm_server import custom_class
@@ -40,7 +40,8 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Copy a folder of kind retrieval or hybrid, with a README that has the launch command. Returns `output`.
+    """Copy a folder of kind retrieval or hybrid, with a README that has the launch command. Returns `output`. The
+    prompts of the folder are left out, since engines do not read them.
 
     k: drafts per round, target: hub id or path, by default those in cotrain.json. name: the folder's name on the hub,
     if it will be pushed. Raises ValueError, naming the key, for a folder without metadata, and for one to be pushed
@@ -54,7 +55,7 @@ def export(
     metadata = source_metadata.exported(target, k, None)
     served = metadata.target["name"]
     with new_folder(Path(output), replace=replace) as new:
-        shutil.copytree(source, new, dirs_exist_ok=True)
+        shutil.copytree(source, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(PROMPTS))
         describe(new, metadata)
         command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""

@@ -23,12 +23,13 @@ from cotrain.bench.planner import served_tree
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
 from cotrain.config.settings import TrainConfig, from_target, learnt, sampling, truncation
-from cotrain.data.splits import SPLITS
+from cotrain.data.splits import SPLITS, in_split, shared
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison, confidence, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
+from cotrain.rollout.self_prompts import content
 from cotrain.rollout.training_texts import Source, regime
 from cotrain.students.base import Student, student_class
 from cotrain.training.assembly import coverage, fitting, foreign, held_out_texts, new_student, prune, stages, trained_by
@@ -67,14 +68,16 @@ def _distilled(
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
+    sampled_prompts: Path | None = None
     if from_target(cfg.data):
         place, timed = Path(cfg.rollout.folder or folder / "rollouts"), cfg.bench.prompts * cfg.measure
-        sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
+        sampled_prompts = sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
         sources |= require_texts(cfg, target, tokenizer)
     if cfg.data.path:
         sources |= {split: source(cfg, split, target, tokenizer) for split in SPLITS if split not in sources}
     fill_prompt_tokens(cfg, target, sources)
-    job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start)
+    job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start,
+              sampled_prompts=sampled_prompts)  # fmt: skip
     job.shape = shape(job)
     student = new_student(cfg, target, job.vocabulary)
     if not student_class(cfg.draft.kind).trained:
@@ -228,7 +231,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "adapter": job.cfg.target.adapter,
         "gguf": about(job.cfg.target.path),
         "draft_quantisation": job.cfg.draft.quantisation,
-        "served": served_as(job.cfg),
+        "served": served_as(job.cfg, job.messages),
         "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
@@ -239,14 +242,16 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     }
 
 
-def served_as(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`)."""
+def served_as(cfg: TrainConfig, messages: bool) -> dict[str, Any]:
+    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`).
+    messages: whether prompts are messages of the target's chat template."""
     return {
         "verify": cfg.verify,
         "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
         "quantisation": cfg.quantisation.kind,
         "chat": cfg.data.chat,
         "template": OmegaConf.to_container(cast(Any, cfg.data.template)),
+        "messages": messages,
     }
 
 
@@ -269,7 +274,7 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
     if rank():
         return {}
     target = job.cfg.target
-    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg)}
+    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg, job.messages)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
         unmeasured(job, student.network, origin)
@@ -311,4 +316,21 @@ def _write_draft(
         kind=job.cfg.draft.kind,
         tree=served_tree(report["extra"]) if report else None,
     )
-    save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True)
+    save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True, prompts=unseen_prompts(job))
+
+
+def unseen_prompts(job: Job) -> str:
+    """Return the rows of the final split of the prompts that the target sampled (data=self), to be stored in the draft
+    folder. Prompts that are shared with the other splits are left out, as in `Job.prompts`. Return "" for prompts of
+    other sources, and if fewer than two rows remain, since a measurement needs one to rank and one to time."""
+    if job.sampled_prompts is None:
+        return ""
+    with job.sampled_prompts.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    tokens = job.cfg.rollout.prompt_tokens
+    *others, final = (job.source(split).each(tokens) for split in SPLITS)
+    common = {tuple(prompt) for prompt in shared(final, [prompt for part in others for prompt in part if prompt])}
+    own = (rows[row] for row in in_split([content(row) for row in rows], SPLITS[-1]))
+    unseen = {tuple(prompt): row for row, prompt in zip(own, final, strict=True) if prompt}
+    lines = [json.dumps(row) + "\n" for prompt, row in unseen.items() if prompt not in common]
+    return "".join(lines) if len(lines) > 1 else ""

@@ -25,7 +25,7 @@ from cotrain.config.settings import (
     learnt,
     sampling,
 )
-from cotrain.data.conversations import Template
+from cotrain.data.conversations import Chats, Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows
@@ -54,7 +54,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 @dataclass
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
-    start: the start of the run by time.monotonic()."""
+    start: the start of the run by time.monotonic(). sampled_prompts: the file of the prompts that the target sampled,
+    with data=self; None for other prompts."""
 
     cfg: TrainConfig
     folder: Path
@@ -67,6 +68,7 @@ class Job:
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     start: float = field(default_factory=time.monotonic)
+    sampled_prompts: Path | None = None
     shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
 
     @cached_property
@@ -136,6 +138,11 @@ class Job:
         """Return whether the user's texts are prompts, with or without completions. Then only completions are
         learnt."""
         return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
+
+    @property
+    def messages(self) -> bool:
+        """Return whether the user's prompts are messages, which the target's chat template renders."""
+        return self.chats and isinstance(self.source("train"), Chats) and self.tokenizer.chat_template is not None
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -246,9 +253,11 @@ def sample_prompts(
     folder: Path,
     timed: int = 0,
     seconds: float | None = None,
-) -> None:
-    """Let the target sample prompts if data=self, and set data.path to their file in `folder`. timed: the number of
-    prompts that are needed to time a draft. seconds: a budget. Raises the errors of `SelfPrompts.file`."""
+) -> Path:
+    """Let the target sample prompts for data=self, set data.path to their file in `folder`, and return the file.
+
+    timed: the number of prompts that are needed to time a draft. seconds: a budget. Raises the errors of
+    `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
         Template(tokenizer, cfg.data.template, ends_of(target)),
@@ -259,7 +268,9 @@ def sample_prompts(
         min(LONGEST, length_of(target.config.get_text_config()) // 2),
         seconds,
     )
-    cfg.data.path = str(own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))))
+    file = own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows)))
+    cfg.data.path = str(file)
+    return file
 
 
 def models(

@@ -1,4 +1,5 @@
-"""Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`).
+"""Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`). Some have
+`prompts.jsonl` too: prompts to measure the draft on, from which it did not learn.
 
 `save` (the main job) and `write` (exports) write a folder atomically. Reading a folder runs no code from it and accepts
 weights in safetensors only. It also rejects weights that lack tensors, which transformers would fill with random
@@ -36,6 +37,7 @@ __all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "rea
 
 FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
+PROMPTS = "prompts.jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 OBJECTIVES = ("sampled", "greedy")
 LATER = {"tree"}  # keys that older folders of this format lack
@@ -162,13 +164,18 @@ def save(
     metadata: Metadata,
     report: Mapping[str, Any] | None,
     replace: bool = False,
+    prompts: str = "",
 ) -> Path:
     """Write a draft folder atomically. If the process crashes at any moment, the old folder remains.
+
+    prompts: the text of `PROMPTS`; without any, the folder has no such file.
 
     Raises FileExistsError if the folder contains files and `replace` is off, and the errors of `write`.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
+        if prompts:
+            (new / PROMPTS).write_text(prompts, encoding="utf-8")
     return Path(folder)
 
 

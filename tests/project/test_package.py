@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from cotrain import __version__
 from cotrain.paths import folder
+from inference.drafts.draft_folder import PROMPTS, load_tokenizer, read
 from tests.project.test_walls import imports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,25 @@ def test_wheel_finds_its_folders_away_from_the_checkout(wheel: Path, tmp_path: P
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     package = (tmp_path / "site packages" / "cotrain").resolve()
     assert done.stdout.split("\n")[:2] == [str(package / "_conf"), str(package / "_data")]
+
+
+def test_wheel_finds_its_drafts_by_name(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site packages")
+    packed = (tmp_path / "site packages" / "cotrain").resolve() / "_data" / "drafts"
+    (packed / "another").mkdir(parents=True)
+    (packed / "another" / "config.json").touch()
+    names = [one.parent.name for one in packed.glob("*/config.json")]
+    code = f"from cotrain.paths import draft_folder; print(*map(draft_folder, {names}), sep='\\n')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site packages")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(packed / name) for name in names], done.stderr
+
+
+def test_shipped_drafts_are_whole_and_small() -> None:
+    for place in (ROOT / "data" / "drafts").glob("*/"):
+        assert read(place).metadata is not None and load_tokenizer(place) is not None
+        assert (place / "README.md").is_file() and (place / PROMPTS).is_file(), place
+        assert sum(file.stat().st_size for file in place.rglob("*")) <= 25 * 2**20
 
 
 def test_the_packed_folder_wins(tmp_path: Path) -> None:

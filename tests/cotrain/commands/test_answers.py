@@ -130,7 +130,7 @@ def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert not found["passed"] and found["problems"] and "would not load" in said.err
-    assert main(["export", "draft.path=x", "json=true"]) == 1
+    assert main(["export", f"draft.path={tmp_path}", "json=true"]) == 1
     assert "json=true: it works only with check=" in capsys.readouterr().err
 
 

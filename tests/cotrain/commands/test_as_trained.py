@@ -16,11 +16,11 @@ from inference.drafts.draft_folder import Metadata
 
 TRAINED = {
     "temperature": 0.6, "top_k": 7, "top_p": 0.8, "verify": "block", "prompt_tokens": 31, "quantisation": "nf4",
-    "chat": True, "template": {"enable_thinking": False},
+    "chat": True, "template": {"enable_thinking": False}, "messages": True,
 }  # fmt: skip
 ELSE: dict[str, Any] = {
     "temperature": 0.0, "top_k": 3, "top_p": 0.5, "verify": "match", "prompt_tokens": 17, "quantisation": "int8",
-    "chat": False, "template": {"enable_thinking": True},
+    "chat": False, "template": {"enable_thinking": True}, "messages": False,
 }  # fmt: skip
 # what both commands have and a folder does not decide: this machine, how much is measured, which texts
 FREE = ("target.", "draft.", "bench.", "data.", "output", "overwrite", "minutes", "threads")
@@ -89,10 +89,10 @@ def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFi
 
 def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     shared = {key for key in keys(TrainConfig) & keys(BenchConfig) if not key.startswith(FREE)}
-    known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens"))}
+    known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat"))}
     assert shared == known
     cfg = compose("train", overrides=["verify=block", "bench.prompt_tokens=31", "quantisation=nf4", "data.chat=true",
                                       "+data.template.enable_thinking=false"])  # fmt: skip
     regime = {"temperature", "top_k", "top_p"}
-    assert served_as(cfg) == {name: value for name, value in TRAINED.items() if name not in regime}
+    assert served_as(cfg, True) == {name: value for name, value in TRAINED.items() if name not in regime}
     assert {known.name for known in KNOWN.values()} == set(TRAINED)

@@ -29,7 +29,7 @@ def test_without_colour_nothing_but_the_texts_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = SimpleNamespace(text=["one", "two"], errors=[None, None])
-    monkeypatch.setattr(generate, "_refuse", lambda *_: None)
+    monkeypatch.setattr(generate, "_read_by", lambda *_: None)
     monkeypatch.setattr(generate, "_engine", lambda _: SimpleNamespace(generate=lambda *_, **__: out))
     monkeypatch.setattr(generate, "sampling", lambda _: None)
     cfg: Any = SimpleNamespace(prompt="x", prompts=None, max_new_tokens=4, regime=None, seed=0, color=None)

@@ -9,12 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from cotrain.cli import main
+from cotrain.data.splits import in_split
 from cotrain.export.publishing import card
 from cotrain.rollout import self_prompts
 from inference import load
 from inference.drafts import gguf_target
 from inference.drafts.bundled_target import resolve
-from inference.drafts.draft_folder import read
+from inference.drafts.draft_folder import PROMPTS, read
 from inference.drafts.gguf_target import about
 from tests.folders import network, own_texts, target_folder
 from tests.gguf_files import write_gguf
@@ -72,6 +73,18 @@ class TestDataSelf:
         assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
         rows = [json.loads(row) for row in (tmp_path / "run" / "rollouts" / "self_prompts.jsonl").open()]
         assert all(("messages" in row) == (target == "chat") for row in rows)
+        draft = tmp_path / "run" / "draft"
+        unseen = [json.loads(row) for row in (draft / PROMPTS).open()]
+        final = [rows[row] for row in in_split([self_prompts.content(row) for row in rows], "final")]
+        assert unseen and all(row in final for row in unseen)
+        metadata = read(draft).metadata
+        assert metadata is not None and metadata.origin["served"]["messages"] == (target == "chat")
+        assert main(["bench", f"draft.path={draft}", f"output={tmp_path / 'bench'}", "bench.minutes=0",
+                     "bench.prompts=1", "bench.new_tokens=8", "bench.parity_tokens=20"]) == 0  # fmt: skip
+        assert f"of {draft / PROMPTS}, which the draft did not learn from" in capsys.readouterr().out
+        assert json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["prompts"] == "own"
+        assert main(["generate", f"draft.path={draft}", "prompt=hello there", "max_new_tokens=4"]) == 0
+        capsys.readouterr()
         assert train(place, target, tmp_path / "run") == 0  # finished, as its settings are the same
         assert self_prompts.line(counts) not in capsys.readouterr().out
 
@@ -87,7 +100,7 @@ class TestDataSelf:
 
     def test_a_file_goes_first(self, place: Path, tmp_path: Path) -> None:
         assert train(place, "tiny", tmp_path / "run", f"data.path={place / 'own.jsonl'}", "measure=false") == 0
-        assert not list((tmp_path / "run").rglob("self_prompts*"))
+        assert not list((tmp_path / "run").rglob("*prompts*"))
 
     @pytest.mark.parametrize("command", ["bench", "datastore", "pretrain"])
     def test_commands_that_sample_nothing_name_the_file(

@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
-from cotrain.commands.bench import DEPTHS, _plan_line, _planned, prompts
+from cotrain.commands.bench import DEPTHS, _plan_line, _planned
+from cotrain.commands.served_pair import prompts
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 from inference.drafts.draft_folder import Metadata, PlannedTree
@@ -46,7 +47,7 @@ class TestPromptLengths:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", f"data.path={file}"]))
         cfg.bench.prompt_tokens, cfg.data.chat = stored, False
-        given = prompts(cfg, network(), tokenizer(), room)
+        given = prompts(cfg.data, cfg.bench, network(), tokenizer(), room)
         return cfg.bench.prompt_tokens, len(given.ranking) + len(given.final)
 
     def test_prompts_that_are_longer_than_the_folder_says_are_measured(self, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from cotrain.commands import bench
+from cotrain.commands import served_pair
 from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
 from cotrain.data.prompt_rows import PromptRows, TextStarts
@@ -160,9 +160,9 @@ def test_bench_counts_the_prompts_that_are_too_long_by_its_own_setting(
         split: [{"domain": "own", "prompt": [first + n] * n, "completion": []} for n in (2, 3, 9)]
         for split, first in (("held_out", 0), ("final", 20))
     }
-    monkeypatch.setattr("cotrain.commands.bench.source", lambda cfg, split, *_: PromptRows(rows[split]))
-    cfg: Any = SimpleNamespace(bench=SimpleNamespace(prompt_tokens=8, seed=0), data=SimpleNamespace(path="own.jsonl"))
-    found = bench.prompts(cfg, cast(Any, None), cast(Any, None))
+    monkeypatch.setattr("cotrain.commands.served_pair.source_of", lambda data, split, *_: PromptRows(rows[split]))
+    size, data = SimpleNamespace(prompt_tokens=8, seed=0), SimpleNamespace(path="own.jsonl")
+    found = served_pair.prompts(cast(Any, data), cast(Any, size), network(), cast(Any, None))
     assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [2, 3]
     said = capsys.readouterr()
     assert said.out == "" and said.err == "".join(

@@ -124,3 +124,13 @@ def test_own_prompts_that_rank_are_not_learnt_from() -> None:
     assert (found.ranking, found.final) == ([[4]], [[5]])
     with pytest.raises(ValueError, match="rank checkpoints"):
         apart([[7, 1]], final, learnt, "own")
+
+
+def test_rows_of_one_split_alone_are_a_data_set_too() -> None:
+    """Rows of the final split, as in a draft folder: some of them rank, none is needed twice."""
+    final = [text for text in map(str, range(4000)) if splits.split_of(text) == "final"][:40]
+    for count in (1, 4, 5, 9, 40):
+        own = splits.splits_of(final[:count])
+        assert (own.count("held_out"), own.count("train")) == (min(4, count // 5), 0)
+        assert splits.in_split(final[:count], splits.ALL_ROWS) == list(range(count))
+        assert splits.in_split(final[:count], "final") == [row for row in range(count) if own[row] == "final"]

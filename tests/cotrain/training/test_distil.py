@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from cotrain.board import curves
+from cotrain.data import splits
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import distil
 from inference.drafts.draft_folder import PlannedTree
 from tests.cotrain.config.test_settings_reach import job_of
@@ -41,6 +43,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(type(job), "plan", lambda self, draft: ("plan", draft))
     monkeypatch.setattr(type(job), "chats", True)
+    monkeypatch.setattr(type(job), "messages", True)
     monkeypatch.setattr(distil, "measured", lambda *given: calls.append(given) or "report")
     monkeypatch.setattr(distil, "coverage", lambda held, known: (held, int(known.sum())))
     monkeypatch.setattr(distil.profile, "line", lambda t, one: "")
@@ -57,7 +60,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
         "served": {"chat": False, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
-                   "verify": "block"},
+                   "verify": "block", "messages": True},
         "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
     }  # fmt: skip
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}
@@ -69,6 +72,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
+    monkeypatch.setattr(type(job), "messages", False)
     monkeypatch.setattr(distil, "fit_confidence", lambda job, module: {"of": module.draft})
     distil.export(job, module_of(job), speed)
     *_, training, extra = calls[-1]
@@ -112,7 +116,7 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
-    assert settings == {"replace": True} and metadata.target["name"] == "theirs"
+    assert settings == {"replace": True, "prompts": ""} and metadata.target["name"] == "theirs"
     hashes = distil.hash_target(job.target.config, job.tokenizer)
     assert {key: metadata.target[key] for key in hashes} == hashes
     assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")
@@ -147,3 +151,26 @@ def test_final_figures_are_those_of_the_report() -> None:
     assert curves.final_figures(0.5, 3.0, {}) == own
     timed = {"speedup": 1.5, "speedup_low": 1.25, "tau_timed": 2.5, "exact": 0.0}
     assert curves.final_figures(0.5, 3.0, report) == own | timed
+
+
+def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from(tmp_path: Path) -> None:
+    """Of the final split, without those that begin as a prompt of another split, that are longer than the limit, or
+    that come twice; none for prompts of the user, and none if one alone remains."""
+    job = job_of("rollout.prompt_tokens=3")
+    file = tmp_path / "own.jsonl"
+    texts = [text for text in map(str, range(1000)) if splits.split_of(text) == "final"][:6]
+    train = [text for text in map(str, range(1000)) if splits.split_of(text) == "train"][:60]
+    held_out = [text for text in map(str, range(1000)) if splits.split_of(text) == "held_out"][:6]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, *train, *held_out]))
+
+    def rows(*prompts: list[int]) -> PromptRows:
+        return PromptRows([{"domain": "self", "prompt": prompt, "completion": []} for prompt in prompts])
+
+    final = [[1, 1], [2, 2], [3, 3], [4, 4, 4, 4], [5, 5], [1, 1]]
+    job.sources = {"train": rows([2, 2, 9], [8] * 9), "held_out": rows([3], [8]), "final": rows(*final)}
+    assert distil.unseen_prompts(job) == ""
+    job.sampled_prompts = file
+    kept = [json.loads(line)["text"] for line in distil.unseen_prompts(job).splitlines()]
+    assert sorted(kept) == sorted([texts[5], texts[4]])
+    job.sources["final"] = rows(*final[:4], [2, 2], [1, 1])
+    assert distil.unseen_prompts(job) == ""

@@ -105,5 +105,5 @@ def test_what_goes_wrong_is_named(url: str) -> None:
 
 
 def test_a_check_wants_a_server_and_a_draft(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve_check", "draft.path=somewhere"]) == 1
+    assert main(["serve_check", "draft.path=some/where"]) == 1
     assert "url=" in capsys.readouterr().err
