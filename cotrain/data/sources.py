@@ -257,11 +257,10 @@ def source_of(
 ) -> PromptRows | TextStarts:
     """The prompts of one split of `splits.SPLITS`, as data.path and the other settings ask.
 
-    For `splits.ALL_ROWS` they are the prompts of all rows. A hash assigns the user's rows to splits; the embedded corpora
-    have no split "final". If data.column is not set, rows with messages, or with a prompt and a response, are
-    conversations, and rows with a prompt alone are whole prompts. With data.chat each text becomes a user's message in
-    the target's chat template. ends: the target's end tokens. Raises the errors of `read_rows`, `texts_of` and
-    `chats_of`.
+    `splits.ALL_ROWS` stands for all rows. A hash assigns the user's rows to splits; the embedded corpora have no split
+    "final". If data.column is not set, rows with messages, or with a prompt and a response, are conversations, and rows
+    with a prompt alone are whole prompts. With data.chat each text becomes a user's message in the target's chat
+    template. ends: the target's end tokens. Raises the errors of `read_rows`, `texts_of` and `chats_of`.
     """
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
