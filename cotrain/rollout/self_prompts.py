@@ -127,12 +127,13 @@ class SelfPrompts:
         return dict(json.loads(json.dumps(values)))
 
     def _fits(self, about: Path) -> bool:
-        """Whether the file has the prompts that would be sampled."""
+        """Whether the file has the prompts that would be sampled, or more of them."""
         if not about.is_file() or not self.path.is_file():
             return False
-        stored = json.loads(about.read_text(encoding="utf-8"))
-        stored.pop("counts", None)
-        return stored == self._origin()
+        stored, asked = json.loads(about.read_text(encoding="utf-8")), self._origin()
+        enough = not self._missing(Counter(stored.pop("counts", {}).get("splits", {})))
+        same = {**stored, "wanted": asked["wanted"]} == asked
+        return same and (enough or stored["wanted"] == asked["wanted"])
 
     def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Sample until each split has enough prompts, and filter them. Returns the rows, and the counts."""

@@ -255,13 +255,23 @@ class TestFile:
         assert other.read_bytes() == path.read_bytes()
 
     @pytest.mark.parametrize(
-        "changed", [{"seed": 2}, {"identity": {"weights": "b"}}, {"wanted": needed(10, 1, 1)}, {"tokens": 60}]
+        "changed", [{"seed": 2}, {"identity": {"weights": "b"}}, {"wanted": needed(200, 2, 2)}, {"tokens": 60}]
     )
-    def test_another_seed_target_or_number_is_sampled_anew(self, changed: dict[str, Any], tmp_path: Path) -> None:
+    def test_another_seed_target_or_a_larger_number_is_sampled_anew(self, changed: dict[str, Any], tmp_path: Path) -> None:
         whole = {"identity": {"weights": "a"}, "wanted": needed(20, 2, 2), "seed": 1}
         SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by(), say=print)
         sampler = Scripted(messages(300))
         SelfPrompts(CHAT, tmp_path, **whole | changed).file(sampler.by(), say=print)
+        assert sampler.keys
+
+    def test_a_run_that_needs_fewer_of_them_reads_the_same_file(self, tmp_path: Path) -> None:
+        """As a run with measure=true after one with measure=false, if there are enough to measure on."""
+        path = asked(tmp_path, needed(40, 2, 0)).file(Scripted(messages(300)).by(), say=print)
+        splits = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]["splits"]
+        sampler, before = Scripted(messages(300)), path.read_bytes()
+        asked(tmp_path, needed(20, 1, splits["final"])).file(sampler.by(), say=print)
+        assert not sampler.keys and path.read_bytes() == before
+        asked(tmp_path, needed(20, 1, splits["final"] + 1)).file(sampler.by(), say=print)
         assert sampler.keys
 
     def test_an_interrupted_sampling_goes_on(self, tmp_path: Path) -> None:
