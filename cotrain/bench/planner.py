@@ -92,9 +92,9 @@ class MeasuredTree:
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """The chosen draft. plan: the plan that drafts it, with its tree if it is one. costs: those of chains, scaled to the
-    rounds that were timed. length: that of the best chain. tree: the fastest tree, None if none was run. served: the
-    same tree if it is drafted, else None. line: the choice, in words."""
+    """The chosen draft. plan: the plan that drafts it, with its tree if it is one. costs: those of chains, scaled to
+    the rounds that were timed. length: that of the best chain. tree: the fastest tree, None if none was run. served:
+    the same tree if it is drafted, else None. line: the choice, in words."""
 
     plan: Plan
     costs: MeasuredCosts

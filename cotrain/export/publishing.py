@@ -86,7 +86,7 @@ def on_card(card: str) -> VllmCommand:
         raise ValueError("the card has no command for vLLM: export the draft with engine=vllm")
     start = words.index("vllm")
     asked = json.loads(words[words.index("--speculative-config") + 1])
-    environment = dict((name, value) for name, _, value in (word.partition("=") for word in words[:start]))
+    environment = dict(word.split("=", 1) for word in words[:start])
     return VllmCommand(environment, words[start + 2], asked)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from cotrain.training.job import models
 from inference.models.pretrained import load_model
-from studies import real_target
+from studies import real_target, real_target_cells
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
 
@@ -73,13 +74,13 @@ def test_cells_that_are_missing_are_measured(
 
 def test_prompts_that_plan_are_not_timed(target: Path) -> None:
     """And every task of the study has its own, in the chat template."""
-    words = real_target.models(real_target.settings(str(target), []))[1]
-    by_task = real_target.prompts_of(real_target.PROMPTS, load_model(str(target)), words)
+    words = models(real_target_cells.settings(str(target), []))[1]
+    by_task = real_target_cells.prompts_of(real_target.PROMPTS, load_model(str(target)), words)
     assert list(by_task) == real_target.TASKS
     texts = [json.loads(line)["messages"][0]["content"] for line in real_target.PROMPTS.read_text().splitlines()]
     assert len(set(texts)) == len(texts) >= 60
     for prompts in by_task.values():
-        assert len(prompts.ranking) == real_target.PLANNED_ON and len(prompts.final) >= 8
+        assert len(prompts.ranking) == real_target_cells.PLANNED_ON and len(prompts.final) >= 8
         assert words.decode(prompts.ranking[0]).startswith("[")
 
 
@@ -87,3 +88,22 @@ def test_a_report_is_of_one_target(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "out.json").write_text(json.dumps({"target": "another"}))
     with pytest.raises(ValueError, match="of target another"):
         real_target.main(options)
+
+
+def test_engines_take_turns_and_what_is_left_out_is_said(
+    tmp_path: Path, target: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts = [f"small={draft_folder(tmp_path / 'draft', target, 'independent')}", "int8=draft=quantised draft.bits=8"]
+    for rows in ("1", "1,2"):
+        real_target.main([*drafts, *options, "--beside", "--regimes=1", f"--rows={rows}", "--tasks=chat"])
+    report = json.loads((tmp_path / "out.json").read_text())
+    alone, together = report["beside"]
+    assert (alone["run"], together["run"]) == (0, 1) and not report["cells"]
+    assert list(alone["engines"]) == ["small", "transformers, small", "int8", "plain", "transformers"]
+    assert list(together["engines"]) == ["small", "int8", "plain", "transformers"]
+    assert [one.split(":")[0] for one in alone["left_out"]] == ["vLLM", "llama.cpp", "transformers assisted by int8"]
+    speed = alone["engines"]["transformers"]["tokens_per_second"]
+    assert speed["low"] <= speed["value"] <= speed["high"] and alone["engines"]["small"]["ours_over_it"]["value"] == 1
+    capsys.readouterr()
+    real_target.main([options[0], "--summary"])
+    assert "**T = 1, 2 rows, chat**" in capsys.readouterr().out
