@@ -20,6 +20,7 @@ from cotrain.bench.planner import (
     plan_draft,
     rounds_of,
 )
+from cotrain.commands.bench import chain_rule
 from cotrain.commands.served_pair import load_network, measured, refuse_pair
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -113,8 +114,9 @@ class Cells:
         name, regime, rows, task = key
         draft = self.drafts[name]
         about = draft.folder.metadata if self.stored else None
-        plan = replace(at(draft.plan, 1.0, rows), sampling=REGIMES[regime], given=self.prompts[task],
-                       planned=about.k if about else None, tree=about.tree if about else None)  # fmt: skip
+        plan = replace(at(draft.plan, 1.0, rows), sampling=REGIMES[regime], given=self.prompts[task])
+        if about:
+            plan = replace(plan, planned=about.k, tree=about.tree, verify=chain_rule(about))
         prepare(plan)
         return plan
 
