@@ -83,9 +83,10 @@ def line(cell: Mapping[str, Any]) -> str:
     speed, tau = cell["speedup"], cell["tau"]
     shape = f"tree of {len(cell['tree'])}" if cell["tree"] else f"k {cell['k']}"
     expected = f" ({tau['predicted']:.2f} predicted)" if "predicted" in tau else ""
+    speeds = (f"{speed['value']:.2f}x {interval(speed)}, decoding {speed['decode']['value']:.2f}x "
+              f"({speed['predicted']:.2f}x predicted)")  # fmt: skip
     return (f"{cell['draft']}, T {cell['regime']}, {cell['rows']} rows, {cell['task']}: {shape}, tau "
-            f"{tau['measured']:.2f}{expected}, {speed['value']:.2f}x {interval(speed)} ({speed['predicted']:.2f}x "
-            f"predicted){marks(cell)}, {cell['seconds']:.0f} s")  # fmt: skip
+            f"{tau['measured']:.2f}{expected}, {speeds}{marks(cell)}, {cell['seconds']:.0f} s")  # fmt: skip
 
 
 def interval(value: Mapping[str, Any]) -> str:

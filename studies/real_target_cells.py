@@ -162,7 +162,10 @@ def figures(one: Chosen, chosen: PlannedDraft, timing: Timing, reached: Reached)
         "kind": one.draft.folder.kind, "parameters": one.draft.parameters, "train_seconds": one.draft.seconds,
         "k": one.k, "tree": list(plan.tree.parents) if plan.tree else None, "rule": plan.rule, "planned": chosen.line,
         "compiled": plan.compiled._asdict(), "int8": plan.int8,
-        "speedup": speed._asdict() | {"predicted": chosen.speedup},
+        # decode: without the prefill; expected: of that, at the tau that these very texts must have
+        "speedup": {**speed._asdict(), "decode": timing.ratio(name, "plain", decode=True)._asdict(),
+                    "predicted": chosen.speedup,
+                    "expected": chosen.speedup * calls.tau / chosen.tau if calls else None},
         "tau": {"measured": drafted.tau} | predicted,
         "tokens_per_second": {"plain": timing.speed("plain"), "draft": timing.speed(name)},
         "acceptance": {"measured": drafted.prefix, "predicted": calls.prefix if calls else None},

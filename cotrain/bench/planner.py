@@ -94,7 +94,7 @@ class MeasuredTree:
 class PlannedDraft:
     """The chosen draft. plan: the plan that drafts it, with its tree if it is one. costs: those of chains, scaled to
     the rounds that were timed. length: that of the best chain. tree: the fastest tree, None if none was run. served:
-    the same tree if it is drafted, else None. line: the choice, in words."""
+    the same tree if it is drafted, else None. line: the choice, in words. tau: expected tokens per target call."""
 
     plan: Plan
     costs: MeasuredCosts
@@ -102,6 +102,7 @@ class PlannedDraft:
     tree: MeasuredTree | None
     served: MeasuredTree | None
     line: str
+    tau: float
 
     @property
     def k(self) -> int:
@@ -217,7 +218,9 @@ def plan_draft(plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = 
     length, costs = plan_length(chains, costs, expected.__getitem__, until)
     tree = best_tree(replace(chains, tree=plan.tree), length, expected, texts, until)
     served, line = chain_or_tree(length, tree, plan.planned is not None)
-    return PlannedDraft(replace(chains, tree=served.tree if served else None), costs, length, tree, served, line)
+    plan = replace(chains, tree=served.tree if served else None)
+    tau = served.tau if served else expected[length.drafting]
+    return PlannedDraft(plan, costs, length, tree, served, line, tau)
 
 
 # --- the draft length of a chain

@@ -63,6 +63,8 @@ def test_cells_that_are_missing_are_measured(
     assert "stored" not in found[0]["command"] and "stored" in found[2]["command"] and found[2]["k"] == 2
     small_cell = found[0]
     assert abs(small_cell["tau"]["z"]) < 4 and len(small_cell["acceptance"]["measured"]) == small_cell["k"]
+    speed = small_cell["speedup"]
+    assert 0 < speed["expected"] and speed["decode"]["low"] <= speed["decode"]["value"]
     assert small_cell["speedup"]["low"] <= small_cell["speedup"]["value"] <= small_cell["speedup"]["high"]
     capsys.readouterr()
     real_target.main([f"--output={tmp_path / 'out.json'}", "--summary"])
