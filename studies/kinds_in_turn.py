@@ -15,15 +15,15 @@ from cotrain.bench.planner import MeasuredCosts, choose_compiled, plain_texts, p
 from cotrain.students.base import DEFAULT, student_class
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Folder
-from inference.exactness.figures import Figures, check_calls
-from inference.exactness.verdict import check
+from inference.exactness.figures import CallsCheck, Figures, check_calls
+from inference.exactness.verdict import Verdict, check
 from inference.measure.adaptive import Wanted, until_known
 from inference.measure.timing import Timing, engine_arm
 from inference.output import Emitted
 
 QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least
 PLANNING, TIMING = 0.4, 0.85  # of the time of a shape, when each part ends; checks have the rest
-COMPARED = 4  # texts whose tokens are compared with plain decoding's
+COMPARED = 4  # texts whose tokens are compared with plain decoding's, or as many as are decoded at once
 Costs = dict[str, tuple[Plan, MeasuredCosts]]  # by name of the kind
 
 
@@ -149,17 +149,24 @@ def timed(chosen: list[Chosen], until: float) -> Timing:
 def judged(one: Chosen, timing: Timing) -> dict[str, Any]:
     """Tokens per call beside what the very texts must cost, and whether the engine that was timed is exact: the calls
     of all texts, and everything else of some."""
-    plan, texts, stats = one.plan, timing.texts(one.draft.name), timing.stats(one.draft.name)
+    stats = timing.stats(one.draft.name)
     assert stats is not None
-    some = Emitted(*(part[:COMPARED] for part in texts))
-    verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
-    calls = check_calls(text_figures(plan, texts, one.k, verdict.text.explained), texts, plan.verify)
+    verdict, calls = checks(one, timing)
     tau = {"measured": stats.tau} | (
         {"predicted": calls.tau, "z": calls.z} if calls else {"predicted": None, "z": None}
     )
+    return {"tau": tau} | exactness(verdict, calls)
+
+
+def checks(one: Chosen, timing: Timing) -> tuple[Verdict, CallsCheck | None]:
+    """The verdict on the engine that was timed, from some of its texts, and the target calls of all of them."""
+    plan, texts = one.plan, timing.texts(one.draft.name)
+    some = Emitted(*(part[: max(COMPARED, one.engine.rows)] for part in texts))
+    verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
+    return verdict, check_calls(text_figures(plan, texts, one.k, verdict.text.explained), texts, plan.rule)
+
+
+def exactness(verdict: Verdict, calls: CallsCheck | None) -> dict[str, Any]:
+    """Whether both passed, and what they say if not."""
     exact = verdict.passed and (calls is None or calls.passed)
-    return {
-        "tau": tau,
-        "exact": exact,
-        "wrong": [] if exact else [*verdict.lines(), *([calls.line()] if calls else [])],
-    }
+    return {"exact": exact, "wrong": [] if exact else [*verdict.lines(), *([calls.line()] if calls else [])]}

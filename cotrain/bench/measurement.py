@@ -11,15 +11,12 @@ from cotrain.bench.plan import Plan
 from cotrain.bench.planner import (
     BATCH,
     advice,
-    best_tree,
-    chain_or_tree,
     choose_compiled,
     plain_texts,
+    plan_draft,
     plan_entries,
-    plan_length,
     rounds_of,
     served_tree,
-    taus,
     text_figures,
 )
 from cotrain.board import tags
@@ -127,21 +124,17 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     given, plan = plan.tree, replace(plan, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
-    chains = taus(plan, texts)
-    length, costs = plan_length(plan, costs, chains.__getitem__, budget.until(COSTS))
-    tree = best_tree(replace(plan, tree=given), length, chains, texts, budget.until(COSTS))
-    served, line = chain_or_tree(length, tree, plan.planned is not None)
-    choice, k = plan_entries(length, tree, served, plan.verify), served.tree.depth if served else length.drafting
-    plan = replace(plan, tree=served.tree) if served else plan
+    chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
+    plan, k, served, costs = chosen.plan, chosen.k, chosen.served, chosen.costs
+    choice = plan_entries(chosen.length, chosen.tree, served, plan.verify)
     if choice["plain_is_faster"]:
-        best = served.speedup if served else length.speedups[k]
-        print(f"bench: plain decoding is expected to be faster here, {best:.2f}x with drafts at best")
-    print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
+        print(f"bench: plain decoding is expected to be faster here, {chosen.speedup:.2f}x with drafts at best")
+    print(f"bench: {chosen.line}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
-    sentence = advice(length, timing.ratio("speculative", "plain"), served)
+    sentence = advice(chosen.length, timing.ratio("speculative", "plain"), served)
     entries = choice | {
         "kind": plan.kind,
         "target_quantisation": quantisation_of(plan.target.config),
@@ -151,7 +144,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "compiled": plan.compiled._asdict(),
         "advice": sentence,
         "timing": asdict(reached),
-        "said": [*([sentence] if sentence else []), *([line] if tree else []), *adaptive.lines(reached)],
+        "said": [*([sentence] if sentence else []), *([chosen.line] if chosen.tree else []), *adaptive.lines(reached)],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k, budget.over(1.0)),
@@ -240,7 +233,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
             if time.perf_counter() > until:
                 break
     texts = together(parts)
-    calls = check_calls(text_figures(plan, texts, k, noise), texts, plan.tree.rule if plan.tree else plan.verify)
+    calls = check_calls(text_figures(plan, texts, k, noise), texts, plan.rule)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

@@ -84,6 +84,11 @@ class Plan:
             greedy, shape = greedy or self.tree.likeliest, {"shape": self.tree.parents}
         return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8, **shape)
 
+    @property
+    def rule(self) -> str:
+        """Return the verification rule of the draft: that of the tree, if one is drafted."""
+        return self.tree.rule if self.tree else self.verify
+
     @cached_property
     def depths(self) -> list[int]:
         """Return the draft lengths to choose from: those of bench.depths that the draft supports. If it supports none
@@ -97,7 +102,7 @@ class Plan:
         """Return the speculative engine. k: draft length, or the number of levels of a tree. rows: number of texts
         decoded at once; set it only when tokens are counted and nothing is timed. proposer: replaces the draft's
         proposer and drafts chains."""
-        rule = self.tree.rule if self.tree and proposer is None else self.verify
+        rule = self.rule if proposer is None else self.verify
         return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
                       tokenizer=self.tokenizer, rows=rows or self.bench.rows,
                       compile=None if rows else self.compiled.target)  # fmt: skip

@@ -90,6 +90,31 @@ class MeasuredTree:
         return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
 
 
+@dataclass(frozen=True)
+class PlannedDraft:
+    """The chosen draft. plan: the plan that drafts it, with its tree if it is one. costs: those of chains, scaled to
+    the rounds that were timed. length: that of the best chain. tree: the fastest tree, None if none was run. served:
+    the same tree if it is drafted, else None. line: the choice, in words. tau: expected tokens per target call."""
+
+    plan: Plan
+    costs: MeasuredCosts
+    length: DraftLength
+    tree: MeasuredTree | None
+    served: MeasuredTree | None
+    line: str
+    tau: float
+
+    @property
+    def k(self) -> int:
+        """Return the draft length, or the number of levels of the tree."""
+        return self.served.tree.depth if self.served else self.length.drafting
+
+    @property
+    def speedup(self) -> float:
+        """Return the predicted speed-up over plain decoding."""
+        return self.served.speedup if self.served else self.length.speedups[self.k]
+
+
 # --- costs
 
 
@@ -180,6 +205,22 @@ def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
     longest = max(plan.depths)
     figures = text_figures(plan, texts or plain_texts(plan), longest)
     return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}
+
+
+# --- the choice
+
+
+def plan_draft(plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf) -> PlannedDraft:
+    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others. texts:
+    `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds."""
+    chains = replace(plan, tree=None)
+    expected = taus(chains, texts)
+    length, costs = plan_length(chains, costs, expected.__getitem__, until)
+    tree = best_tree(replace(chains, tree=plan.tree), length, expected, texts, until)
+    served, line = chain_or_tree(length, tree, plan.planned is not None)
+    plan = replace(chains, tree=served.tree if served else None)
+    tau = served.tau if served else expected[length.drafting]
+    return PlannedDraft(plan, costs, length, tree, served, line, tau)
 
 
 # --- the draft length of a chain

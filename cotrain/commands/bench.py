@@ -77,10 +77,14 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
+def chain_rule(metadata: Metadata) -> str:
+    """Return the verification rule of chains with which the folder was planned."""
+    return str((metadata.origin.get("served") or {}).get("verify", "token"))
+
+
 def _rule(metadata: Metadata) -> str:
     """Return the verification rule with which the folder was planned."""
-    chains = (metadata.origin.get("served") or {}).get("verify", "token")
-    return metadata.tree.rule if metadata.tree else str(chains)
+    return metadata.tree.rule if metadata.tree else chain_rule(metadata)
 
 
 def _plan_line(metadata: Metadata) -> str:

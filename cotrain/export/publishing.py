@@ -3,10 +3,13 @@
 The token is HF_TOKEN or that of `hf auth login`; HF_ENDPOINT is the address of the hub.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -64,6 +67,27 @@ def card(
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+class VllmCommand(NamedTuple):
+    """The command on a card that serves a draft in vLLM. environment: its variables. target: a folder or hub id.
+    speculative: vLLM's speculative_config."""
+
+    environment: dict[str, str]
+    target: str
+    speculative: dict[str, Any]
+
+
+def on_card(card: str) -> VllmCommand:
+    """Read the command from the first block of code of a card. Raises ValueError if it is not one for vLLM."""
+    block = re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)
+    words = shlex.split(block[1]) if block else []
+    if "vllm" not in words:
+        raise ValueError("the card has no command for vLLM: export the draft with engine=vllm")
+    start = words.index("vllm")
+    asked = json.loads(words[words.index("--speculative-config") + 1])
+    environment = dict(word.split("=", 1) for word in words[:start])
+    return VllmCommand(environment, words[start + 2], asked)
 
 
 def _read_from(metadata: Metadata) -> list[str]:

@@ -87,6 +87,11 @@ class Timing:
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
+    def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+        """Return `speed`, with the 95 % percentile interval of a bootstrap over batches."""
+        paid = self._paid(arm, False)  # (batches, 2)
+        return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
+
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
 
@@ -94,13 +99,7 @@ class Timing:
         the same batches for both arms.
         """
         x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
-        value = float(_ratio(x.sum(0), y.sum(0)))
-        if len(x) < 2:
-            return Interval(value, float("nan"), float("nan"))
-        drawn = np.random.default_rng(seed).integers(len(x), size=(resamples, len(x)))
-        ratios = _ratio(x[drawn].sum(1), y[drawn].sum(1))
-        low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Interval(value, float(low), float(high))
+        return _bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
 
     def stats(self, arm: str) -> Stats | None:
         """Return the counts and clocks of all runs of an arm, or None for an arm without counts."""
@@ -125,9 +124,24 @@ class Timing:
         return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
+def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
+    """Return a figure of all batches with its interval. figure: batch numbers (..., batches) -> values (...)."""
+    value = float(figure(np.arange(batches)))
+    if batches < 2:
+        return Interval(value, float("nan"), float("nan"))
+    drawn = np.random.default_rng(seed).integers(batches, size=(resamples, batches))
+    low, high = np.quantile(figure(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(value, float(low), float(high))
+
+
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return the speed of x over the speed of y; both are (..., 2), tokens and seconds."""
-    return (x[..., 0] / x[..., 1]) / (y[..., 0] / y[..., 1])
+    return np.asarray(_speed(x) / _speed(y))
+
+
+def _speed(x: np.ndarray) -> np.ndarray:
+    """Return tokens per second; x is (..., 2), tokens and seconds."""
+    return np.asarray(x[..., 0] / x[..., 1])
 
 
 def interleave(

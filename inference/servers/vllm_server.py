@@ -26,10 +26,11 @@ class Server(Worker):
     """
 
     def __init__(
-        self, python: str, target: str, speculative: dict[str, Any] | None, rows: int, context: int, log: Path
-    ) -> None:
+        self, python: str, target: str, speculative: dict[str, Any] | None, rows: int, context: int, log: Path,
+        pauses: bool = False,
+    ) -> None:  # fmt: skip
         settings = {"target": target, "speculative": speculative, "rows": rows, "context": context}
-        super().__init__("vLLM", [python, str(WORKER)], settings, log)
+        super().__init__("vLLM", [python, str(WORKER)], settings, log, pauses)
 
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int

@@ -1,8 +1,10 @@
 """A program in a process of its own, which answers one request at a time: a line of JSON in, a line of JSON out."""
 
 import json
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,25 +13,44 @@ from typing import Any, Self
 class Worker:
     """A process that runs `command` with its settings as the last argument, in JSON. It first says its `version`.
 
-    name: the program, for messages. log: the file that gets its standard error. Raises RuntimeError, with the last
-    lines of the log, if the process does not start or ends early.
+    name: the program, for messages. log: the file that gets its standard error. pauses: stop the process between
+    requests, so that its idle threads do not spin on the cores while something else is timed; it is one process
+    without children then. Raises RuntimeError, with the last lines of the log, if the process does not start or ends
+    early.
     """
 
-    def __init__(self, name: str, command: Sequence[str], settings: Mapping[str, Any], log: Path) -> None:
-        self.name, self.log = name, log
+    def __init__(
+        self, name: str, command: Sequence[str], settings: Mapping[str, Any], log: Path, pauses: bool = False
+    ) -> None:
+        self.name, self.log, self.pauses = name, log, pauses
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, json.dumps(settings)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
         self.version: str = self._read()["version"]
+        if pauses:
+            self.process.send_signal(signal.SIGSTOP)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request, and return its answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self._read()
+        with self._running():
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return self._read()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Let a process that pauses run inside the block."""
+        if not self.pauses:
+            yield
+            return
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGSTOP)
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -46,6 +67,8 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         assert self.process.stdin is not None
+        if self.pauses:
+            self.process.send_signal(signal.SIGCONT)  # a stopped process does not see the end of its input
         self.process.stdin.close()
         try:
             self.process.wait(20)

@@ -1,15 +1,13 @@
 """A folder that `cotrain export` writes for vLLM, served as the command on its card says."""
 
-import json
 import os
-import re
-import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import Answer, Ask
 from cotrain.cli import main
+from cotrain.export.publishing import VllmCommand, on_card
 from inference.servers.openai_client import Served
 from inference.servers.vllm_server import Server
 from tests.engines.drafts import K, draft_folder
@@ -17,27 +15,10 @@ from tests.engines.drafts import K, draft_folder
 CONTEXT, ROWS = 256, 8
 
 
-class Command(NamedTuple):
-    """environment; target, a folder; speculative: vLLM's speculative_config."""
-
-    environment: dict[str, str]
-    target: str
-    speculative: dict[str, Any]
-
-
-def exported(name: str, output: Path, *settings: str) -> Command:
+def exported(name: str, output: Path, *settings: str) -> VllmCommand:
     """Export the draft of that name for vLLM -> what its card says to serve it with."""
     assert main(["export", f"draft.path={draft_folder(name)}", f"output={output}", "engine=vllm", *settings]) == 0
     return on_card((output / "README.md").read_text(encoding="utf-8"))
-
-
-def on_card(card: str) -> Command:
-    """The command of the first block of code."""
-    words = shlex.split(re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)[1])  # type: ignore[index]
-    start = words.index("vllm")
-    assert words[start + 1] == "serve"
-    asked = json.loads(words[words.index("--speculative-config") + 1])
-    return Command(dict(word.split("=", 1) for word in words[:start]), words[start + 2], asked)  # type: ignore[misc]
 
 
 def server(target: str, speculative: dict[str, Any] | None, log: Path) -> Server:

@@ -2,7 +2,7 @@
 // answer a line out.
 //
 // SETTINGS (JSON): modules, the folder node_modules; target and draft, GGUF files, draft null for none; k, drafts a
-// round; context, the most tokens of a text. A request: {"prompts": lists of ids, "max_new_tokens", "temperature",
+// round; context, the most tokens of a text; threads, of each model, 1 if not given. A request: {"prompts": lists of ids, "max_new_tokens", "temperature",
 // "seed"}; its answer: {"tokens": lists of ids, "seconds", "rounds", "accepted"}. Every pass of the target is a round,
 // the one over the prompt too.
 //
@@ -23,7 +23,8 @@ const GREEDY = {temperature: 0};
 const llama = await getLlama({gpu: false, build: "never", progressLogs: false, logLevel: LlamaLogLevel.error});
 const load = async (file) => {
     const model = await llama.loadModel({modelPath: file});
-    return model.createContext({contextSize: settings.context, sequences: 1, threads: 1}); // more spin for each other
+    const threads = settings.threads ?? 1; // those of both models spin for each other
+    return model.createContext({contextSize: settings.context, sequences: 1, threads});
 };
 const target = await load(settings.target);
 const draft = settings.draft && await load(settings.draft);

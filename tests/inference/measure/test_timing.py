@@ -64,6 +64,12 @@ def test_ratio_is_of_sums_and_its_interval_is_paired():
     assert uneven.ratio("a", "b") == uneven.ratio("a", "b")
 
 
+def test_a_speed_has_an_interval_of_its_own():
+    speed = timing([1, 2, 4], [1, 1, 1]).speed_interval("a")
+    assert speed.value == pytest.approx(24 / 7) and 2 <= speed.low < speed.value < speed.high <= 8
+    assert timing([2, 2], [1, 1]).speed_interval("a") == pytest.approx((4, 4, 4))
+
+
 def test_bootstrap_interval_covers_a_known_ratio():
     rng, true, hits = np.random.default_rng(1), 1.5, 0
     for _ in range(150):

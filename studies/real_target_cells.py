@@ -1,0 +1,179 @@
+"""Cells of the study of a real target: the plan and the figures of a draft in a regime, on a task, for some rows."""
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from cotrain.bench.calibration import prepare
+from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.bench.planner import (
+    MeasuredCosts,
+    PlannedDraft,
+    choose_compiled,
+    plain_texts,
+    plan_draft,
+    rounds_of,
+)
+from cotrain.commands.bench import chain_rule
+from cotrain.commands.served_pair import load_network, measured, refuse_pair
+from cotrain.config.overrides import quote
+from cotrain.config.settings import checked, register
+from cotrain.data.conversations import Template
+from cotrain.data.splits import Prompts, apart
+from cotrain.paths import folder as shipped
+from cotrain.training.assembly import initial
+from inference import Sampling
+from inference.drafts.draft_folder import Folder
+from inference.measure.adaptive import Reached, Wanted, until_known
+from inference.measure.costs import of_stats, spans_of
+from inference.measure.timing import Timing, engine_arm
+from inference.output import Emitted
+from studies.kinds_in_turn import Chosen, Draft, at, checks, exactness
+from studies.proposers import trained
+
+REGIMES = {
+    "0": Sampling(temperature=0), "0.7": Sampling(temperature=0.7), "1": Sampling(),
+    "card": Sampling(temperature=0.2, top_p=0.9),  # that of the model's card
+}  # fmt: skip
+PLANNED_ON = 4  # prompts of a task that plan its drafts; the others are timed
+PLAN_TOKENS, PLAN_TEXTS = 40, 16  # tokens of each text that plans, and how many texts
+TIMED = 10  # batches that are timed, if there is time
+PLANNING, TIMING = 0.3, 0.75  # of the seconds of a cell, when each part ends; checks have the rest
+SIZES = ["prompt_tokens=1024", "new_tokens=64", "quick_prompts=1", "compile=true", "depths=[1,2,3,4,5,6,7,8]"]
+Key = tuple[str, str, int, str]  # of a cell: draft, regime, rows, task
+
+
+def settings(target: str, changes: Sequence[str]) -> Any:
+    """Those of cotrain bench, with the sizes of this study."""
+    register()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        sizes = [f"bench.{one}" for one in SIZES]
+        given = quote([f"target.path={target}", "quantisation=none", *sizes, "verify=block", *changes])
+        return checked("bench", compose("bench", overrides=given))
+
+
+def prompts_of(file: Path, target: Any, tokenizer: Any) -> dict[str, Prompts]:
+    """By task, as ids. A row has messages, which the target's chat template renders, and its task as domain."""
+    template, found = Template(tokenizer, {}, ()), dict[str, list[list[int]]]()
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found.setdefault(row["domain"], []).append(template.ids(template.text(row["messages"], None, prompt=True)))
+    return {task: apart(ids[:PLANNED_ON], ids[PLANNED_ON:], [], "own") for task, ids in found.items()}
+
+
+def draft_of(name: str, asked: str, cfg: Any, target: Any, tokenizer: Any) -> Draft:
+    """A draft folder, or a draft that settings of cotrain train begin. Raises ValueError or UserError for others."""
+    path = str(cfg.target.path)
+    if asked.startswith("draft="):
+        with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+            train: Any = checked(
+                "train", compose("train", overrides=quote([f"target.path={path}", *shlex.split(asked)]))
+            )
+        folder, network = Folder(train.draft.kind, None, Path()), initial(train, target)
+    else:
+        refuse_pair(asked, path)
+        folder = measured(asked)
+        network = load_network(folder, target, tokenizer)
+    about = folder.metadata
+    plan = Plan(target, tokenizer, network.eval(), Sampling(), cfg.verify, cfg.bench, (path, asked),
+                about.objective if about else "sampled", kind=folder.kind)  # fmt: skip
+    plan = replace(plan, draft=plan.served)  # all cells share one network, and so its compiled passes
+    size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+    return Draft(name, folder, plan, size, trained(folder) if about else None)
+
+
+@dataclass
+class Cells:
+    """Drafts and prompts by task, and what the cells share: which parts are compiled with the costs of each part, by
+    draft, regime and rows; and texts of plain decoding that plans are made on, by regime and task. stored: drafts are
+    measured as their folders were planned. seconds: of a cell."""
+
+    drafts: Mapping[str, Draft]
+    prompts: Mapping[str, Prompts]
+    stored: bool
+    seconds: float
+    parts: dict[tuple[str, str, int], tuple[CompiledParts, MeasuredCosts]] = field(default_factory=dict)
+    texts: dict[tuple[str, str], Emitted] = field(default_factory=dict)
+
+    def cell(self, key: Key) -> dict[str, Any]:
+        began = time.perf_counter()
+        plan, chosen = self.planned(key, self.seconds)
+        one = Chosen(self.drafts[key[0]], plan, chosen.k, plan.engine(chosen.k), chosen.speedup)
+        timing, reached = timed(one, began + TIMING * self.seconds)
+        entry = dict(zip(("draft", "regime", "rows", "task"), key, strict=True))
+        return entry | figures(one, chosen, timing, reached) | {"seconds": time.perf_counter() - began}
+
+    def ready(self, key: Key) -> Plan:
+        """The plan of a cell, prepared as its kind wants (a gate is counted on prompts that are not timed)."""
+        name, regime, rows, task = key
+        draft = self.drafts[name]
+        about = draft.folder.metadata if self.stored else None
+        plan = replace(at(draft.plan, 1.0, rows), sampling=REGIMES[regime], given=self.prompts[task])
+        if about:
+            plan = replace(plan, planned=about.k, tree=about.tree, verify=chain_rule(about))
+        prepare(plan)
+        return plan
+
+    def planned(self, key: Key, seconds: float) -> tuple[Plan, PlannedDraft]:
+        """The plan of a cell, and its draft length or tree, chosen in a share of the seconds from texts and rounds of
+        prompts that are not timed."""
+        until, (name, regime, rows, task) = time.perf_counter() + PLANNING * seconds, key
+        whole = self.ready(key)
+        plan = at(whole, 1.0, rows)  # of its own sizes
+        plan.bench.new_tokens = min(PLAN_TOKENS, plan.bench.new_tokens)
+        plan = replace(plan, sampling=whole.sampling)
+        if (name, regime, rows) not in self.parts:
+            compiled, costs = choose_compiled(replace(plan, tree=None))
+            self.parts[name, regime, rows] = compiled.compiled, costs
+        if (regime, task) not in self.texts:
+            self.texts[regime, task] = plain_texts(plan, PLAN_TEXTS)
+        compiled_parts, costs = self.parts[name, regime, rows]
+        plan, alone = replace(plan, compiled=compiled_parts), costs.alone
+        chains = replace(plan, tree=None)
+        rounds = rounds_of(chains, (0, *spans_of(chains.proposer(counted=True))), until)  # of this task
+        chosen = plan_draft(plan, MeasuredCosts(alone, alone, {}).at(rounds), self.texts[regime, task], until)
+        return replace(chosen.plan, bench=whole.bench), chosen
+
+
+def timed(one: Chosen, until: float) -> tuple[Timing, Reached]:
+    """Plain decoding and the draft in turn, `rows` prompts at a time."""
+    plan, rows = one.plan, one.plan.bench.rows
+    engines = {one.draft.name: one.engine, "plain": plan.plain()}
+    arms = [engine_arm(name, engine, plan.sampling, plan.bench.new_tokens) for name, engine in engines.items()]
+    prompts = plan.final(0, max(TIMED * rows, len(plan.prompts.final)))
+    batches = Wanted(TIMED, until=until)
+    return until_known(arms, prompts, rows, (one.draft.name, "plain"), batches, plan.bench.seed)
+
+
+def figures(one: Chosen, chosen: PlannedDraft, timing: Timing, reached: Reached) -> dict[str, Any]:
+    plan, name = one.plan, one.draft.name
+    verdict, calls = checks(one, timing)
+    drafted, plain = timing.stats(name), timing.stats("plain")
+    assert drafted is not None and plain is not None
+    speed, rounds = timing.ratio(name, "plain"), {"plain": of_stats(plain, 0), "draft": of_stats(drafted, one.k)}
+    predicted = {"predicted": calls.tau, "z": calls.z, "relative": calls.relative} if calls else {}
+    return {
+        "kind": one.draft.folder.kind, "parameters": one.draft.parameters, "train_seconds": one.draft.seconds,
+        "k": one.k, "tree": list(plan.tree.parents) if plan.tree else None, "rule": plan.rule, "planned": chosen.line,
+        "compiled": plan.compiled._asdict(), "int8": plan.int8,
+        # decode: without the prefill; expected: of that, at the tau that these very texts must have
+        "speedup": {**speed._asdict(), "decode": timing.ratio(name, "plain", decode=True)._asdict(),
+                    "predicted": chosen.speedup,
+                    "expected": chosen.speedup * calls.tau / chosen.tau if calls else None},
+        "tau": {"measured": drafted.tau} | predicted,
+        "tokens_per_second": {"plain": timing.speed("plain"), "draft": timing.speed(name)},
+        "acceptance": {"measured": drafted.prefix, "predicted": calls.prefix if calls else None},
+        "milliseconds": {
+            "draft_step": 1e3 * chosen.costs.costs.draft, "target_pass": 1e3 * chosen.costs.costs.target[one.k],
+            **{f"{side}_round": {part: 1e3 * seconds for part, seconds in vars(cost).items()}
+               for side, cost in rounds.items()},
+        },
+        "new_tokens": plan.bench.new_tokens, "batches": reached.runs, "cores_of_others": reached.others,
+        **exactness(verdict, calls),
+    }  # fmt: skip
