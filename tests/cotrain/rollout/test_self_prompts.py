@@ -257,7 +257,9 @@ class TestFile:
     @pytest.mark.parametrize(
         "changed", [{"seed": 2}, {"identity": {"weights": "b"}}, {"wanted": needed(200, 2, 2)}, {"tokens": 60}]
     )
-    def test_another_seed_target_or_a_larger_number_is_sampled_anew(self, changed: dict[str, Any], tmp_path: Path) -> None:
+    def test_another_seed_target_or_a_larger_number_is_sampled_anew(
+        self, changed: dict[str, Any], tmp_path: Path
+    ) -> None:
         whole = {"identity": {"weights": "a"}, "wanted": needed(20, 2, 2), "seed": 1}
         SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by(), say=print)
         sampler = Scripted(messages(300))
