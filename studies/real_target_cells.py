@@ -43,6 +43,7 @@ REGIMES = {
 }  # fmt: skip
 PLANNED_ON = 4  # prompts of a task that plan its drafts; the others are timed
 PLAN_TOKENS, PLAN_TEXTS = 40, 16  # tokens of each text that plans, and how many texts
+CHOICE_TOKENS = 16  # of each text that is timed with and without compiling
 TIMED = 10  # batches that are timed, if there is time
 PLANNING, TIMING = 0.3, 0.75  # of the seconds of a cell, when each part ends; checks have the rest
 SIZES = ["prompt_tokens=1024", "new_tokens=64", "quick_prompts=1", "compile=true", "depths=[1,2,3,4,5,6,7,8]"]
@@ -129,7 +130,9 @@ class Cells:
         plan.bench.new_tokens = min(PLAN_TOKENS, plan.bench.new_tokens)
         plan = replace(plan, sampling=whole.sampling)
         if (name, regime, rows) not in self.parts:
-            compiled, costs = choose_compiled(replace(plan, tree=None))
+            few = at(plan, 1.0, rows)
+            few.bench.new_tokens = min(CHOICE_TOKENS, plan.bench.new_tokens)
+            compiled, costs = choose_compiled(replace(few, sampling=plan.sampling, tree=None))
             self.parts[name, regime, rows] = compiled.compiled, costs
         if (regime, task) not in self.texts:
             self.texts[regime, task] = plain_texts(plan, PLAN_TEXTS)
