@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cotrain.losses.guess import ANY, Guess, Pruned
 from cotrain.teacher.target_model import Seen
 from inference import Engine, Sampling
+from inference.models.lm import takes_int8
 from inference.models.passes import LAST
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
@@ -161,6 +162,11 @@ class Student(Protocol):
         greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU. int8: round
         weights to 8 bits. Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
         """
+
+    @classmethod
+    def takes_int8(cls, network: PreTrainedModel) -> bool:
+        """Return whether `proposer(int8=True)` works for the network on this machine."""
+        return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Measure settings of the network's config on the prompts of `trials`, and return them."""

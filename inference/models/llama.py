@@ -13,8 +13,9 @@ Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value hea
 read. A group has H/G query heads.
 """
 
+import copy
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at mu
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class Linear(NamedTuple):
@@ -54,7 +56,7 @@ class Linear(NamedTuple):
             return product
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
-        flat = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
+        flat = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
         wide = flat.view(*x.shape[:-1], -1)
         return wide if self.bias is None else wide + self.bias
 
@@ -331,10 +333,16 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` works for the model. The kernel runs on a CPU and reads bfloat16. It reads 16 inputs at a
-    time, so widths must be multiples of 16; otherwise it would read past the end of a row."""
+    """Return whether `int8` works for the model."""
+    return has_kernel(model) and applies(model)
+
+
+def has_kernel(model: PreTrainedModel) -> bool:
+    """Return whether the kernel for rounded weights can run all linear layers of the model. It runs on a CPU and reads
+    bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past the end of a
+    row."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
-    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
+    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
 def int8(weights: Weights) -> Weights:
@@ -354,6 +362,31 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
     return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer without a bias, its weight rounded as by `int8_rows`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        numbers, scale = int8_rows(linear.weight.detach())
+        self.register_buffer("numbers", numbers)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Linear(cast(Tensor, self.numbers), None, cast(Tensor, self.scale))(x)
+
+
+def rounded_copy(network: Network) -> Network:
+    """Return a copy of a network whose linear layers are `RoundedLinear`. The other weights are those of the network
+    itself."""
+    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+    copied = copy.deepcopy(network, shared)
+    for module in [*copied.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(module, name, RoundedLinear(child))
+    return copied
 
 
 def can_pack(model: PreTrainedModel) -> bool:
