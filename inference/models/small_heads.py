@@ -89,7 +89,8 @@ def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
     """Return distributions (..., size) from distributions (..., Vd) over the ids known (Vd,). All other ids get 0, or
     NaN if the distribution is NaN."""
     none = probs[..., :1] - probs[..., :1]
-    return none.expand(*probs.shape[:-1], size).index_copy(-1, known, probs)
+    # the compiler of torch 2.13 copies an expanded tensor without room for its entries
+    return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy(-1, known, probs)
 
 
 class SmallHead(nn.Module):
