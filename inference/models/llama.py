@@ -377,11 +377,14 @@ class RoundedLinear(nn.Module):
         return Linear(cast(Tensor, self.numbers), None, cast(Tensor, self.scale))(x)
 
 
+def sharing_copy(network: Network) -> Network:
+    """Return a copy of a network with the same weights, not copies of them."""
+    return copy.deepcopy(network, {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())})
+
+
 def rounded_copy(network: Network) -> Network:
-    """Return a copy of a network whose linear layers are `RoundedLinear`. The other weights are those of the network
-    itself."""
-    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-    copied = copy.deepcopy(network, shared)
+    """Return a copy of a network whose linear layers are `RoundedLinear`. It shares the other weights."""
+    copied = sharing_copy(network)
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear):

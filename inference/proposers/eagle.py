@@ -469,7 +469,8 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            self.stamp = Stamp(self.network, addresses=True, values=self.int8)  # recordings read it
+            copies = self.int8 or llama.can_pack(self.network)
+            self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
             self.served = llama.rounded_copy(self.network) if self.int8 else self.network
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
@@ -618,10 +619,12 @@ class Eagle(Proposer):
             inputs = (ids, features, pairs, only, even, temperature, slots, cos, sin, *modules.keys_and_values())
             dynamic = [(ids, 1), (features, 1), (slots, 0), (cos, 0), (sin, 0)]
             name = ("chains", K, greedy, self.vocabulary)
-            module = modules.compiled(name, lambda: Chains(self.served, self.embedding, self.shape, self.vocabulary,
-                                                           K, greedy))  # fmt: skip
-            drafts: Drafts = modules.call(module, name, inputs, dynamic)
+            drafts: Drafts = modules.call(modules.compiled(name, make), name, inputs, dynamic)
             return drafts
+
+        def make() -> Chains:
+            network = self.served if self.int8 else llama.sharing_copy(self.network)  # it may outlive the network
+            return Chains(network, self.embedding, self.shape, self.vocabulary, K, greedy)
 
         return modules.uncompiled_on_error(run)
 

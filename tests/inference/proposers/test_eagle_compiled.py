@@ -1,0 +1,247 @@
+"""Chains of a feature draft on a CPU: compiled, and with weights of 8 bits."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import inference.proposers.eagle as eagle_module
+from cotrain.students.block import BlockStudent
+from cotrain.students.eagle import EagleStudent
+from inference import Engine, Sampling, load
+from inference.drafts.draft_folder import Metadata, save
+from inference.models import llama
+from inference.models.compiled import CompiledModules
+from inference.policy import Fixed
+from inference.proposers.eagle import Chains, Eagle
+from inference.sampling import draw
+from tests import kinds
+from tests.tiny import compiles, tiny, traced
+
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+WHOLE: dict[str, Any] = {"max_new_tokens": [20, 4, 33, 11, 26], "seed": 2, "ignore_eos": True}
+REGIMES = {
+    "sampled": [Sampling(0.8)] * 5,
+    "greedy": [Sampling(0)] * 5,
+    "each its own": [Sampling(t) for t in (0.3, 1.0, 0.7, 2.0, 1.0)],
+    "mixed with greedy": [Sampling(t) for t in (0, 1.0, 0, 2.0, 1.0)],
+    "truncated": [Sampling(0.8, top_k=5)] * 5,
+    "with history": [Sampling(0.8, repetition_penalty=1.2)] * 5,
+    "with a processor": [Sampling(0.8, processors=(lambda ids, logits: logits / 2,))] * 5,
+}
+UNCOMPILED = {"truncated", "with history", "with a processor", "mixed with greedy"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is compiled runs as it is; the numbers of drafts that were made at once."""
+    made: list[int] = []
+
+    def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            made.extend([module.K] if isinstance(module, Chains) else [])
+            return module(*inputs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)  # slots grow
+    return made
+
+
+def generated(proposer: Eagle, sampling: Any, rows: int = 3, policy: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """What an engine generates, and q of every draft."""
+    seen, propose = [], proposer.propose
+
+    def watched(round: Any) -> Any:
+        x, q, k, _ = proposal = propose(round)
+        seen.extend(q[b, j].clone() for b, n in enumerate(k) for j in range(n))
+        return proposal
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    target = tiny()
+    engine = Engine(target, proposer, rows=rows, policy=policy or Fixed(3), compile=False, **settings)
+    return engine.generate(PROMPTS, sampling=sampling, **WHOLE), torch.stack(seen)
+
+
+def both(size: int | None, *arguments: Any, greedy: bool = False, **settings: Any) -> None:
+    """Text, counts and q of compiled rounds are those of others: in float64 hardly anything may change."""
+    network = kinds.eagle(tiny(), draft_vocab_size=size)
+    (out, q), (wanted, p) = (
+        generated(Eagle(network, greedy, compile=compile), *arguments, **settings) for compile in (True, False)
+    )
+    assert out.tokens == wanted.tokens and out.stats.rows == wanted.stats.rows
+    torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12)
+    assert sum(out.stats.drafted) > 50
+
+
+@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", REGIMES)
+def test_text_and_distributions_are_those_of_single_steps(
+    calls: list[int], name: str, rows: int, size: int | None
+) -> None:
+    """Rows come and go, of one token too; drafts are cut at a row's limit; slots grow."""
+    both(size, REGIMES[name], rows)
+    assert set(calls) == (set() if name in UNCOMPILED and (name, rows) != ("mixed with greedy", 1) else {3})
+
+
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
+    both(16, Sampling(0.8), **settings)
+    assert calls
+
+
+def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
+    both(16, Sampling(0.8), verify="coupled")
+    assert not calls
+
+
+class Pausing:
+    """Lengths of a row change, and no row drafts in some rounds: accepted tokens wait, some more than a pass reads."""
+
+    def __init__(self, every: int) -> None:
+        self.round, self.every = 0, every
+
+    def lengths(self, texts: list[list[int]]) -> list[int]:
+        self.round += 1
+        return [(len(text) + n) % 4 * (self.round % self.every == 0) for n, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 24])
+def test_pairs_that_wait_are_read(calls: list[int], every: int) -> None:
+    network = kinds.eagle(tiny(), draft_vocab_size=16)
+    (out, q), (wanted, p) = (
+        generated(Eagle(network, compile=compile), Sampling(0.8), 2, Pausing(every)) for compile in (True, False)
+    )
+    assert out.tokens == wanted.tokens and out.stats.rows == wanted.stats.rows
+    torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12)
+    assert calls or every == 24
+
+
+def test_rounds_are_compiled_with_the_target(calls: list[int]) -> None:
+    """compile=None; p_eagle and block drafts run as they are."""
+    target = tiny()
+    for kind, compile, wanted in (("eagle", True, True), ("eagle", False, False), ("p_eagle", True, False),
+                                  ("block", True, False)):  # fmt: skip
+        calls.clear()
+        proposer = kinds.KINDS[kind].proposer(target)
+        Engine(target, proposer, rows=1, policy=Fixed(2), compile=compile).generate([[1, 2, 3]], max_new_tokens=6)
+        assert bool(calls) == wanted, kind
+        assert bool(kinds.KINDS[kind].proposer(target, compile=True).network is not None)
+
+
+def test_few_graphs_serve_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths, slots and uniforms differ from round to round; other weights are read."""
+    traced(monkeypatch)
+    torch._dynamo.reset()
+    monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)
+    target = tiny()
+    network = kinds.eagle(target, draft_vocab_size=16)
+    for change in (0.0, 0.3):
+        with torch.no_grad():
+            network.lm_head.weight += change * torch.randn_like(network.lm_head.weight)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        (out, q), (wanted, p) = (generated(Eagle(network, compile=c), Sampling(0.8), 1) for c in (True, False))
+        torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12)
+        assert out.tokens == wanted.tokens and not CompiledModules.failed
+        assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+    dead = weakref.ref(network)
+    del network, out, wanted
+    gc.collect()
+    assert dead() is None, "a compiled round holds the network that it was made for"
+
+
+def half(size: int | None) -> tuple[Any, Any]:
+    """A target and a draft that int8 kernels can run."""
+    target = tiny(hidden=32, dtype=torch.bfloat16)
+    return target, kinds.eagle(target, draft_vocab_size=size)
+
+
+def proposals(proposer: Eagle, target: Any, sampling: Sampling, n: int = 24) -> list[Any]:
+    """The rounds of one text: the text before each, drafts, distributions and uniforms."""
+    seen: list[Any] = []
+    propose = proposer.propose
+
+    def watched(round: Any) -> Any:
+        x, q, _, _ = proposal = propose(round)
+        seen.append((list(round.texts[0]), x.clone(), q.clone(), round.simple(x.shape[1])[0].clone()))
+        return proposal
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    engine = Engine(target, proposer, rows=1, policy=Fixed(3), compile=False)
+    engine.generate([[1, 2, 3, 4, 5]], max_new_tokens=n, sampling=sampling, seed=1, ignore_eos=True)
+    return seen
+
+
+@compiles
+@pytest.mark.parametrize(("size", "int8"), [(16, True), (None, False)])
+def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: int | None, int8: bool) -> None:
+    """In code for this machine: the engine's exactness rests on it."""
+    target, network = half(size)
+    rounds = proposals(Eagle(network, compile=True, int8=int8), target, Sampling(0.8))
+    assert not CompiledModules.failed and len(rounds) > 3
+    for _, x, q, u in rounds:
+        assert torch.equal(x, draw(q, u))
+        torch.testing.assert_close(q.sum(-1), torch.ones(1, 3), rtol=1e-5, atol=1e-5)
+    (_, x, q, _), (_, _, p, _) = rounds[0], proposals(Eagle(network, int8=int8), target, Sampling(0.8))[0]
+    torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("size", [None, 16])
+def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, compile: bool) -> None:
+    """Before each round, also of weights that have changed since; the network itself is not rounded."""
+    target, network = half(size)
+    proposer = Eagle(network, compile=compile, int8=True)
+    assert proposer.weights == "int8" and EagleStudent.takes_int8(network)
+    for _ in range(2):
+        before = [weight.clone() for weight in network.parameters()]
+        rounds = proposals(proposer, target, Sampling(0.8))
+        assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
+        for text, _, q, _ in rounds:
+            rounded, whole = (first(one, target, text) for one in (llama.rounded_copy(network), network))
+            torch.testing.assert_close(q[0, 0], rounded, rtol=0.05, atol=2e-3)
+        assert (q[0, 0] - whole).abs().max() > (q[0, 0] - rounded).abs().max()
+        network.lm_head.weight.data.mul_(0.5)  # torch does not count this change
+    assert bool(calls) == compile
+
+
+def first(network: Any, target: Any, text: list[int]) -> torch.Tensor:
+    """The distribution of the first draft after a text, as the student has it in training."""
+    from tests.cotrain.students.test_eagle import guessed
+
+    with torch.no_grad():
+        (guess, *_) = guessed(EagleStudent(network, target), torch.tensor([text]))
+        return (guess.head(guess.states)[-1].float() / 0.8).softmax(-1)
+
+
+def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path) -> None:
+    target, network = half(16)
+    hashes = {"name": "none", "config": None, "tokenizer": None}
+    for int8 in (True, False):
+        save(network, None, tmp_path / f"{int8}", Metadata(hashes, 3, kind="eagle", int8=int8), None)
+        proposer: Any = load(tmp_path / f"{int8}", target).proposer
+        assert proposer.int8 == int8 and (proposer.weights == "int8") == int8
+    assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
+    narrow = tiny(hidden=24, dtype=torch.bfloat16)
+    assert not EagleStudent.takes_int8(kinds.eagle(narrow)), "the kernel reads 16 inputs at a time"
+    assert BlockStudent.takes_int8(kinds.block(tiny(hidden=32, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, pruned", "p_eagle", "block"])
+def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
+    target = tiny(hidden=32, dtype=torch.bfloat16)
+    proposer: Any = kinds.KINDS[kind].proposer(target, **({"shape": shape} if shape else {}))
+    proposer.int8 = True
+    out = Engine(target, proposer, rows=2, policy=Fixed(2), verify="tree" if shape else "token").generate(
+        PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True
+    )
+    assert sum(out.stats.accepted) > 0
+    assert any(isinstance(part, llama.RoundedLinear) for part in proposer.served.modules())
