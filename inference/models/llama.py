@@ -378,8 +378,10 @@ class RoundedLinear(nn.Module):
 
 
 def sharing_copy(network: Network) -> Network:
-    """Return a copy of a network with the same weights, not copies of them."""
-    return copy.deepcopy(network, {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())})
+    """Return a copy of a network with the same weights, not copies of them. Its parameters are new objects: the
+    compiler takes a parameter that it has seen for a constant."""
+    shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
+    return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 
 
 def rounded_copy(network: Network) -> Network:

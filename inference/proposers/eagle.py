@@ -476,9 +476,6 @@ class Eagle(Proposer):
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
-            like = torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=held, device=device)
-            for store in self.cache.stores:
-                store.lazy_initialization(like, like)
             self.cache.before_growth(self._forget)
             self._forget()
             self.modules = self._compiled_modules(host)
@@ -606,17 +603,17 @@ class Eagle(Proposer):
         """Return what `_drafted` returns, from a compiled `Chains`. Return None if the batch is not full, if rows are
         too long, or if compiling has failed."""
         modules, read = self.modules, self._slots(limit)
-        ids, features, pairs, only = (given[name].contiguous() for name in ("lacking", "features", "pairs", "only"))
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         if modules is None or not modules.fits(ids, Window(0, len(ids), pairs.unsqueeze(1), None, read)):
             return None
         greedy = self.greedy or not any(round.temperatures or ())
         u, temperature = round.simple(K)
+        u, features = (part.reshape(-1).view(part.shape) for part in (u, features))  # strides follow from shapes
 
         def run() -> Drafts:
             assert self.slots is not None
-            even = u.reshape(-1).view(u.shape)  # the strides do not depend on the number of uniforms
-            slots, (cos, sin) = torch.arange(read, device=ids.device), (self.slots.cos, self.slots.sin)
-            inputs = (ids, features, pairs, only, even, temperature, slots, cos, sin, *modules.keys_and_values())
+            slots, cos, sin = torch.arange(read, device=ids.device), self.slots.cos, self.slots.sin
+            inputs = (ids, features, pairs, only, u, temperature, slots, cos, sin, *modules.keys_and_values())
             dynamic = [(ids, 1), (features, 1), (slots, 0), (cos, 0), (sin, 0)]
             name = ("chains", K, greedy, self.vocabulary)
             drafts: Drafts = modules.call(modules.compiled(name, make), name, inputs, dynamic)
@@ -643,7 +640,11 @@ class Eagle(Proposer):
         if self.slots is None:
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
-            stores = self.cache.stores
+            groups, size, stores = self.shape.groups, self.shape.size, self.cache.stores
+            like = torch.empty(1, groups, 0, size, dtype=self.shape.held, device=self.features_device)
+            for store in stores:
+                if not store.is_initialized:  # in the mode of the passes, as when slots are added
+                    store.lazy_initialization(like, like)
             self.slots = PairSlots(self.shape, cos, sin, [one.keys for one in stores], [one.values for one in stores])
         return min(limit, self.cache.slots)
 

@@ -1,5 +1,6 @@
 """Chains of a feature draft on a CPU: compiled, and with weights of 8 bits."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 import inference.proposers.eagle as eagle_module
+from cotrain.students.base import Seen
 from cotrain.students.block import BlockStudent
 from cotrain.students.eagle import EagleStudent
+from cotrain.teacher.target_model import served
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
 from inference.models import llama
 from inference.models.compiled import CompiledModules
 from inference.policy import Fixed
 from inference.proposers.eagle import Chains, Eagle
+from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
 from tests.tiny import compiles, tiny, traced
@@ -146,11 +150,10 @@ def test_few_graphs_serve_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (0.0, 0.3):
         with torch.no_grad():
             network.lm_head.weight += change * torch.randn_like(network.lm_head.weight)
-        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         (out, q), (wanted, p) = (generated(Eagle(network, compile=c), Sampling(0.8), 1) for c in (True, False))
         torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12)
         assert out.tokens == wanted.tokens and not CompiledModules.failed
-        assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     dead = weakref.ref(network)
     del network, out, wanted
     gc.collect()
@@ -188,9 +191,21 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: i
     assert not CompiledModules.failed and len(rounds) > 3
     for _, x, q, u in rounds:
         assert torch.equal(x, draw(q, u))
-        torch.testing.assert_close(q.sum(-1), torch.ones(1, 3), rtol=1e-5, atol=1e-5)
+        assert (q.sum(-1) - 1).abs().max() < 1e-5
     (_, x, q, _), (_, _, p, _) = rounds[0], proposals(Eagle(network, int8=int8), target, Sampling(0.8))[0]
     torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
+
+
+@compiles
+def test_compiled_rounds_read_the_weights_as_they_are() -> None:
+    """In bfloat16 the compiler makes constants of them."""
+    target, network = half(None)
+    proposer = Eagle(network, compile=True)
+    for _ in range(2):
+        (_, _, q, _), (_, _, p, _) = (proposals(one, target, Sampling(0.8), 4)[0] for one in (proposer, Eagle(network)))
+        torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
+        network.lm_head.weight.data.mul_(0.5)
+    assert not CompiledModules.failed
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -201,23 +216,30 @@ def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, co
     proposer = Eagle(network, compile=compile, int8=True)
     assert proposer.weights == "int8" and EagleStudent.takes_int8(network)
     for _ in range(2):
-        before = [weight.clone() for weight in network.parameters()]
+        errors, before = [], [weight.clone() for weight in network.parameters()]
         rounds = proposals(proposer, target, Sampling(0.8))
         assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
         for text, _, q, _ in rounds:
-            rounded, whole = (first(one, target, text) for one in (llama.rounded_copy(network), network))
-            torch.testing.assert_close(q[0, 0], rounded, rtol=0.05, atol=2e-3)
-        assert (q[0, 0] - whole).abs().max() > (q[0, 0] - rounded).abs().max()
+            near, far = ((q[0, 0] - first(network, target, text, int8)).abs().max() for int8 in (True, False))
+            errors.append([float(near), float(far)])
+        near, far = torch.tensor(errors).mean(0).tolist()
+        print(near, far)
+        assert near < 0.02 and near < 0.7 * far, (near, far)  # products of bfloat16 differ in their last bits
         network.lm_head.weight.data.mul_(0.5)  # torch does not count this change
     assert bool(calls) == compile
 
 
-def first(network: Any, target: Any, text: list[int]) -> torch.Tensor:
-    """The distribution of the first draft after a text, as the student has it in training."""
-    from tests.cotrain.students.test_eagle import guessed
-
+def first(network: Any, target: Any, text: list[int], int8: bool) -> torch.Tensor:
+    """The distribution of the first draft after a text, as the student has it in training. int8: with rounded
+    weights."""
+    network = copy.deepcopy(network)
     with torch.no_grad():
-        (guess, *_) = guessed(EagleStudent(network, target), torch.tensor([text]))
+        for module in network.modules():
+            if int8 and isinstance(module, torch.nn.Linear):
+                module.weight.copy_(round_bits(module.weight, "int8"))
+        ids = torch.tensor([text])
+        seen = Seen(served(target, layers=network.config.layers)[0](ids))
+        guess = EagleStudent(network, target).guesses({"ids": ids}, seen)[0]
         return (guess.head(guess.states)[-1].float() / 0.8).softmax(-1)
 
 
