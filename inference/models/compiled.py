@@ -4,6 +4,7 @@ Sizes that change (ids per row, slots read) are symbols. For each number of rows
 graphs: for one id per row, for several ids, and for several ids with logits of only one. A draft has one more graph for
 each draft length. States of layers, passes that end early and trees have separate graphs, compiled at their first use.
 A batch that is not full, as at the end of a queue, runs uncompiled, since compiling for a few rounds does not pay.
+`CompiledModules` serves drafts with a network of their own too (`inference.proposers.eagle`).
 """
 
 import shlex

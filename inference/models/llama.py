@@ -57,7 +57,7 @@ class Linear(NamedTuple):
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
         flat = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
-        wide = flat.view(*x.shape[:-1], -1)
+        wide = flat.view(*x.shape[:-1], len(self.weight))
         return wide if self.bias is None else wide + self.bias
 
 
