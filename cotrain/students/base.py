@@ -159,8 +159,9 @@ class Student(Protocol):
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """Return the proposer that serves the network.
 
-        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU, or for
-        kinds over the target's states, if the target's are. int8: round weights to 8 bits. Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
+        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU, or as the
+        target's for kinds that read its states. int8: round weights to 8 bits, see `takes_int8`. Kinds that draft trees
+        (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
         """
 
     @classmethod

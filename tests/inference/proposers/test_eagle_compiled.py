@@ -165,9 +165,14 @@ def half(size: int | None) -> tuple[Any, Any]:
     return target, kinds.eagle(target, draft_vocab_size=size)
 
 
-def proposals(proposer: Eagle, target: Any, sampling: Sampling, n: int = 24) -> list[Any]:
+def engine_of(target: Any, proposer: Eagle) -> Engine:
+    return Engine(target, proposer, rows=1, policy=Fixed(3), compile=False)
+
+
+def proposals(engine: Engine, n: int = 24) -> list[Any]:
     """The rounds of one text: the text before each, drafts, distributions and uniforms."""
     seen: list[Any] = []
+    proposer: Any = engine.proposer
     propose = proposer.propose
 
     def watched(round: Any) -> Any:
@@ -175,9 +180,9 @@ def proposals(proposer: Eagle, target: Any, sampling: Sampling, n: int = 24) -> 
         seen.append((list(round.texts[0]), x.clone(), q.clone(), round.simple(x.shape[1])[0].clone()))
         return proposal
 
-    proposer.propose = watched  # type: ignore[method-assign]
-    engine = Engine(target, proposer, rows=1, policy=Fixed(3), compile=False)
-    engine.generate([[1, 2, 3, 4, 5]], max_new_tokens=n, sampling=sampling, seed=1, ignore_eos=True)
+    proposer.propose = watched
+    engine.generate([[1, 2, 3, 4, 5]], max_new_tokens=n, sampling=Sampling(0.8), seed=1, ignore_eos=True)
+    proposer.propose = propose
     return seen
 
 
@@ -186,12 +191,12 @@ def proposals(proposer: Eagle, target: Any, sampling: Sampling, n: int = 24) -> 
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: int | None, int8: bool) -> None:
     """In code for this machine: the engine's exactness rests on it."""
     target, network = half(size)
-    rounds = proposals(Eagle(network, compile=True, int8=int8), target, Sampling(0.8))
+    rounds = proposals(engine_of(target, Eagle(network, compile=True, int8=int8)))
     assert not CompiledModules.failed and len(rounds) > 3
     for _, x, q, u in rounds:
         assert torch.equal(x, draw(q, u))
         assert (q.sum(-1) - 1).abs().max() < 1e-5
-    (_, x, q, _), (_, _, p, _) = rounds[0], proposals(Eagle(network, int8=int8), target, Sampling(0.8))[0]
+    (_, _, q, _), (_, _, p, _) = rounds[0], proposals(engine_of(target, Eagle(network, int8=int8)))[0]
     torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
 
 
@@ -199,9 +204,9 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: i
 def test_compiled_rounds_read_the_weights_as_they_are() -> None:
     """In bfloat16 the compiler makes constants of them."""
     target, network = half(None)
-    proposer = Eagle(network, compile=True)
+    engines = [engine_of(target, Eagle(network, compile=compile)) for compile in (True, False)]
     for _ in range(2):
-        (_, _, q, _), (_, _, p, _) = (proposals(one, target, Sampling(0.8), 4)[0] for one in (proposer, Eagle(network)))
+        (_, _, q, _), (_, _, p, _) = (proposals(engine, 4)[0] for engine in engines)
         torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
         network.lm_head.weight.data.mul_(0.5)
     assert not CompiledModules.failed
@@ -213,10 +218,11 @@ def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, co
     """Before each round, also of weights that have changed since; the network itself is not rounded."""
     target, network = half(size)
     proposer = Eagle(network, compile=compile, int8=True)
+    engine = engine_of(target, proposer)
     assert proposer.weights == "int8" and EagleStudent.takes_int8(network)
     for _ in range(2):
         errors, before = [], [weight.clone() for weight in network.parameters()]
-        rounds = proposals(proposer, target, Sampling(0.8))
+        rounds = proposals(engine)
         assert all(torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
         for text, _, q, _ in rounds:
             near, far = ((q[0, 0] - first(network, target, text, int8)).abs().max() for int8 in (True, False))
