@@ -113,11 +113,11 @@ class CompiledForward(CompiledModules, Lean):
     def module(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
         """Return the compiled module of a name, made from the model's weights and shape."""
 
-        def made() -> nn.Module:
+        def build() -> nn.Module:
             weights = self.weights if self.int8 else llama.weights_of(self.model)  # the compiler packs them itself
             return make(weights, self.shape)
 
-        return self.compiled(name, made)
+        return self.compiled(name, build)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         results = self._pass(ids, window, only, layers)
