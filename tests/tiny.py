@@ -22,7 +22,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.compile` traces runs as it is. Which graphs there are, what is an input of them and what is baked in
     shows there; code for this machine, which takes many times as long, is generated where a test has `compiles`."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("inference.models.compiled.CompiledForward.failed", False)
+    monkeypatch.setattr("inference.models.compiled.CompiledModules.failed", False)
 
 
 def tiny(

@@ -17,7 +17,6 @@ from cotrain.students.base import DEFAULT, Student, student_class
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
-from inference.models.lm import takes_int8
 from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
@@ -63,7 +62,7 @@ class Plan:
 
     @cached_property
     def int8(self) -> bool:
-        return self.bench.draft_int8 and takes_int8(self.served)
+        return self.bench.draft_int8 and student_class(self.kind).takes_int8(self.served)
 
     @cached_property
     def running(self) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cotrain.losses.guess import ANY, Guess, Pruned
 from cotrain.teacher.target_model import Seen
 from inference import Engine, Sampling
+from inference.models.lm import takes_int8
 from inference.models.passes import LAST
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
@@ -158,9 +159,15 @@ class Student(Protocol):
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """Return the proposer that serves the network.
 
-        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU. int8: round
-        weights to 8 bits. Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
+        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU, or as the
+        target's for kinds that read its states. int8: round weights to 8 bits, see `takes_int8`. Kinds that draft trees
+        (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
         """
+
+    @classmethod
+    def takes_int8(cls, network: PreTrainedModel) -> bool:
+        """Return whether `proposer(int8=True)` works for the network on this machine."""
+        return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Measure settings of the network's config on the prompts of `trials`, and return them."""

@@ -143,7 +143,7 @@ class BlockStudent(EagleStudent):
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Block:  # fmt: skip
-        return Block(self.network, greedy, compile=compile, shape=shape)
+        return Block(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:

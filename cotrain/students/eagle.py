@@ -22,6 +22,7 @@ from cotrain.losses.guess import Pruned
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
+from inference.models.llama import has_kernel
 from inference.models.pretrained import length_of
 from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
@@ -177,11 +178,15 @@ class EagleStudent(Student):
     def head(self, states: Tensor) -> Tensor:
         return self.network.head(states, self.vocabulary or self.network.config.vocab_size)
 
+    @classmethod
+    def takes_int8(cls, network: Any) -> bool:
+        return has_kernel(network)
+
     def proposer(
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> eagle.Eagle:  # fmt: skip
-        return eagle.Eagle(self.network, greedy, compile=compile, shape=shape)
+        return eagle.Eagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 class EagleRounds:

@@ -222,7 +222,7 @@ class PEagleStudent(EagleStudent):
         self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> PEagle:  # fmt: skip
-        return PEagle(self.network, greedy, compile=compile, shape=shape)
+        return PEagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:

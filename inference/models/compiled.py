@@ -4,6 +4,7 @@ Sizes that change (ids per row, slots read) are symbols. For each number of rows
 graphs: for one id per row, for several ids, and for several ids with logits of only one. A draft has one more graph for
 each draft length. States of layers, passes that end early and trees have separate graphs, compiled at their first use.
 A batch that is not full, as at the end of a queue, runs uncompiled, since compiling for a few rounds does not pay.
+`CompiledModules` serves drafts with a network of their own too (`inference.proposers.eagle`).
 """
 
 import shlex
@@ -32,20 +33,91 @@ GraphKey = tuple[Any, ...]
 _MODULES: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, Any]]] = WeakKeyDictionary()
 
 
-class CompiledForward(Lean):
-    """The forward of `Lean` with compiled short passes over the first `rows` slots. If compiling fails, passes run
-    uncompiled, with one warning."""
+class CompiledModules:
+    """Compiled modules of a model, which read the first `rows` slots of a cache. If compiling fails, their callers run
+    uncompiled, with one warning. int8: whether their weights are rounded. origin: the weights that they are made
+    from."""
 
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
 
+    origin: Any
+
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
-        self.rows = rows
+        self.model, self.cache, self.int8, self.rows = model, cache, int8, rows
+        self.graphs: set[GraphKey] = set()  # those that have run: their sizes are marked
         self._stored: tuple[Tensor, tuple[list[Tensor], list[Tensor]]] | None = None
-        super().__init__(model, cache, int8)
+
+    def fits(self, ids: Tensor, window: Window) -> bool:
+        """Return whether passes of this shape are compiled."""
+        whole = ids.shape[0] == self.rows and window.low == 0 and not CompiledModules.failed
+        return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
+
+    def uncompiled_on_error(self, run: Callable[[], Result]) -> Result | None:
+        """Return what `run` returns, or None once compiling has failed."""
+        try:
+            return run()
+        except Exception as error:  # the compiler may raise anything
+            CompiledModules.failed = True
+            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=2)
+            return None
+
+    def keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the keys and values of the rows, without the slots of waiting prompts."""
+        if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
+            self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
+        return self._stored[1]
+
+    def call(self, module: Any, key: GraphKey, inputs: tuple[Any, ...], dynamic: list[tuple[Tensor, int]]) -> Any:
+        """Return what the compiled module returns. dynamic: tensors, each with the dimension whose size changes between
+        calls."""
+        # tensors of inference mode and others have different graphs
+        key = (*key, inputs[0].shape[0], self.cache.stores[0].keys.is_inference())
+        if key in self.graphs:
+            return module(*inputs)
+        for tensor, dimension in [*dynamic, *((store, 2) for stores in self.keys_and_values() for store in stores)]:
+            if tensor.shape[dimension] > 1:  # a size of one has a graph of its own
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        self.graphs.add(key)
+        with self._packing():
+            return module(*inputs)
+
+    def compiled(self, name: Any, make: Callable[[], nn.Module]) -> Any:
+        """Return the compiled module of a name. Engines share it as long as the weights are unchanged."""
+        modules = _MODULES.setdefault(self.model, {})
+        origin, module = modules.get((self.int8, name), (None, None))
+        if module is None or origin != self.origin:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
+            quote_libraries()
+            module = torch.compile(make())
+            modules[self.int8, name] = (self.origin, module)
+        return module
+
+    def _packing(self) -> AbstractContextManager[Any]:
+        """Return a context for compiling. Inside it, weights that `llama.packed` would pack become constants of the
+        graph, in the order of the kernels."""
+        packs = not self.int8 and llama.can_pack(self.model)
+        return config.patch(freezing=True) if packs else nullcontext()
+
+
+class CompiledForward(CompiledModules, Lean):
+    """The forward of `Lean` with compiled short passes over the first `rows` slots."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
+        CompiledModules.__init__(self, model, cache, int8, rows)
+        Lean.__init__(self, model, cache, int8)
 
     def _read_weights(self) -> None:
         super()._read_weights()
-        self.graphs: set[GraphKey] = set()  # those that have run: their sizes are marked
+        self.graphs = set()
+
+    def module(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
+        """Return the compiled module of a name, made from the model's weights and shape."""
+
+        def build() -> nn.Module:
+            weights = self.weights if self.int8 else llama.weights_of(self.model)  # the compiler packs them itself
+            return make(weights, self.shape)
+
+        return self.compiled(name, build)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         results = self._pass(ids, window, only, layers)
@@ -61,7 +133,7 @@ class CompiledForward(Lean):
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
         """Return what a `Step` with these layers and head returns, or None if the pass runs uncompiled."""
-        if not self._fits(ids, window):
+        if not self.fits(ids, window):
             return None
 
         def run() -> list[Tensor]:
@@ -73,34 +145,34 @@ class CompiledForward(Lean):
             if branches is not None:
                 columns += [branches.slots.contiguous(), branches.seen.contiguous()]
                 branches, key = Branches(branches.anchor, *columns[2:]), (*key, "tree", ids.shape[1] > SHORT)
-            inputs = (*columns[:2], *self.angles, slots, *self._keys_and_values(), only, branches, self.scale)
+            inputs = (*columns[:2], *self.angles, slots, *self.keys_and_values(), only, branches, self.scale)
             dynamic = [*((part, 1) for part in columns), *((part, 0) for part in (*self.angles, slots))]
             name = ("pass", layers, head) if layers else "pass"
-            module = self.compiled(name, partial(Step, layers=layers, head=head))
-            results: list[Tensor] = self._call(module, (name, *key), inputs, dynamic)
+            module = self.module(name, partial(Step, layers=layers, head=head))
+            results: list[Tensor] = self.call(module, (name, *key), inputs, dynamic)
             return results
 
-        return self._uncompiled_on_error(run)
+        return self.uncompiled_on_error(run)
 
     def draft(
         self, tails: Tensor, ends: Tensor, u: Tensor, temperature: Tensor, greedy: bool, window: Window
     ) -> Drafts | None:
         """Return all drafts of a round from a compiled `Drafting`, see `LM.draft`. Return None if there are too many
         slots to compile. window.limit: the slots of the longest text with its drafts."""
-        if not self._fits(tails, window):
+        if not self.fits(tails, window):
             return None
 
         def run() -> Drafts:
             self.refresh(window.limit)
             slots, k = torch.arange(window.limit, device=tails.device), u.shape[1]
-            inputs = (tails, ends, u, temperature, *self.angles, slots, *self._keys_and_values(), self.scale)
+            inputs = (tails, ends, u, temperature, *self.angles, slots, *self.keys_and_values(), self.scale)
             dynamic = [(part, 0) for part in (*self.angles, slots)]
             name = ("greedy" if greedy else "draws"), k
-            module = self.compiled(name, lambda weights, shape: Drafting(weights, shape, k, greedy))
-            drafts: Drafts = self._call(module, (name,), inputs, dynamic)
+            module = self.module(name, lambda weights, shape: Drafting(weights, shape, k, greedy))
+            drafts: Drafts = self.call(module, (name,), inputs, dynamic)
             return drafts
 
-        return self._uncompiled_on_error(run)
+        return self.uncompiled_on_error(run)
 
     def draft_masked(
         self, draws: Draws, masked: Masked, k: int, greedy: bool, window: Window, term: Term | None
@@ -109,7 +181,7 @@ class CompiledForward(Lean):
         if distributions depend on more than a temperature."""
         temperatures = draws.temperatures
         greedy = greedy or (temperatures is not None and not any(temperatures))
-        if temperatures is None or not (greedy or all(temperatures)) or not self._fits(masked.ids, window):
+        if temperatures is None or not (greedy or all(temperatures)) or not self.fits(masked.ids, window):
             return None
         device = self.model.device
         u, temperature = (part.to(device) for part in draws.simple(k))
@@ -118,67 +190,14 @@ class CompiledForward(Lean):
         def run() -> Drafts:
             self.refresh(window.limit)
             slots = torch.arange(window.limit, device=device)
-            inputs = (*masked, even, temperature, *self.angles, slots, *self._keys_and_values())
+            inputs = (*masked, even, temperature, *self.angles, slots, *self.keys_and_values())
             dynamic = [(masked.ids, 1), *((part, 0) for part in (*self.angles, slots))]
             name = ("one pass", k, greedy)
-            module = self.compiled(name, lambda weights, shape: OnePass(weights, shape, k, greedy, term))
-            drafts: Drafts = self._call(module, (name, masked.ids.shape[1] > 1), inputs, dynamic)
+            module = self.module(name, lambda weights, shape: OnePass(weights, shape, k, greedy, term))
+            drafts: Drafts = self.call(module, (name, masked.ids.shape[1] > 1), inputs, dynamic)
             return drafts
 
-        return self._uncompiled_on_error(run)
-
-    def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Return whether passes of this shape are compiled."""
-        whole = ids.shape[0] == self.rows and window.low == 0 and not CompiledForward.failed
-        return whole and ids.shape[1] <= most_ids(window) and self.cache.stores[0].is_initialized
-
-    def _uncompiled_on_error(self, run: Callable[[], Result]) -> Result | None:
-        """Return what `run` returns, or None once compiling has failed."""
-        try:
-            return run()
-        except Exception as error:  # the compiler may raise anything
-            CompiledForward.failed = True
-            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=2)
-            return None
-
-    def _keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and values of the rows, without the slots of waiting prompts."""
-        if self._stored is None or self._stored[0] is not self.cache.stores[0].keys:  # slots were added
-            self._stored = self.cache.stores[0].keys, self.cache.stored(self.rows)
-        return self._stored[1]
-
-    def _call(self, module: Any, key: GraphKey, inputs: tuple[Any, ...], dynamic: list[tuple[Tensor, int]]) -> Any:
-        """Return what the compiled module returns. dynamic: tensors, each with the dimension whose size changes between
-        calls."""
-        # tensors of inference mode and others have different graphs
-        key = (*key, inputs[0].shape[0], self.cache.stores[0].keys.is_inference())
-        if key in self.graphs:
-            return module(*inputs)
-        for tensor, dimension in [*dynamic, *((store, 2) for stores in self._keys_and_values() for store in stores)]:
-            if tensor.shape[dimension] > 1:  # a size of one has a graph of its own
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        self.graphs.add(key)
-        with self._packing():
-            return module(*inputs)
-
-    def compiled(self, name: Any, make: Callable[[llama.Weights, llama.ModelShape], nn.Module]) -> Any:
-        """Return the compiled module for the model's weights and shape. Engines share it as long as both are
-        unchanged."""
-        modules = _MODULES.setdefault(self.model, {})
-        origin, module = modules.get((self.int8, name), (None, None))
-        if module is None or origin != self.origin:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
-            weights = self.weights if self.int8 else llama.weights_of(self.model)  # the compiler packs them itself
-            quote_libraries()
-            module = torch.compile(make(weights, self.shape))
-            modules[self.int8, name] = (self.origin, module)
-        return module
-
-    def _packing(self) -> AbstractContextManager[Any]:
-        """Return a context for compiling. Inside it, weights that `llama.packed` would pack become constants of the
-        graph, in the order of the kernels."""
-        packs = not self.int8 and llama.can_pack(self.model)
-        return config.patch(freezing=True) if packs else nullcontext()
+        return self.uncompiled_on_error(run)
 
 
 HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "For even more", "For more")  # torch's own

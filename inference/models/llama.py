@@ -13,8 +13,9 @@ Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value hea
 read. A group has H/G query heads.
 """
 
+import copy
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at mu
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class Linear(NamedTuple):
@@ -55,8 +57,8 @@ class Linear(NamedTuple):
             return product
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
-        flat = torch._weight_int8pack_mm(x.flatten(0, -2), self.weight, self.scale)
-        wide = flat.view(*x.shape[:-1], -1)
+        flat = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
+        wide = flat.view(*x.shape[:-1], len(self.weight))
         return wide if self.bias is None else wide + self.bias
 
 
@@ -332,10 +334,16 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` works for the model. The kernel runs on a CPU and reads bfloat16. It reads 16 inputs at a
-    time, so widths must be multiples of 16; otherwise it would read past the end of a row."""
+    """Return whether `int8` works for the model."""
+    return has_kernel(model) and applies(model)
+
+
+def has_kernel(model: PreTrainedModel) -> bool:
+    """Return whether the kernel for rounded weights can run all linear layers of the model. It runs on a CPU and reads
+    bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past the end of a
+    row."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
-    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16 and applies(model)
+    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
 def int8(weights: Weights) -> Weights:
@@ -373,6 +381,36 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
     model.config.tie_word_embeddings = False
     model.config.quantization_config = {"quant_method": INT8_ROWS}
     return model
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer without a bias, its weight rounded as by `int8_rows`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        numbers, scale = int8_rows(linear.weight.detach())
+        self.register_buffer("numbers", numbers)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Linear(cast(Tensor, self.numbers), None, cast(Tensor, self.scale))(x)
+
+
+def sharing_copy(network: Network) -> Network:
+    """Return a copy of a network with the same weights, not copies of them. Its parameters are new objects: the
+    compiler takes a parameter that it has seen for a constant."""
+    shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
+    return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
+
+
+def rounded_copy(network: Network) -> Network:
+    """Return a copy of a network whose linear layers are `RoundedLinear`. It shares the other weights."""
+    copied = sharing_copy(network)
+    for module in [*copied.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(module, name, RoundedLinear(child))
+    return copied
 
 
 def can_pack(model: PreTrainedModel) -> bool:

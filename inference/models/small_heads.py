@@ -85,6 +85,14 @@ def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
+def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
+    """Return distributions (..., size) from distributions (..., Vd) over the ids known (Vd,). All other ids get 0, or
+    NaN if the distribution is NaN."""
+    none = probs[..., :1] - probs[..., :1]
+    # the compiler of torch 2.13 copies an expanded tensor without room for its entries
+    return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy(-1, known, probs)
+
+
 class SmallHead(nn.Module):
     """The output embeddings of a causal LM, from states (..., D) to logits (..., V). Without a pruned vocabulary all
     ids have a row.

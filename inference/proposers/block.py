@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.models.cache import Window
-from inference.models.forward import additive, picked, visible
+from inference.models.forward import picked
 from inference.models.markov import MarkovHead
 from inference.proposers.base import Round
 from inference.proposers.confidence import ConfidenceHead
@@ -168,11 +168,13 @@ class Block(Eagle):
 
     network_class = BlockNetwork
     network: BlockNetwork
+    compiles = False
 
     def __init__(
-        self, network: BlockNetwork, greedy: bool = False, *, compile: bool | None = None, shape: TreeShape = None
-    ) -> None:
-        super().__init__(network, greedy, compile=compile, shape=shape)
+        self, network: BlockNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        shape: TreeShape = None,
+    ) -> None:  # fmt: skip
+        super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.depths = network.config.depths
 
     def _masks(self, K: int) -> int:
@@ -193,15 +195,17 @@ class Block(Eagle):
         ends = (
             window if self.network.config.causal else replace(window, positions=positions[:, -1:].expand_as(positions))
         )
-        mask = additive(visible(ends, ids.device), self.shape.held)
-        attends = [self._attend(layer, window, mask) for layer in range(len(self.network.layers))]
-        states = self.network.states(x, *self._angles(positions), attends)[:, 1 : K + 1]
-        logits = self.network.head(states, self.vocabulary)
-        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
+        assert self.slots is not None
+        mask = self.slots.mask(ends)
+        attends = [self.slots.attend(layer, window, mask) for layer in range(len(self.network.layers))]
+        states = self.served.states(x, *self.slots.angles(positions), attends)[:, 1 : K + 1]
+        logits = self.served.head(states, self.vocabulary)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.served.term(self.vocabulary))
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
         """Store keys and values of tokens with the features (A, n, H). Their ids do not matter."""
-        context = self.network.context(features, *self._angles(window.positions))
+        assert self.slots is not None
+        context = self.served.context(features, *self.slots.angles(window.positions))
         for layer, (k, v) in enumerate(context):
-            self._store(layer, window, k, v)
+            self.slots.store(layer, window, k, v)
         return features

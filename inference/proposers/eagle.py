@@ -18,7 +18,7 @@ per row, K drafts per round.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference.drafts.compatibility import same_sizes
 from inference.models import llama
 from inference.models.cache import SlotCache, Window, tree_window
-from inference.models.checksum import Stamp
-from inference.models.forward import additive, attention, picked, visible
+from inference.models.checksum import Stamp, changes
+from inference.models.compiled import CompiledModules
+from inference.models.forward import additive, attention, origin_of, picked, visible
 from inference.models.graphs import Graphs
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
 from inference.models.pretrained import widened
-from inference.models.small_heads import fill, projection, refuse_ids, spread
-from inference.models.step import by_round
+from inference.models.small_heads import fill, projection, refuse_ids, spread, spread_probs
+from inference.models.step import Drafts, by_round, by_temperature
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import DynamicTrees, Nodes, TreeShape, one_by_one, trees_of
+from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, one_by_one, trees_of
+from inference.sampling import wide
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
+Head = Callable[[Tensor], Tensor]  # output (A, n, H) of the last layer -> logits (A, n, V)
 
 ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
@@ -169,7 +172,7 @@ class FeatureNetwork(PreTrainedModel):
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """Return the features (..., H) of the target's states (..., H), which are given by layer."""
-        joined = torch.cat([states[layer].to(self.fc.weight.dtype) for layer in self.config.layers], -1)
+        joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
 
@@ -185,6 +188,22 @@ class FeatureNetwork(PreTrainedModel):
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread(logits, self.known, size)[..., :vocabulary]
+
+    def own_logits(self, states: Tensor, vocabulary: int) -> Tensor:
+        """Return logits (..., Vd) of the draft's own tokens, for states (..., H) after `norm`. Tokens that are not
+        below `vocabulary` get -inf."""
+        logits: Tensor = self.lm_head(states)
+        return logits.masked_fill(self.known >= vocabulary, -torch.inf) if self.pruned else logits[..., :vocabulary]
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """Return the target's ids of the draft's own tokens ids (...)."""
+        return ids + self.d2t[ids] if self.pruned else ids
+
+    def target_probs(self, probs: Tensor, vocabulary: int) -> Tensor:
+        """Return distributions (..., vocabulary) from distributions (..., Vd) over the draft's own tokens."""
+        if not self.pruned:
+            return probs
+        return spread_probs(probs, self.known, max(vocabulary, self.config.vocab_size))[..., :vocabulary]
 
     def term(self, vocabulary: int) -> Term | None:
         """Return the function that gives the Markov head's term for the logits after a token, or None without such a
@@ -220,7 +239,7 @@ class FeatureNetwork(PreTrainedModel):
         size = self.config.head_dim
         steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
         turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
-        cos, sin = (part.to(self.fc.weight.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
+        cos, sin = (part.to(self.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -292,6 +311,107 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+class PairSlots(NamedTuple):
+    """The slots of pairs. cos, sin (S, 1, D): angles of all positions. keys, values (rows, G, S, D): of each layer."""
+
+    shape: llama.ModelShape
+    cos: Tensor
+    sin: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
+        return self.cos[positions], self.sin[positions]
+
+    def mask(self, window: Window) -> Tensor:
+        """Return the mask (A, 1, n, limit) of a window, which is added to the scores."""
+        return additive(visible(window, window.positions.device), self.shape.held)
+
+    def attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
+        """Return the attention of a layer. It stores the new keys and values in the window's slots, then reads the
+        slots up to the window's limit."""
+        held, rows = self.shape.held, slice(window.low, window.high)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.store(layer, window, k, v)
+            stored = self.keys[layer][rows, :, : window.limit], self.values[layer][rows, :, : window.limit]
+            return attention(mask, self.shape)(q.to(held).transpose(1, 2), *stored).to(q.dtype)
+
+        return attend
+
+    def store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
+        """Write keys and values (A, n, G, D) of a layer to the window's slots."""
+        row = torch.arange(window.low, window.high, device=k.device).unsqueeze(1)
+        for slots, new in ((self.keys[layer], k), (self.values[layer], v)):
+            slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
+
+
+PairPass = Callable[
+    [Tensor, Tensor, Window], Tensor
+]  # ids (A, n), features (A, n, H), their window -> output (A, n, H)
+
+
+def passes(network: EagleNetwork, embedding: nn.Module, slots: PairSlots) -> PairPass:
+    """Return the pass of a network's layer over pairs. It writes to the window's slots and reads the slots up to its
+    limit."""
+
+    def run(ids: Tensor, features: Tensor, window: Window) -> Tensor:
+        attend = slots.attend(0, window, slots.mask(window))
+        return network.layer(embedding(ids).to(features.dtype), features, *slots.angles(window.positions), attend)
+
+    return run
+
+
+def levels(run: PairPass, head: Head, given: Mapping[str, Tensor], limit: int) -> tuple[Tensor, Follow]:
+    """Return the logits (A, V) after the texts, and the `Follow` of later levels. given: see `Eagle._given`. limit:
+    number of slots to read."""
+    ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+    positions, anchor = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device), pairs + only
+    above = picked(run(ids, features, Window(0, len(ids), positions, None, limit)), only)  # output at that level
+
+    def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+        nonlocal above
+        above = run(ids, nodes.of_parents(above), draft_window(anchor, nodes, ids.shape[1], limit))
+        return head(above)
+
+    return head(above)[:, 0], follow
+
+
+class Chains(nn.Module):
+    """The drafts of a round as a function of tensors, which can be compiled. It makes K drafts per row by temperature
+    alone. Drafts are drawn among the tokens of the draft's vocabulary. greedy: draft the likeliest tokens, with one-hot
+    distributions."""
+
+    def __init__(
+        self, network: EagleNetwork, embedding: nn.Module, shape: llama.ModelShape, vocabulary: int, K: int,
+        greedy: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.network, self.embedding, self.shape = network, embedding, shape
+        self.vocabulary, self.K, self.greedy = vocabulary, K, greedy
+
+    def forward(
+        self, ids: Tensor, features: Tensor, pairs: Tensor, only: Tensor, u: Tensor, temperature: Tensor,
+        slots: Tensor, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor],
+    ) -> Drafts:  # fmt: skip
+        """Return drafts (A, K) and their distributions (A, K, V). ids .. only: see `Eagle._given`. u (A, K): uniforms.
+        temperature (A,): above 0. slots (L,): 0 .. L - 1, the slots to read. Other arguments: see `PairSlots`."""
+        given = {"lacking": ids, "features": features, "pairs": pairs, "only": only}
+        network, choose = self.network, by_temperature(u, temperature, self.greedy)
+        run = passes(network, self.embedding, PairSlots(self.shape, cos, sin, keys, values))
+
+        def head(output: Tensor) -> Tensor:
+            return network.own_logits(network.norm(output), self.vocabulary)
+
+        def drawn(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
+            ids, probs = choose(wide(logits), drafts)
+            return network.target_ids(ids), probs
+
+        x, q = one_by_one(self.K, *levels(run, head, given, slots.shape[0]), drawn)
+        return x, network.target_probs(q, self.vocabulary)
+
+
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
 
 
@@ -300,19 +420,23 @@ class Eagle(Proposer):
     target's device.
 
     It drafts nothing for a text of one token, since the target has read no token yet. greedy: draft the likeliest
-    tokens, with one-hot distributions. compile: whether rounds on a GPU are CUDA graphs; None if they are for the
-    target. shape: the trees to draft, as in `Independent`; None for chains.
+    tokens, with one-hot distributions. compile: whether rounds are compiled, or CUDA graphs on a GPU; None if they are
+    for the target. On a CPU, only chains by temperature alone are compiled. int8: whether the weights are rounded to 8
+    bits, which needs `llama.has_kernel`; q is then the distribution of the rounded network. shape: the trees to draft,
+    as in `Independent`; None for chains.
     """
 
     network_class: Any = EagleNetwork
     drafts_trees = True
     network: Any
+    compiles = True  # whether rounds can be compiled on a CPU
 
     def __init__(
-        self, network: FeatureNetwork, greedy: bool = False, *, compile: bool | None = None,
+        self, network: FeatureNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
         shape: TreeShape = None,
     ) -> None:  # fmt: skip
-        self.network, self.greedy, self.compile = network.eval(), greedy, compile
+        self.network, self.greedy, self.compile, self.int8 = network.eval(), greedy, compile, int8
+        self.served: Any = network  # with rounded weights if `int8`, once it is open
         self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
         self.host: Host | None = None
@@ -325,8 +449,10 @@ class Eagle(Proposer):
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
         """Return a proposer for a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if
         the target's sizes differ."""
-        network = cast(EagleNetwork, widened(cls.load_network(folder, arguments)))
-        return cls(network, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
+        draft = cls.load_network(folder, arguments)
+        int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
+        network = draft if int8 else cast(EagleNetwork, widened(draft))
+        return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -334,7 +460,7 @@ class Eagle(Proposer):
 
     @property
     def weights(self) -> str:
-        return str(self.network.dtype).removeprefix("torch.")
+        return "int8" if self.int8 else str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
         config, device = self.network.config, host.target.device
@@ -343,24 +469,34 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            self.stamp = Stamp(self.network, addresses=True, values=False)  # recordings read it
+            copies = self.int8 or llama.can_pack(self.network)
+            self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
+            self.served = llama.rounded_copy(self.network) if self.int8 else self.network
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
-            like = torch.empty(rows, config.num_key_value_heads, 0, config.head_dim, dtype=held, device=device)
-            for store in self.cache.stores:
-                store.lazy_initialization(like, like)
             self.cache.before_growth(self._forget)
             self._forget()
+            self.modules = self._compiled_modules(host)
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
 
     def _forget(self) -> None:
-        """Drop angles and CUDA graphs, which depend on the number of slots."""
-        self.table: tuple[Tensor, Tensor] | None = None
+        """Drop slots, angles and CUDA graphs, which depend on the number of slots."""
+        self.slots: PairSlots | None = None
         replayed = self.host is not None and self.host.target.uses_graphs and self.compile is not False
         self.replays = Graphs(self.features_device) if replayed else None
+
+    def _compiled_modules(self, host: Host) -> CompiledModules | None:
+        """Return the compiled rounds of the network, or None if rounds are not compiled."""
+        compile = host.target.compiled if self.compile is None else self.compile
+        if not (compile and self.compiles and self.features_device.type == "cpu" and self.branching is None):
+            return None
+        modules = CompiledModules(self.network, self.cache, self.int8, host.rows)
+        embedding = [(weight.data_ptr(), changes([weight])) for weight in self.embedding.parameters()]
+        modules.origin = origin_of(self.network), embedding
+        return modules
 
     @property
     def features_device(self) -> torch.device:
@@ -396,7 +532,7 @@ class Eagle(Proposer):
     def _features(self, states: States) -> Tensor:
         """Return the features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows
         with such numbers end or get no drafts."""
-        return self.network.features(states).nan_to_num(0.0, 0.0, 0.0)
+        return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
         """Return the drafts of a round. Rows without a pair get none."""
@@ -411,9 +547,14 @@ class Eagle(Proposer):
         fixed = self.replays is not None and short and not isinstance(shape, DynamicTrees)
         K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
+        compiled = self.modules is not None and by_temperature_alone(round, self.greedy)
+        if compiled:  # a number of drafts has a graph of its own, and so has a width of one
+            K, width = self.longest, max(width, 2)
         given = self._given(round, k, lacking, width)
         limit = max(self.stored) + width + self._room_for(K)
         drafts = self._replayed(round, given, limit, K) if fixed else None
+        if compiled and (drafts := self._compiled(round, given, limit, K)) is None:
+            K = max(k)
         x, q = self._drafted(round, given, self._slots(limit), K) if drafts is None else drafts
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
@@ -453,24 +594,40 @@ class Eagle(Proposer):
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
         """Return the drafts of K depths and the distributions they were drawn from, as a function of tensors."""
-        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        positions = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-        A, anchor = len(ids), pairs + only
-        above = picked(self._layer(ids, features, Window(0, A, positions, None, slots)), only)  # output at that level
-
-        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-            nonlocal above
-            above = self._layer(ids, nodes.of_parents(above), draft_window(anchor, nodes, ids.shape[1], slots))
-            return self._logits(above)
-
-        logits = self._logits(above)[:, 0]
+        logits, follow = levels(self._layer, self._logits, given, slots)
         if self.branching:
             return self.branching.grown(round, K, logits, follow, self.greedy)
         return one_by_one(K, logits, follow, by_round(round, self.greedy))
 
+    def _compiled(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> Drafts | None:
+        """Return what `_drafted` returns, from a compiled `Chains`. Return None if the batch is not full, if rows are
+        too long, or if compiling has failed."""
+        modules, read = self.modules, self._slots(limit)
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        if modules is None or not modules.fits(ids, Window(0, len(ids), pairs.unsqueeze(1), None, read)):
+            return None
+        greedy = self.greedy or not any(round.temperatures or ())
+        u, temperature = round.simple(K)
+        u, features = (part.reshape(-1).view(part.shape) for part in (u, features))  # strides follow from shapes
+
+        def run() -> Drafts:
+            assert self.slots is not None
+            slots, cos, sin = torch.arange(read, device=ids.device), self.slots.cos, self.slots.sin
+            inputs = (ids, features, pairs, only, u, temperature, slots, cos, sin, *modules.keys_and_values())
+            dynamic = [(ids, 1), (features, 1), (slots, 0), (cos, 0), (sin, 0)]
+            name = ("chains", K, greedy, self.vocabulary)
+            drafts: Drafts = modules.call(modules.compiled(name, make), name, inputs, dynamic)
+            return drafts
+
+        def make() -> Chains:
+            network = self.served if self.int8 else llama.sharing_copy(self.network)  # it may outlive the network
+            return Chains(network, self.embedding, self.shape, self.vocabulary, K, greedy)
+
+        return modules.uncompiled_on_error(run)
+
     def _logits(self, output: Tensor) -> Tensor:
         """Return logits (A, n, V) for outputs (A, n, H) of the layer."""
-        return self.network.head(self.network.norm(output), self.vocabulary)
+        return self.served.head(self.served.norm(output), self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -480,42 +637,21 @@ class Eagle(Proposer):
     def _slots(self, limit: int) -> int:
         """Make room for `limit` slots, and return how many of them to read."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
-        if self.table is None:
+        if self.slots is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.table = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
+                cos, sin = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
+            groups, size, stores = self.shape.groups, self.shape.size, self.cache.stores
+            like = torch.empty(1, groups, 0, size, dtype=self.shape.held, device=self.features_device)
+            for store in stores:
+                if not store.is_initialized:  # in the mode of the passes, as when slots are added
+                    store.lazy_initialization(like, like)
+            self.slots = PairSlots(self.shape, cos, sin, [one.keys for one in stores], [one.values for one in stores])
         return min(limit, self.cache.slots)
 
     def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). It writes to the
-        window's slots and reads the slots up to its limit."""
-        attend = self._attend(0, window, additive(visible(window, ids.device), self.shape.held))
-        embedded = self.embedding(ids).to(features.dtype)
-        return self.network.layer(embedded, features, *self._angles(window.positions), attend)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
-        assert self.table is not None
-        cos, sin = (part[positions] for part in self.table)
-        return cos, sin
-
-    def _attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Return the attention of a layer. It stores the new keys and values in the window's slots, then reads the
-        slots up to the window's limit. mask (A, 1, n, limit): added to the scores."""
-        held, rows = self.shape.held, slice(window.low, window.high)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._store(layer, window, k, v)
-            store = self.cache.stores[layer]
-            stored = store.keys[rows, :, : window.limit], store.values[rows, :, : window.limit]
-            return attention(mask, self.shape)(q.to(held).transpose(1, 2), *stored).to(q.dtype)
-
-        return attend
-
-    def _store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """Write keys and values (A, n, G, D) of a layer to the window's slots."""
-        row, store = torch.arange(window.low, window.high, device=k.device).unsqueeze(1), self.cache.stores[layer]
-        for slots, new in ((store.keys, k), (store.values, v)):
-            slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
+        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H), see `passes`."""
+        assert self.slots is not None
+        return passes(self.served, self.embedding, self.slots)(ids, features, window)
 
     def commit(self, outcome: Outcome) -> None:
         new = self._features(outcome.states)
@@ -549,6 +685,13 @@ class Eagle(Proposer):
         """Copy a row's slot. The row's entry in the lists is already at `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
+
+
+def by_temperature_alone(round: Round, greedy: bool) -> bool:
+    """Return whether `by_temperature` makes the drafts of a round: distributions depend on temperatures alone, which
+    are all above 0 or all 0. greedy: the likeliest tokens are drafted."""
+    temperatures = round.temperatures
+    return temperatures is not None and (greedy or all(temperatures) or not any(temperatures))
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:

@@ -69,17 +69,19 @@ class PEagle(Eagle):
 
     network_class = PEagleNetwork
     network: PEagleNetwork
+    compiles = False
 
     def __init__(
-        self, network: PEagleNetwork, greedy: bool = False, *, compile: bool | None = None, shape: TreeShape = None
-    ) -> None:
-        super().__init__(network, greedy, compile=compile, shape=shape)
+        self, network: PEagleNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        shape: TreeShape = None,
+    ) -> None:  # fmt: skip
+        super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
         anchor = picked(given["lacking"], given["only"])[:, 0]  # the last pair's second token
         logits = self._masked(given, slots, K)
-        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.network.term(self.vocabulary))
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.served.term(self.vocabulary))
 
     def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
         """Return the logits (A, K, V) at the text's last pair and the K - 1 masks after it. given: see `_given`."""
@@ -87,6 +89,6 @@ class PEagle(Eagle):
         columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
         text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text
         ids = pad(ids, (0, K - 1)).masked_fill(~text, self.mask)
-        features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.network.mask_features())
+        features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.served.mask_features())
         window = Window(0, len(ids), pairs.unsqueeze(1) + columns, None, slots)
         return self._logits(behind(self._layer(ids, features, window), only, K))

@@ -8,7 +8,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.measure.costs import measure_costs
-from inference.models.compiled import CompiledForward
+from inference.models.compiled import CompiledModules
 from inference.models.lm import LM
 from inference.models.step import Drafting
 from inference.policy import Fixed
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(CompiledForward, "failed", False)
+    monkeypatch.setattr(CompiledModules, "failed", False)
     return lengths
 
 
@@ -115,7 +115,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
         drafts = proposer.lm.draft(
             torch.tensor([[3, 4], [6, 7]]), [4, 3], u, torch.tensor([0.7, 1.0], dtype=torch.float64)
         )
-        assert drafts is not None and not CompiledForward.failed
+        assert drafts is not None and not CompiledModules.failed
         x, q = drafts
         assert torch.equal(x, draw(q, u))
         distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]

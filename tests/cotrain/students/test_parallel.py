@@ -20,7 +20,7 @@ from cotrain.students.quantised import projections, refuse_unknown
 from inference import Engine, Sampling, load, proposers
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
-from inference.models.compiled import CompiledForward
+from inference.models.compiled import CompiledModules
 from inference.models.lm import LM, at_once
 from inference.models.markov import put_markov_head, term_of
 from inference.models.step import Masked, OnePass
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(CompiledForward, "failed", False)
+    monkeypatch.setattr(CompiledModules, "failed", False)
     return passes
 
 
@@ -95,7 +95,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(markov:
     masks = Masked(torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]]), torch.tensor([2, 2]), torch.tensor([1, 0]))
     with torch.inference_mode():
         drafts = at_once(proposer.lm, round, masks, [2, 2], 3, greedy, proposer.term)
-        assert drafts is not None and not CompiledForward.failed
+        assert drafts is not None and not CompiledModules.failed
         x, q = drafts
         assert torch.equal(x, q.argmax(-1) if greedy else draw(q, u))
         for row, prompt in enumerate(prompts):

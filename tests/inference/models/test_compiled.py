@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._inductor import cpp_builder
 
-from inference.models.compiled import CompiledForward, quote_libraries, reason
+from inference.models.compiled import CompiledForward, CompiledModules, quote_libraries, reason
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
 from inference.models.step import Step
@@ -19,7 +19,7 @@ from tests.tiny import compiles, tiny, traced
 
 
 def graphs(lm: LM) -> Any:
-    assert isinstance(lm.run, CompiledForward) and not CompiledForward.failed
+    assert isinstance(lm.run, CompiledForward) and not CompiledModules.failed
     return lm.run.graphs
 
 
@@ -58,7 +58,7 @@ def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledForward, "failed", False)
+    monkeypatch.setattr(CompiledModules, "failed", False)
     model = tiny()
     lm = LM(model, 3, compile=True)
 
@@ -69,7 +69,7 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: py
     with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
         logits = passes(lm)
     torch.testing.assert_close(logits, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
-    assert CompiledForward.failed
+    assert CompiledModules.failed
 
 
 def test_libraries_in_a_path_with_a_space_reach_the_compiler_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_failed_compilation_says_its_last_line() -> None:
 
 def module_of(model: Any, rows: int) -> Any:
     run: Any = LM(model, rows, compile=True).run
-    return run.compiled("pass", Step)
+    return run.module("pass", Step)
 
 
 def in_place(weight: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
-from inference.models.compiled import CompiledForward
+from inference.models.compiled import CompiledModules
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -211,7 +211,7 @@ def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None
         )
         assert one.tokens == other.tokens and one.stats.accepted == other.stats.accepted
         counts.append(one.stats.accepted)
-    assert not CompiledForward.failed
+    assert not CompiledModules.failed
     assert counts[0] != counts[1] != counts[2]
 
 
