@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('a_rounded_target_in_bfloat16', 'inference/models/lm.py', 'LM.__init__', 'int8 or (quantisation == llama.INT8_ROWS', 'int8 or (quantisation == "int8"', ['tests/inference/models/test_llama.py::test_a_model_in_int8_rows_runs_on_int8_weights_with_its_own_distribution'], 'quantisation=int8_rows is no faster'),
+    ('a_rounded_embedding', 'inference/models/llama.py', 'in_int8_rows', 'module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)', 'module.weight.copy_(rounded(module.weight))', ['tests/inference/models/test_llama.py::test_a_model_in_int8_rows_runs_on_int8_weights_with_its_own_distribution'], 'a tied embedding is rounded with the head'),
     ('siblings_see_each_other', 'inference/models/cache.py', 'tree_window', 'seen[:, first:]', '(2 << slots - anchor) - 1', ['tests/inference/models/test_trees.py::test_in_few_operations_and_in_transformers_own_forward[static]'], 23),
     ('paths_stay_where_they_are', 'inference/models/cache.py', 'move_path', 'torch.where(path < 0, 0, order', '(path + 1).clamp(min=0', ['tests/inference/models/test_trees.py::test_in_few_operations_and_in_transformers_own_forward[static]'], 'an accepted path is read with rejected nodes in between'),
     ('hooks_overlooked', 'inference/models/checksum.py', 'Stamp._look', '*m._forward_hooks, "before", ', '', ['tests/inference/models/test_stale.py::test_an_engine_has_the_weights_as_they_are'], 53),

@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('muon_for_heads', 'cotrain/training/optim.py', 'matrices_and_others', ' and "head" not in name', '', ['tests/cotrain/training/test_optim.py::test_muon_learns_the_matrices_of_every_kind_and_no_head'], 'the head learns by orthogonal updates'),
+    ('numbers_of_the_order_of_sampling', 'cotrain/rollout/samplers.py', 'collect', '[keys[i] for i in chosen]', 'list(keys[start : start + len(chosen)])', ['tests/cotrain/rollout/test_rollout.py::test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers'], 'a text depends on the prompts beside it'),
     ('rank_of_any_kind', 'cotrain/students/base.py', '', '"rank": 0, ', '', ['tests/cotrain/commands/test_optional_settings.py::test_a_kind_takes_what_it_has_and_refuses_the_rest'], 'draft.rank= does nothing, in silence'),
     ('one_temperature_for_a_batch', 'cotrain/students/conditioned.py', 'ConditionedStudent.guesses', 'temperature"]).', 'temperature"][:1]).', ['tests/cotrain/students/test_conditioned.py::test_each_text_of_a_batch_is_learnt_at_its_own_temperature[kl]'], 'all texts of a batch are learnt with the scale of the first'),
     ('packed_texts_at_one_temperature', 'cotrain/students/conditioned.py', 'ConditionedStudent._scale', ' if temperature.ndim == 2 else temperature.unsqueeze(1)', '.reshape(len(temperature), -1)[:, :1]', ['tests/cotrain/students/test_conditioned.py::test_packed_texts_have_their_own_temperatures'], 'texts that share a row are all learnt with the scale of the first'),

@@ -88,6 +88,7 @@ def test_a_killed_sharded_run_resumes_as_if_it_had_not_been_killed(place: Path, 
         (("draft.quantisation=int3",), "draft.quantisation: 'int3' is not one of none, int8, nf4"),
         (("draft.quantisation=int8", "trainer.ema=0.9"), "draft.quantisation, trainer.ema: use only one"),
         (("trainer.strategy=fsdp2", "trainer.ema=0.9"), "trainer.ema, trainer.strategy: use only one"),
+        (("trainer.strategy=fsdp2", "optimizer=muon"), "optimizer=muon: it needs whole matrices"),
         (("trainer.strategy=fsdp2", "draft.quantisation=nf4"), "draft.quantisation, trainer.strategy: use only one"),
     ],
 )

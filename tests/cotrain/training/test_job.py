@@ -1,6 +1,9 @@
 """What a target teaches and from which texts: its own distribution in its own numbers, the user's own domains and
 prompts."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +134,24 @@ def test_prompts_that_are_left_out_are_counted(
 
     texts_of(datasets.Dataset.from_dict({"text": ["a", " ", "", None]}), "own.jsonl")
     assert capsys.readouterr().out == "data.path: 3 of 4 rows of own.jsonl hold no text: left out\n"
+
+
+FREED = """
+import torch
+from cotrain.training.job import keep_freed_memory
+keep_freed_memory()
+pages = lambda: int(open("/proc/self/statm").read().split()[1])
+tensor = torch.ones(2**25)
+held = pages()
+del tensor
+print(pages() >= held)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_stays_with_the_process() -> None:
+    out = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "True"
 
 
 def test_unknown_projections_cannot_be_quantised() -> None:
