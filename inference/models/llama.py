@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
-from inference.models.pretrained import emulated, sliding_window
+from inference.models.pretrained import TIED, emulated, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -378,8 +378,8 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)  # a tied embedding stays
+    model.config.quantization_config = {"quant_method": INT8_ROWS, TIED: model.config.tie_word_embeddings}
     model.config.tie_word_embeddings = False
-    model.config.quantization_config = {"quant_method": INT8_ROWS}
     return model
 
 
