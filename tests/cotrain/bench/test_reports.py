@@ -101,6 +101,13 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
     assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9} and extra["said"][:2] == ["advice", "a line"]
 
 
+def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each cast copy would be compiled anew."""
+    _, asked, plan, *_ = reported(monkeypatch, bench=replace(plan_of().bench, draft_dtype="float32"))
+    given = asked["choose_compiled"][0]
+    assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served
+
+
 # --- a matrix
 
 
