@@ -25,6 +25,7 @@ from inference.proposers.eagle import Chains, Eagle
 from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
+from tests.inference.test_shared_proposers import Short
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
@@ -292,16 +293,18 @@ def test_a_confidence_head_is_no_obstacle_and_is_not_rounded() -> None:
     assert isinstance(head.proj, torch.nn.Linear) and isinstance(proposer.served.fc, llama.RoundedLinear)
 
 
-def test_a_draft_keeps_graphs_of_each_temperature_and_vocabulary(calls: list[int]) -> None:
-    """Calls of one engine, and engines of one draft, do not share what is compiled for another choice."""
-    target = tiny()
-    network = kinds.eagle(target, draft_vocab_size=16)
-    for sampling in (Sampling(0.8), Sampling(0), Sampling(0.8)):
+def test_what_is_compiled_is_of_its_temperature_vocabulary_and_target(calls: list[int]) -> None:
+    """Calls and engines that share a draft share nothing that was compiled for another choice."""
+    network, targets, words = kinds.eagle(tiny(), draft_vocab_size=16), (tiny(), tiny(seed=5)), Short()
+    for target, tokenizer, temperature in ((0, None, 0.8), (0, None, 0), (0, words, 0.8), (1, None, 0.8)):
         compiled, single = (
-            Engine(target, Eagle(network, compile=c), rows=1, policy=Fixed(3), compile=False).generate(
-                [[1, 2, 3, 4]], max_new_tokens=12, sampling=sampling, seed=1, ignore_eos=True
+            Engine(
+                targets[target], Eagle(network, compile=compile), rows=1, policy=Fixed(3), compile=False,
+                tokenizer=tokenizer,  # type: ignore[arg-type]
+            ).generate(
+                [[1, 2, 3, 4]], max_new_tokens=24, sampling=Sampling(temperature), seed=1, ignore_eos=True
             )
-            for c in (True, False)
-        )
+            for compile in (True, False)
+        )  # fmt: skip
         assert compiled.tokens == single.tokens and compiled.stats.accepted == single.stats.accepted
-    assert calls
+    assert set(calls) == {3}
