@@ -121,7 +121,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: costs of rounds and acceptance, to choose the draft length")
-    given, plan = plan.tree, replace(plan, tree=None)
+    # all plans share one network: what is compiled for it is not compiled again
+    given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
     chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))

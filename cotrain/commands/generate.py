@@ -96,7 +96,7 @@ def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
         config, tokenizer = load_config(path)
         room = holds(config)
     if cfg.chat and tokenizer.chat_template is None:
-        raise UserError("chat=true: the target's tokenizer has no chat template; leave it out")
+        raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
     options = (metadata.origin.get("served") or {}).get("template") if metadata else None
     template, read = Template(tokenizer, options or {}, ()), list[str | list[int]]()
     for number, prompt in enumerate(prompts, 1):

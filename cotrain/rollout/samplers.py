@@ -164,7 +164,7 @@ def collect(
     is expected to end later, so there may be fewer rows than prompts. title: of the display.
     """
     keys = range(len(asked)) if keys is None else keys
-    order = by_length([len(prompt) for _, prompt in asked])
+    order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0)
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
@@ -191,12 +191,15 @@ def collect(
     return rows
 
 
-def by_length(lengths: Sequence[int]) -> list[int]:
+def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
     """Return the order in which prompts of these lengths are sampled. A batch is as wide as its longest prompt, so of
-    each `WINDOW` prompts the longest come first. The order does not depend on the batch, so another one can resume."""
+    each `WINDOW` prompts the longest come first. The order does not depend on the batch, so another one can resume.
+
+    first: so many prompts stay in order, since sampling may end early: a set of the longest prompts alone would lack
+    domains."""
     every = range(len(lengths))
-    windows = (every[start : start + WINDOW] for start in range(0, len(lengths), WINDOW))
-    return [i for window in windows for i in sorted(window, key=lambda i: -lengths[i])]
+    windows = (every[start : start + WINDOW] for start in range(first, len(lengths), WINDOW))
+    return [*every[:first]] + [i for window in windows for i in sorted(window, key=lambda i: -lengths[i])]
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:

@@ -68,10 +68,11 @@ def _distilled(
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    sampled_prompts: Path | None = None
+    sampled_prompts: str | None = None
     if from_target(cfg.data):
         place, timed = Path(cfg.rollout.folder or folder / "rollouts"), cfg.bench.prompts * cfg.measure
-        sampled_prompts = sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
+        file = sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
+        sampled_prompts = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
         sources |= require_texts(cfg, target, tokenizer)
     if cfg.data.path:
         sources |= {split: source(cfg, split, target, tokenizer) for split in SPLITS if split not in sources}
@@ -325,8 +326,7 @@ def unseen_prompts(job: Job) -> str:
     other sources, and if fewer than two rows remain, since a measurement needs one to rank and one to time."""
     if job.sampled_prompts is None:
         return ""
-    with job.sampled_prompts.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = [json.loads(line) for line in job.sampled_prompts.splitlines()]
     tokens = job.cfg.rollout.prompt_tokens
     *others, final = (job.source(split).each(tokens) for split in SPLITS)
     common = {tuple(prompt) for prompt in shared(final, [prompt for part in others for prompt in part if prompt])}

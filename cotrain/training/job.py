@@ -54,8 +54,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 @dataclass
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
-    start: the start of the run by time.monotonic(). sampled_prompts: the file of the prompts that the target sampled,
-    with data=self; None for other prompts."""
+    start: the start of the run by time.monotonic(). sampled_prompts: the rows, in JSON, of the prompts that the target
+    sampled, with data=self; None for other prompts."""
 
     cfg: TrainConfig
     folder: Path
@@ -68,7 +68,7 @@ class Job:
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     start: float = field(default_factory=time.monotonic)
-    sampled_prompts: Path | None = None
+    sampled_prompts: str | None = None
     shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
 
     @cached_property

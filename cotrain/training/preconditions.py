@@ -44,6 +44,7 @@ from inference.drafts.draft_folder import GENERATION
 from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
+from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import quantisation_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
@@ -275,7 +276,7 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
         )
     if cfg.trainer.top > size:
         raise UserError(f"trainer.top: {cfg.trainer.top} tokens, but the target has {size}")
-    if cfg.quantisation.kind != "none" and device() == "cpu":
+    if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
         print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
               file=sys.stderr)  # fmt: skip
 

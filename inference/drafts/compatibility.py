@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.models.pretrained import TIED, quantised
+
 # The keys that a draft depends on. The hash does not include names, paths, versions, dtype, or keys of later versions
 # of transformers.
 CONFIG_KEYS = (
@@ -22,12 +24,14 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
     """Return two SHA-256 hashes of what a draft depends on: "config" for the shape, "tokenizer" for vocabulary and
     special ids.
 
-    Both are hexadecimal. They are equal on every machine, and for a config with or without a loaded model. "tokenizer"
-    is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one model have the same hashes.
+    Both are hexadecimal. They are equal on every machine, for a config with or without a loaded model, and for every
+    quantisation of it. "tokenizer" is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one
+    model have the same hashes.
     """
     text = config.get_text_config(decoder=True)
     # a family has only some of these keys, a few under another name (attribute_map)
     shape = {key: getattr(text, key, None) for key in CONFIG_KEYS}
+    shape["tie_word_embeddings"] = (quantised(config) or {}).get(TIED, shape["tie_word_embeddings"])
     return {
         "config": _sha256({key: value for key, value in shape.items() if value is not None}),
         "tokenizer": None if tokenizer is None else hash_tokenizer(tokenizer),

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
-from inference.models.pretrained import emulated, sliding_window
+from inference.models.pretrained import TIED, emulated, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -341,8 +341,8 @@ def can_round(model: PreTrainedModel) -> bool:
 def has_kernel(model: PreTrainedModel) -> bool:
     """Return whether the kernel for rounded weights can run all linear layers of the model. It runs on a CPU and reads
     bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past the end of a
-    row."""
-    fits = all(m.in_features % 16 == 0 for m in model.modules() if isinstance(m, nn.Linear))
+    row. Layers of another dtype than the model's, such as a confidence head, are not rounded."""
+    fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
@@ -378,8 +378,8 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)  # a tied embedding stays
+    model.config.quantization_config = {"quant_method": INT8_ROWS, TIED: model.config.tie_word_embeddings}
     model.config.tie_word_embeddings = False
-    model.config.quantization_config = {"quant_method": INT8_ROWS}
     return model
 
 
@@ -403,13 +403,18 @@ def sharing_copy(network: Network) -> Network:
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 
 
+def is_rounded(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with weights that the kernel can round, in bfloat16."""
+    return isinstance(module, nn.Linear) and module.weight.dtype == torch.bfloat16
+
+
 def rounded_copy(network: Network) -> Network:
-    """Return a copy of a network whose linear layers are `RoundedLinear`. It shares the other weights."""
+    """Return a copy of a network whose linear layers in bfloat16 are `RoundedLinear`. It shares the other weights."""
     copied = sharing_copy(network)
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
-            if isinstance(child, nn.Linear):
-                setattr(module, name, RoundedLinear(child))
+            if is_rounded(child):
+                setattr(module, name, RoundedLinear(cast(nn.Linear, child)))
     return copied
 
 

@@ -25,6 +25,7 @@ MASKED_ATTENTION = ("sdpa", "eager")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
 UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
+TIED = "tied"  # a key of quantization_config: tie_word_embeddings before quantisation, if that has changed it
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -637,7 +637,7 @@ class Eagle(Proposer):
     def _slots(self, limit: int) -> int:
         """Make room for `limit` slots, and return how many of them to read."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
-        if self.slots is None:
+        if self.slots is None or len(self.slots.cos) < self.cache.slots:  # new slots; a copy is not told
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
             groups, size, stores = self.shape.groups, self.shape.size, self.cache.stores

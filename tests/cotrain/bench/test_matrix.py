@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cotrain.bench import matrix
-from cotrain.bench.measurement import taus
 from cotrain.bench.plan import Plan
+from cotrain.bench.planner import taus
 from inference import Sampling
 from inference.measure.floor import Machine
 from tests.folders import network, tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench import matrix, measurement
+from cotrain.bench import matrix, measurement, planner
 from cotrain.bench import plan as plans
 from cotrain.bench.matrix import Grid
 from cotrain.bench.plan import CompiledParts
@@ -42,10 +42,10 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
     monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
-    monkeypatch.setattr(measurement, "taus", part("taus", {4: 2.5}))
-    monkeypatch.setattr(measurement, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
-    monkeypatch.setattr(measurement, "best_tree", part("best_tree", grown))
-    monkeypatch.setattr(measurement, "chain_or_tree", part("chain_or_tree", (served, "a line")))
+    monkeypatch.setattr(planner, "taus", part("taus", {4: 2.5}))
+    monkeypatch.setattr(planner, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
+    monkeypatch.setattr(planner, "best_tree", part("best_tree", grown))
+    monkeypatch.setattr(planner, "chain_or_tree", part("chain_or_tree", (served, "a line")))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
@@ -88,7 +88,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
 
 def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The plan's own tree is one to consider: nothing before is measured with it."""
-    served = SimpleNamespace(tree=TREE, speedup=0.9, chain=0.8)
+    served = SimpleNamespace(tree=TREE, tau=1.5, speedup=0.9, chain=0.8)
     result, asked, plan, here, timing, _, length = reported(monkeypatch, served, served, tree=TREE)
     assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
     assert asked["choose_compiled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
@@ -99,6 +99,13 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
     assert (extra["planned_k"], extra["planned_shape"], extra["planned_rule"]) == (4, [-1, -1, 0], "traversal")
     assert extra["planned_likeliest"] is True and extra["plain_is_faster"] is True
     assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9} and extra["said"][:2] == ["advice", "a line"]
+
+
+def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each cast copy would be compiled anew."""
+    _, asked, plan, *_ = reported(monkeypatch, bench=replace(plan_of().bench, draft_dtype="float32"))
+    given = asked["choose_compiled"][0]
+    assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served
 
 
 # --- a matrix

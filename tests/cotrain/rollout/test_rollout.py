@@ -136,6 +136,14 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     assert all(one._fits(path, "train", WARM, WHOLE) for one in (whole, short))
 
 
+def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    rows = [{"domain": "ab"[i >= 5], "prompt": [5 + i] * (3 - 2 * (i >= 5)), "completion": []} for i in range(8)]
+    whole = Sampled(target, tokenizer(), tmp_path, Ask({"train": 5}, 4, 3), 2, 1, {"train": "own"})
+    short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
+    path = short.sample("train", WARM, PromptRows(rows), quiet)
+    assert [row["domain"] for row in training_texts.read_rows(path)] == ["a", "b"]
+
+
 def test_completions_keep_their_end_and_stop_there(target: LlamaForCausalLM, tmp_path: Path) -> None:
     asked = [("a", [5 + i % 200]) for i in range(60)]
     rows = collect(Own(Engine(target, rows=60)), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl", quiet)

@@ -153,15 +153,14 @@ def test_final_figures_are_those_of_the_report() -> None:
     assert curves.final_figures(0.5, 3.0, report) == own | timed
 
 
-def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from(tmp_path: Path) -> None:
+def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from() -> None:
     """Of the final split, without those that begin as a prompt of another split, that are longer than the limit, or
     that come twice; none for prompts of the user, and none if one alone remains."""
     job = job_of("rollout.prompt_tokens=3")
-    file = tmp_path / "own.jsonl"
     texts = [text for text in map(str, range(1000)) if splits.split_of(text) == "final"][:6]
     train = [text for text in map(str, range(1000)) if splits.split_of(text) == "train"][:60]
     held_out = [text for text in map(str, range(1000)) if splits.split_of(text) == "held_out"][:6]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, *train, *held_out]))
+    sampled = "".join(json.dumps({"text": text}) + "\n" for text in [*texts, *train, *held_out])
 
     def rows(*prompts: list[int]) -> PromptRows:
         return PromptRows([{"domain": "self", "prompt": prompt, "completion": []} for prompt in prompts])
@@ -169,7 +168,7 @@ def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from(tmp_path: Pa
     final = [[1, 1], [2, 2], [3, 3], [4, 4, 4, 4], [5, 5], [1, 1]]
     job.sources = {"train": rows([2, 2, 9], [8] * 9), "held_out": rows([3], [8]), "final": rows(*final)}
     assert distil.unseen_prompts(job) == ""
-    job.sampled_prompts = file
+    job.sampled_prompts = sampled
     kept = [json.loads(line)["text"] for line in distil.unseen_prompts(job).splitlines()]
     assert sorted(kept) == sorted([texts[5], texts[4]])
     job.sources["final"] = rows(*final[:4], [2, 2], [1, 1])

@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from cotrain.bundled.tokenizer import train_tokenizer
 from inference.drafts.compatibility import check_pair, hash_target
+from inference.models.llama import in_int8_rows
 from tests.tiny import tiny
 
 
@@ -79,3 +80,13 @@ def test_vocabularies_of_one_size_may_differ() -> None:
     assert len(one) == len(other)
     (problem,) = check_pair(shape(VOCAB), one, shape(VOCAB), other)
     assert "vocabularies differ, first at token" in problem
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rounded_target_is_the_same_target(tied: bool) -> None:
+    """Its head is rounded apart from the embeddings; a draft of one serves the other."""
+    model = tiny()
+    model.config.tie_word_embeddings = tied
+    before = hash_target(model.config, None)
+    assert hash_target(in_int8_rows(model).config, None) == before
+    assert before == hash_target(tiny().config, None) or tied

@@ -24,8 +24,9 @@ from inference.measure.costs import (
 from inference.models.lm import LM
 from inference.output import Output, Stats
 from inference.policy import Fixed
-from inference.proposers import Independent
+from inference.proposers import Independent, eagle
 from tests.inference.test_stats import stats
+from tests.kinds import KINDS
 from tests.tiny import near, tiny
 
 
@@ -149,6 +150,16 @@ TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
 
 
 SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "p_eagle", "block"])
+def test_drafts_are_timed_where_slots_are_added(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longer drafts need them first, and the shorter ones find them there."""
+    monkeypatch.setattr(eagle, "FIRST_SLOTS", 24)
+    target = tiny()
+    proposer: Any = KINDS[kind].proposer(target)
+    costs = measure_costs(LM(target, 1), proposer, 2, context=23, repeats=1, warmup=1)
+    assert costs.context == 23 and proposer.cache.slots > 24
 
 
 def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:

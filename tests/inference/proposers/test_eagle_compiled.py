@@ -20,10 +20,12 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.models import llama
 from inference.models.compiled import CompiledModules
 from inference.policy import Fixed
+from inference.proposers.block import Block
 from inference.proposers.eagle import Chains, Eagle
 from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
+from tests.inference.test_shared_proposers import Short
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
@@ -277,3 +279,32 @@ def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
     )
     assert sum(out.stats.accepted) > 0
     assert any(isinstance(part, llama.RoundedLinear) for part in proposer.served.modules())
+
+
+def test_a_confidence_head_is_no_obstacle_and_is_not_rounded() -> None:
+    """It is in float32, and reads four numbers more than the kernel's sixteens."""
+    target = tiny(hidden=32, dtype=torch.bfloat16)
+    network = kinds.block(target)
+    network.add_confidence_head()
+    assert BlockStudent.takes_int8(network)
+    proposer = Block(network, int8=True)
+    Engine(target, proposer, rows=1, policy=Fixed(2)).generate([[1, 2, 3]], max_new_tokens=6)
+    head = proposer.served.confidence_head
+    assert isinstance(head.proj, torch.nn.Linear) and isinstance(proposer.served.fc, llama.RoundedLinear)
+
+
+def test_what_is_compiled_is_of_its_temperature_vocabulary_and_target(calls: list[int]) -> None:
+    """Calls and engines that share a draft share nothing that was compiled for another choice."""
+    network, targets, words = kinds.eagle(tiny(), draft_vocab_size=16), (tiny(), tiny(seed=5)), Short()
+    for target, tokenizer, temperature in ((0, None, 0.8), (0, None, 0), (0, words, 0.8), (1, None, 0.8)):
+        compiled, single = (
+            Engine(
+                targets[target], Eagle(network, compile=compile), rows=1, policy=Fixed(3), compile=False,
+                tokenizer=tokenizer,  # type: ignore[arg-type]
+            ).generate(
+                [[1, 2, 3, 4]], max_new_tokens=24, sampling=Sampling(temperature), seed=1, ignore_eos=True
+            )
+            for compile in (True, False)
+        )  # fmt: skip
+        assert compiled.tokens == single.tokens and compiled.stats.accepted == single.stats.accepted
+    assert set(calls) == {3}
