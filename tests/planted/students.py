@@ -3,6 +3,8 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('muon_for_heads', 'cotrain/training/optim.py', 'matrices_and_others', ' and "head" not in name', '', ['tests/cotrain/training/test_optim.py::test_muon_learns_the_matrices_of_every_kind_and_no_head'], 'the head learns by orthogonal updates'),
+    ('muon_is_never_made', 'cotrain/training/assembly.py', 'trained_by', 'optim.OPTIMIZERS[rate.kind]', 'optim.adamw', ['tests/cotrain/config/test_settings_reach.py::test_muon_is_made_if_it_is_asked_for'], 'optimizer=muon does nothing, in silence'),
+    ('a_budget_loses_domains', 'cotrain/rollout/samplers.py', 'collect', 'WINDOW if seconds else 0', '0', ['tests/cotrain/rollout/test_rollout.py::test_a_budget_leaves_some_of_a_domain_of_short_prompts'], 'a set that minutes= cut short has the domain of the longest prompts alone'),
     ('numbers_of_the_order_of_sampling', 'cotrain/rollout/samplers.py', 'collect', '[keys[i] for i in chosen]', 'list(keys[start : start + len(chosen)])', ['tests/cotrain/rollout/test_rollout.py::test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers'], 'a text depends on the prompts beside it'),
     ('rank_of_any_kind', 'cotrain/students/base.py', '', '"rank": 0, ', '', ['tests/cotrain/commands/test_optional_settings.py::test_a_kind_takes_what_it_has_and_refuses_the_rest'], 'draft.rank= does nothing, in silence'),
     ('one_temperature_for_a_batch', 'cotrain/students/conditioned.py', 'ConditionedStudent.guesses', 'temperature"]).', 'temperature"][:1]).', ['tests/cotrain/students/test_conditioned.py::test_each_text_of_a_batch_is_learnt_at_its_own_temperature[kl]'], 'all texts of a batch are learnt with the scale of the first'),
