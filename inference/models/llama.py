@@ -15,7 +15,7 @@ read. A group has H/G query heads.
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -403,7 +403,7 @@ def sharing_copy(network: Network) -> Network:
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 
 
-def is_rounded(module: nn.Module) -> bool:
+def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer with weights that the kernel can round, in bfloat16."""
     return isinstance(module, nn.Linear) and module.weight.dtype == torch.bfloat16
 
@@ -414,7 +414,7 @@ def rounded_copy(network: Network) -> Network:
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
             if is_rounded(child):
-                setattr(module, name, RoundedLinear(cast(nn.Linear, child)))
+                setattr(module, name, RoundedLinear(child))
     return copied
 
 
