@@ -164,7 +164,9 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
     try:
         cfg = checked(name, cfg)
         if draft := OmegaConf.select(cfg, "draft.path"):
-            cfg.draft.path = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
+            named = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
+            if named != draft:  # else a "${" that the user typed would be read as a reference
+                cfg.draft.path = named
         refuse_from_target(name, cfg)
         refuse_unread(cfg, HydraConfig.get().overrides.task, _student_class)
         _own_folder(name, cfg, arguments)

@@ -289,7 +289,9 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
     plan = plan_of()
     keys = {"target": {"path": "t"}, "objective": "sampled_draft", "draft": {"kind": "independent"},
             "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
-    job = SimpleNamespace(cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer())
+    job = SimpleNamespace(
+        cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer(), sampled_prompts=None
+    )
     distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
     built = read(tmp_path / "draft").metadata
     assert built and built.k == 3 and built.tree == PlannedTree((-1, -1, 0), "tree", True)
