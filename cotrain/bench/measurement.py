@@ -23,6 +23,7 @@ from cotrain.board import tags
 from cotrain.config.groups import Bench
 from cotrain.console import Display
 from inference import Engine, Sampling
+from inference.drafts import moved_target
 from inference.exactness.figures import check_calls
 from inference.exactness.verdict import check
 from inference.measure import adaptive
@@ -135,6 +136,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
+    target, draft = plan.names
+    moved = moved_target.about(target)
     sentence = advice(chosen.length, timing.ratio("speculative", "plain"), served)
     entries = choice | {
         "kind": plan.kind,
@@ -145,13 +148,18 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "compiled": plan.compiled._asdict(),
         "advice": sentence,
         "timing": asdict(reached),
-        "said": [*([sentence] if sentence else []), *([chosen.line] if chosen.tree else []), *adaptive.lines(reached)],
+        "moved": moved,
+        "said": [
+            *([moved_target.said(moved)] if moved else []),
+            *([sentence] if sentence else []),
+            *([chosen.line] if chosen.tree else []),
+            *adaptive.lines(reached),
+        ],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k, budget.over(1.0)),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
-    }
-    target, draft = plan.names
+    }  # fmt: skip
     return build(
         timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
         target=target, draft=draft, verdict=verdict, extra=entries | (extra or {}),

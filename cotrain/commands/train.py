@@ -20,11 +20,14 @@ from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, refuse
 from cotrain.training.distil import distil
+from cotrain.training.joint import joint
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
 from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
 from inference.report.table import comparison
+
+TRAINERS = {"distil": distil, "joint": joint}  # by mode
 
 
 def run(cfg: TrainConfig) -> float | None:
@@ -38,7 +41,7 @@ def run(cfg: TrainConfig) -> float | None:
         del settings[key]
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output):
-            distil(cfg, Path(cfg.output))
+            TRAINERS[cfg.mode](cfg, Path(cfg.output))
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
@@ -49,7 +52,7 @@ def run(cfg: TrainConfig) -> float | None:
         return None
     with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
         if folder.state != "finished":
-            distil(cfg, folder.path, known.sources if known else None, start)
+            TRAINERS[cfg.mode](cfg, folder.path, known.sources if known else None, start)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "

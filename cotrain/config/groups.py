@@ -168,6 +168,21 @@ class Rollout:
 
 
 @dataclass
+class Joint:
+    """Settings of mode=joint, which trains an adapter of the target together with the draft, see training.joint."""
+
+    epsilon: float  # the bound: mean KL(original target || moved target), in nats per token
+    rank: int  # of the LoRA adapter in every projection of the target
+    lr: float  # learning rate of the adapter
+    warm_steps: int  # first steps: the draft learns alone from the original target; 0: draft.path= has learnt
+    steps: int  # steps of both; afterwards the draft learns trainer.steps= from the moved target
+    every: int  # the adapter moves in one of so many steps
+    weight: float | None  # a fixed weight of the KL, without a bound; null: adapted so that the bound holds
+    detach: float  # the share of steps in which the target's probabilities pass no gradient to the adapter
+    uncertified: bool  # export the pair even if its KL is not certified to be within epsilon
+
+
+@dataclass
 class Optimizer:
     """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of the training."""
 

@@ -14,6 +14,7 @@ from cotrain.config.groups import (
     Data,
     Draft,
     Init,
+    Joint,
     Loss,
     Matrix,
     Model,
@@ -60,6 +61,7 @@ class TrainConfig:
     """Settings of `cotrain train`, which distils a draft, measures every checkpoint, and exports the one with the
     highest tau."""
 
+    mode: str  # distil: the target is frozen; joint: it moves too, within a bound
     target: Target
     quantisation: Quantisation
     draft: Draft
@@ -71,6 +73,7 @@ class TrainConfig:
     rollout: Rollout
     optimizer: Optimizer
     trainer: Trainer
+    joint: Joint  # read with mode=joint
     policy: PolicySettings
     verify: str
     bench: Bench

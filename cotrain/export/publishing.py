@@ -20,6 +20,7 @@ from cotrain.export.engines import MARK, captured, caveats, engine_named, launch
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import REPORT, Metadata
 from inference.drafts.gguf_target import gguf_file
+from inference.drafts.moved_target import said
 from inference.drafts.weight_files import read_json
 from inference.report.table import table
 
@@ -91,11 +92,12 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """A line about a target that came from a GGUF file; empty for other targets."""
-    gguf = metadata.origin.get("gguf")
+    """Lines about a target that came from a GGUF file, and about one that joint training moved; none for others."""
+    gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
+    lines = [said(moved)] if moved else []
     if not gguf:
-        return []
-    return ["The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), dequantised to "
+        return lines
+    return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), dequantised to "
             "bfloat16.".format(**gguf)]  # fmt: skip
 
 

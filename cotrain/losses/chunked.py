@@ -3,7 +3,8 @@ never in memory at once.
 
 For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
 parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`).
-Otherwise backward recomputes the chunk. Only the draft's states and head receive gradients.
+Otherwise backward recomputes the chunk. Only the draft's states and head receive gradients, and the target if it is
+trained.
 
 If the draft has a pruned vocabulary, all other tokens share one column. p has their mass there, and q has none.
 Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
@@ -38,7 +39,11 @@ def positions(vocabulary: int) -> int:
 
 
 class TargetDistributions(Protocol):
-    """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`."""
+    """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`. trained:
+    whether losses have gradients in the target too, see `cotrain.training.joint`."""
+
+    @property
+    def trained(self) -> bool: ...
 
     def logs(
         self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
@@ -122,7 +127,7 @@ def chunked(
 
     counted = weight.nonzero().squeeze(-1)  # (n,)
     chunks = counted.split(chunk)
-    if guess.parameters and len(chunks) > 1 and torch.is_grad_enabled():
+    if guess.parameters and len(chunks) > 1 and torch.is_grad_enabled() and not target.trained:
         total, figures = EagerSum.apply(part, chunks, guess.states, *guess.parameters)
     else:
         values, figures = (torch.cat(list(side)) for side in zip(*_each(part, chunks), strict=True))
@@ -278,13 +283,14 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p as served, without gradient, and log q, not truncated, of guesses i (n,). Both have shape (n,C).
-        states (n,Dq): the draft's states of these guesses, if they have already been indexed."""
+        """Return log p as served, and log q, not truncated, of guesses i (n,). Both have shape (n,C). log p has no
+        gradient unless the target is trained. states (n,Dq): the draft's states of these guesses, if they have already
+        been indexed."""
         states, at, pruned = self.guess.states[i] if states is None else states, self.guess.at[i], self.guess.pruned
         logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
         if pruned is not None:
             logq = pad(logq, (0, 1), value=-math.inf)
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.target.trained):
             logp = self.target.logs(at, logq, self.temperature[at], self.truncate, pruned)
         return logp, logq
 

@@ -16,7 +16,7 @@ B texts, T tokens, D width, n positions, V vocabulary, K stored tokens.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,10 +42,12 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class FromStates:
-    """Distributions computed from the target's last states (B, T, D) with its head."""
+    """Distributions computed from the target's last states (B, T, D) with its head. trained: whether losses have
+    gradients in the states."""
 
     states: Tensor
     head: Head
+    trained: bool = False
 
     def logs(
         self, at: Tensor, logq: Tensor | None, temperature: Tensor, truncate: Truncate | None,
@@ -60,7 +62,8 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
     The shapes are log-probabilities (n, V) -> (n, Vd + 1)."""
     inside = logs[:, ids]
     mass = 1 - inside.exp().sum(-1, keepdim=True)
-    return torch.cat((inside, mass.clamp(min=0).log()), -1)
+    some = mass > 0  # the gradient of log 0 would be NaN
+    return torch.cat((inside, torch.where(some, mass, 1.0).log().masked_fill(~some, -math.inf)), -1)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Remembered:
 
     values: Tensor
     row: Tensor
+    trained: ClassVar[bool] = False
 
     def logs(
         self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
@@ -86,11 +90,11 @@ def remembered(
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
-    Return `target` itself if they would need more than `REMEMBERED` bytes, or depend on the draft.
+    Return `target` itself if they would need more than `REMEMBERED` bytes, depend on the draft, or need a gradient.
 
     Either all guesses are pruned to the same ids, or no guess is pruned. temperature: as in `chunked`.
     """
-    if not isinstance(target, FromStates):
+    if not isinstance(target, FromStates) or target.trained:
         return target
     wanted = torch.zeros_like(mask).flatten()
     for guess in guesses:
@@ -136,6 +140,7 @@ class TopKDistributions:
     """Distributions (B, T) whose top k are stored as served, so no temperature or cut is applied again."""
 
     top: TopKAndRest
+    trained: ClassVar[bool] = False
 
     def logs(
         self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None

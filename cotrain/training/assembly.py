@@ -1,6 +1,7 @@
 """The parts of a run, built from its settings: the draft, the losses, the texts, and the module that combines them."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -170,11 +171,14 @@ def stages(loss: Loss) -> list[Stage]:
     return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
 
 
-def trained_by(job: Job, student: Student, losses: list[Stage], judged: dict[float, HeldOut]) -> Distillation:
-    """Return the module that trains the student. judged: the held-out texts, by temperature."""
+def trained_by(
+    job: Job, student: Student, losses: list[Stage], judged: dict[float, HeldOut],
+    build: Callable[..., Distillation] = Distillation,
+) -> Distillation:  # fmt: skip
+    """Return the module that trains the student. judged: the held-out texts, by temperature. build: its class."""
     cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, whole=cfg.minutes)
-    module = Distillation(
+    module = build(
         student,
         job.target,
         losses,

@@ -30,7 +30,7 @@ from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
-from cotrain.rollout.training_texts import Source, regime
+from cotrain.rollout.training_texts import Sampled, Source, regime
 from cotrain.students.base import Student, student_class
 from cotrain.training.assembly import coverage, fitting, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
@@ -40,6 +40,7 @@ from cotrain.training.job import Job, loss_name, models, objective, sample_promp
 from cotrain.training.module import Distillation, alpha_of
 from cotrain.training.preconditions import fill_prompt_tokens, refuse_run, require_texts
 from cotrain.training.progress import prompt_seconds
+from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -49,22 +50,25 @@ from inference.report import replay
 
 
 def distil(
-    cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
-) -> dict[str, Any]:
+    cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None,
+    train_texts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampled] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Run or resume the job in `folder`. Return the report of the exported draft.
 
     cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are exported
     and the report is {}. sources: texts that have been read already. start: the start of the run by time.monotonic(),
-    from which minutes= counts; None: now. Raises Interrupted when a signal ends the run; the same command resumes it.
+    from which minutes= counts; None: now. train_texts: a function from target and tokenizer to the training texts, if
+    another target sampled them. Raises Interrupted when a signal ends the run; the same command resumes it.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         begin = time.monotonic() if start is None else start
-        return _distilled(cfg, folder, dict(sources or {}), signals, loggers, begin)
+        return _distilled(cfg, folder, dict(sources or {}), signals, loggers, begin, train_texts)
 
 
 def _distilled(
-    cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger], start: float
-) -> dict[str, Any]:
+    cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger], start: float,
+    train_texts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampled] | None,
+) -> dict[str, Any]:  # fmt: skip
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
@@ -78,7 +82,8 @@ def _distilled(
         sources |= {split: source(cfg, split, target, tokenizer) for split in SPLITS if split not in sources}
     fill_prompt_tokens(cfg, target, sources)
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start,
-              sampled_prompts=sampled_prompts)  # fmt: skip
+              sampled_prompts=sampled_prompts,
+              train_texts=train_texts(target, tokenizer) if train_texts else None)  # fmt: skip
     job.shape = shape(job)
     student = new_student(cfg, target, job.vocabulary)
     if not student_class(cfg.draft.kind).trained:
@@ -231,6 +236,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
         "gguf": about(job.cfg.target.path),
+        "moved": moved_target.about(job.cfg.target.path),
         "draft_quantisation": job.cfg.draft.quantisation,
         "served": served_as(job.cfg, job.messages),
         "draft_vocabulary": _pruned(job, module),

@@ -55,7 +55,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
     start: the start of the run by time.monotonic(). sampled_prompts: the rows, in JSON, of the prompts that the target
-    sampled, with data=self; None for other prompts."""
+    sampled, with data=self; None for other prompts. train_texts: the training texts, if another target sampled them."""
 
     cfg: TrainConfig
     folder: Path
@@ -69,6 +69,7 @@ class Job:
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     start: float = field(default_factory=time.monotonic)
     sampled_prompts: str | None = None
+    train_texts: Sampled | None = None
     shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
 
     @cached_property
@@ -178,7 +179,8 @@ class Job:
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
-        return self.sampled(by).texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
+        texts = self.train_texts if self.train_texts and kind == "train" else self.sampled(by)
+        return texts.texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         """Return a plan to measure a draft on the run's prompts."""

@@ -290,11 +290,17 @@ class Distillation(lightning.LightningModule):
         if lead := leading(self.cosine, self.stages, self.done):
             parts["cosine"] = lead * _cosine_distance(record, guesses[0], batch["predicted"]) / counts.positions
             summands.append(parts["cosine"])
+        if further := self.further(batch, counts):
+            parts, summands = parts | further, [*summands, *further.values()]
         mean = sum(summands[1:], summands[0])
         self._note({"loss": mean} | {f"loss_{name}": part for name, part in parts.items()}, batch, watched)
         if watched and self.top:  # the mean of an upper bound of each alpha's error
             self.step_figures["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
+
+    def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
+        """Return further terms of the loss by name, after those of the draft: none, except in joint training."""
+        return {}
 
     @property
     def watched(self) -> bool:

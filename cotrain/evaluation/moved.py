@@ -1,0 +1,150 @@
+"""How far a target has moved from its original, on held-out texts, with a certificate that it is within a bound.
+
+The figures are of plain next-token distributions at temperature 1, whatever the regime. Texts count as clusters: the
+tokens of a text depend on one another, so a bound on the mean KL treats each text as one draw.
+
+N tokens of all texts, M texts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cotrain.data.texts import Texts
+from cotrain.losses import divergences
+from cotrain.losses.chunked import positions
+from cotrain.teacher.target_model import Head, Reader
+from inference.models.passes import LAST
+from inference.sampling import wide
+
+CONFIDENCE = 0.95
+SHARES = (0.001, 0.01, 0.1)  # of the tokens, those of the largest KL, whose share of the whole KL is reported
+TOP = 12  # tokens that are shown with the largest mean KL
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Figures of each token (N,). kl: KL(original || moved) in nats. reverse: KL(moved || original). same: whether both
+    have the same most probable token. original, moved: log-probability of the text's token. token: its id. text: the
+    number of its text. domain: of each text (M)."""
+
+    kl: Tensor
+    reverse: Tensor
+    same: Tensor
+    original: Tensor
+    moved: Tensor
+    token: Tensor
+    text: Tensor
+    domain: Sequence[str]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean KL(original || moved) in nats per token."""
+        return float(self.kl.double().mean())
+
+    def bound(self, confidence: float) -> float:
+        """Return an upper confidence bound of the mean KL, see `upper_bound`."""
+        return upper_bound(self.kl, self.text, confidence)
+
+
+@torch.no_grad()
+def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: Texts, batch: int = 8) -> Movement:
+    """Compare two targets on texts, each target given as its reader and head. Only tokens after the prompts count."""
+    parts: list[list[Tensor]] = []
+    for rows in torch.arange(len(texts)).split(batch):
+        ids, places = texts.read(rows)
+        inside = texts.predicted[rows]
+        both = [(read(ids.long(), places)[LAST][:, :-1][inside], head) for read, head in (original, moved)]
+        token, text = ids[:, 1:][inside], rows.unsqueeze(1).expand(inside.shape)[inside]
+        for at in torch.arange(len(token)).split(positions(texts_vocabulary(moved[1], both[1][0]))):
+            p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
+            x = token[at].long().unsqueeze(1).to(p.device)
+            figures = [divergences.kl(p, new), divergences.kl(new, p), (p.argmax(-1) == new.argmax(-1)).to(p),
+                       p.gather(1, x).squeeze(1), new.gather(1, x).squeeze(1)]  # fmt: skip
+            parts.append([*(one.cpu() for one in figures), token[at], text[at]])
+    kl, reverse, same, one, other, tokens, text = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Movement(kl, reverse, same, one, other, tokens, text, texts.domain)
+
+
+def texts_vocabulary(head: Head, states: Tensor) -> int:
+    """Return the number of logits of a head."""
+    return int(head(states[:1]).shape[-1])
+
+
+def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
+    """Return an upper confidence bound of the mean of values (N,) over tokens, where text (N,) is each token's text.
+
+    It is the mean of all tokens plus Student's quantile times the standard error of a ratio of sums over texts
+    (linearised: Cochran, Sampling Techniques, 1977, 6.4). Infinite for fewer than two texts.
+    """
+    _, at = text.unique(return_inverse=True)
+    sums, counts = (torch.zeros(int(at.max()) + 1, dtype=torch.float64).index_add_(0, at, part.double())
+                    for part in (values, torch.ones_like(values)))  # fmt: skip
+    count = len(sums)
+    if count < 2:
+        return math.inf
+    mean = sums.sum() / counts.sum()
+    residual = sums - mean * counts
+    error = (residual.square().sum() * count / (count - 1)).sqrt() / counts.sum()
+    return float(mean + student_quantile(confidence, count - 1) * error)
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Return Student's quantile at a confidence above .5, by bisection of the regularised incomplete beta function's
+    integral form: P(|t| <= x) is integrated numerically in double precision."""
+    angle = torch.linspace(0, math.pi / 2, 200_001, dtype=torch.float64)  # t = sqrt(freedom) * tan(angle)
+    density = angle.cos().pow(freedom - 1)
+    mass = torch.cumulative_trapezoid(density, angle)
+    share = mass / mass[-1]  # P(|t| <= sqrt(freedom) tan(angle))
+    at = int(torch.searchsorted(share, 2 * confidence - 1))
+    return math.sqrt(freedom) * math.tan(float(angle[at + 1]))
+
+
+def figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """Return the figures of a movement for reports: KL in both directions with the bound and the 99.9th percentile, by
+    domain too, the rate of equal most probable tokens, and the concentration of the KL over tokens. confidence: that of
+    the bound. decode: ids -> text."""
+    of_text = [one.domain[text] for text in one.text.tolist()]
+    domains = {}
+    for name in sorted(set(one.domain)):
+        inside = torch.tensor([domain == name for domain in of_text])
+        if bool(inside.any()):
+            domains[name] = _summary(one, inside)
+    return _summary(one, torch.ones(len(one.kl), dtype=torch.bool)) | {
+        "bound": one.bound(confidence), "domains": domains, "lorenz": _lorenz(one.kl),
+        "tokens_moved": _most_moved(one, decode),
+    }  # fmt: skip
+
+
+def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
+    kl = one.kl[inside].double()
+    return {
+        "tokens": int(inside.sum()),
+        "kl": float(kl.mean()),
+        "reverse_kl": float(one.reverse[inside].double().mean()),
+        "kl_999": float(kl.quantile(0.999)) if len(kl) < 2**24 else float(kl.topk(len(kl) // 1000).values[-1]),
+        "same_top": float(one.same[inside].double().mean()),
+        "nats": [float(-logs[inside].double().mean()) for logs in (one.original, one.moved)],
+    }
+
+
+def _lorenz(kl: Tensor) -> dict[str, float]:
+    """Return, for each share of the tokens, the share of the whole KL that the tokens of the largest KL have."""
+    ordered = kl.double().sort(descending=True).values.cumsum(0)
+    return {f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
+            for share in SHARES}  # fmt: skip
+
+
+def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """Return the tokens with the largest summed KL at the positions that predict them."""
+    size = int(one.token.max()) + 1
+    sums = torch.zeros(size, dtype=torch.float64).index_add_(0, one.token.long(), one.kl.double())
+    counts = torch.bincount(one.token.long(), minlength=size)
+    top = sums.topk(min(TOP, size)).indices.tolist()
+    return [{"token": decode([token]), "share": float(sums[token] / sums.sum().clamp(min=1e-300)),
+             "mean": float(sums[token] / counts[token].clamp(min=1)), "count": int(counts[token])}
+            for token in top if counts[token]]  # fmt: skip

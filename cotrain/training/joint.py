@@ -1,0 +1,449 @@
+"""Joint training of a draft and its target (`mode=joint`), with a bound on how far the target moves.
+
+A run has four stages, each in a folder of its own, and each is skipped if its files exist:
+
+    warm/     the draft learns from the original target, as with mode=distil
+    joint/    draft and adapter learn together: the loss of the draft, which now has gradients in the target too, plus
+              a multiplier times KL(original || moved). The multiplier grows while the KL exceeds the bound (dual
+              ascent), so epsilon is a bound and no weight
+    target/   the adapter is scaled down until the KL on held-out texts is within epsilon, merged, and certified on
+              other held-out texts: those of the original and those that the moved target samples
+    .         the draft learns from the moved target, now frozen; measurement, report and export are those of distil
+
+So everything after the third stage is the ordinary training of a draft for a target that is a folder.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.board.curves import others
+from cotrain.config.groups import Joint, Loss
+from cotrain.config.settings import TrainConfig, from_target, sampling
+from cotrain.data.splits import SPLITS
+from cotrain.data.texts import Texts
+from cotrain.errors import UserError
+from cotrain.evaluation.held_out import held_out
+from cotrain.evaluation.moved import CONFIDENCE, Movement, figures, movement
+from cotrain.losses import divergences
+from cotrain.ranks import awaited, rank
+from cotrain.rollout.samplers import Own
+from cotrain.rollout.training_texts import Sampled, Source
+from cotrain.students.base import Student, student_class
+from cotrain.teacher.states_cache import MemoryCache
+from cotrain.teacher.target_distributions import FromStates
+from cotrain.teacher.target_model import Head, Reader, Record, served
+from cotrain.training.assembly import held_out_texts, new_student, stages, trained_by
+from cotrain.training.distil import distil, unmeasured
+from cotrain.training.distributed import StepCounts
+from cotrain.training.fit import fit
+from cotrain.training.interrupts import listening
+from cotrain.training.job import Job, models, sampled, settle, source
+from cotrain.training.module import Distillation
+from inference import Engine
+from inference.drafts.atomic import new_folder, write_atomic
+from inference.drafts.moved_target import MOVED, said
+from inference.models.passes import LAST
+from inference.models.pretrained import quantised
+from inference.sampling import wide
+
+AIM = 0.8  # of epsilon: the KL that the multiplier steers to, which leaves room for the confidence interval
+RATE, START = 0.05, 0.3  # of the multiplier: change of its logarithm per step, and first value
+STEEPEST = 2.0  # the largest excess over the bound that one step reacts to, as a share of the bound
+SEARCHES = 6  # evaluations of the KL to find the scale of the adapter
+NEAR, MIDDLE, MOST = (
+    0.8,
+    0.87,
+    0.92,
+)  # of epsilon: a bound that is high enough, that is aimed at, that is allowed; other
+# texts certify, so some room is left
+WARM, MOVING, TARGET, ADAPTER = "warm", "joint", "target", "adapter"
+
+
+def joint(
+    cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
+) -> dict[str, Any]:
+    """Run or resume the joint training in `folder`. Return the report of the exported draft, as `distil` does.
+
+    The folder also gets the moved target in `target/`. Raises UserError if its KL to the original is not certified to
+    be within joint.epsilon, unless joint.uncertified=true, and for settings that joint training does not support.
+    """
+    refuse(cfg)
+    if cfg.joint.warm_steps and not (folder / WARM / "draft").exists():
+        distil(warming(cfg), folder / WARM, sources, start)
+        awaited(lambda: (folder / WARM / "draft").exists(), "the process that trains the first draft")
+    place = folder / TARGET
+    if not (place / MOVED).is_file():
+        move(cfg, folder)
+        awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
+    refuse_uncertified(cfg, place)
+    return distil(serving(cfg, folder), folder, None, start, partial(original_texts, cfg, folder))
+
+
+def original_texts(
+    cfg: TrainConfig, folder: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Sampled:
+    """Return the training texts of the original target, from which the last stage learns too: the moved target is so
+    near that its own texts would add nothing but hours of sampling. Held-out texts are its own."""
+    stage, about = moving(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
+    place = Path(stage.rollout.folder or folder / WARM / "rollouts")
+    return replace(sampled(stage, target, tokenizer, place), identity=about["identity"])
+
+
+def refuse(cfg: TrainConfig) -> None:
+    """Raise UserError, naming the key, for settings that joint training does not support."""
+    if find_spec("peft") is None:
+        raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
+    if not student_class(cfg.draft.kind).trained:
+        raise UserError(f"mode=joint: {cfg.draft.kind} drafts are not trained")
+    for key, wrong, instead in (
+        ("regime.temperature=0", cfg.regime.temperature == 0, "a one-hot distribution has no gradient: use regime=t1"),
+        ("trainer.top", cfg.trainer.top > 0, "the moved target's distributions are not cached: set trainer.top=0"),
+        ("trainer.strategy=fsdp2", cfg.trainer.strategy == "fsdp2", "use trainer.strategy=ddp"),
+        ("optimizer=muon", cfg.optimizer.kind == "muon", "use optimizer=adamw"),
+        ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
+        ("data.on_target=true", cfg.data.on_target, "the texts are not those of the moved target: set it to false"),
+        ("minutes", cfg.minutes, "joint training is counted in steps: set minutes=null"),
+        ("joint.warm_steps=0", not cfg.joint.warm_steps and cfg.init.kind != "pretrained",
+         "the draft must have learnt before the target moves: set joint.warm_steps=600, or init=pretrained"),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(f"{key}: mode=joint does not support it; {instead}")
+
+
+def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
+    """Raise UserError if the moved target in a folder is not certified and the user did not ask for it."""
+    about = json.loads((place / MOVED).read_text(encoding="utf-8"))
+    if not about["certified"] and not cfg.joint.uncertified:
+        raise UserError(f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
+                        f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: sample "
+                        "more texts with rollout.held_out_texts=, or set joint.uncertified=true")  # fmt: skip
+
+
+# --- the settings of each stage
+
+
+def warming(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings of the first stage: the draft learns joint.warm_steps= from the original target."""
+    first = copy.deepcopy(cfg)
+    first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
+    first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
+    first.rollout.rounds = 1
+    return first
+
+
+def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the settings of the second stage. The last loss of the training applies from its first step on."""
+    second = copy.deepcopy(cfg)
+    second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
+    second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
+    second.trainer.ema, second.trainer.corpus_steps, second.init.cosine = 0.0, 0, 0.0
+    second.draft.quantisation, second.trainer.minutes, second.trainer.cache = "none", None, None
+    second.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
+    if cfg.joint.warm_steps:
+        _begins_with(second, folder / WARM / "draft")
+        second.rollout.folder = cfg.rollout.folder or str(folder / WARM / "rollouts")
+    if cfg.rollout.rounds > 1:  # texts of later rounds are sampled from a target that no other run has
+        second.rollout.folder = str(folder / MOVING / "rollouts")
+    return second
+
+
+def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the settings of the last stage: the draft learns trainer.steps= from the moved target."""
+    last = copy.deepcopy(cfg)
+    last.mode, last.init.cosine = "distil", 0.0
+    last.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
+    last.target.adapter, last.rollout.rounds = None, 1
+    if (folder / TARGET / "config.json").is_file():
+        last.target.path = str(folder / TARGET)
+    else:
+        last.target.adapter = str(folder / TARGET)
+    if from_target(cfg.data):
+        last.data.path = str(folder / WARM / "rollouts" / "self_prompts.jsonl")
+    _begins_with(last, folder / MOVING / "draft")
+    return last
+
+
+def _begins_with(cfg: TrainConfig, folder: Path) -> None:
+    """Let the draft begin with the weights of a folder. Sizes of a new draft do not apply."""
+    cfg.init.kind, cfg.draft.path = "pretrained", str(folder)
+
+
+# --- the second stage: draft and adapter learn together
+
+
+class MovingTeacher(MemoryCache):
+    """The teacher of a target that moves. A call reads the moved target, with gradients; `original` reads the target
+    without its adapter, and caches its states. record: the states that the last call read.
+
+    moves: whether the adapter moves in the current step; if not, a call has no gradients.
+    """
+
+    def __init__(self, live: Reader, target: nn.Module, limit: int) -> None:
+        super().__init__(live, limit)
+        self.live, self.target = live, target
+        self.record: Record = {}
+        self.moves = True
+        self.read = self._original
+
+    def _original(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        with without_adapter(self.target):
+            return self.live(ids, position_ids)
+
+    def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
+        with torch.set_grad_enabled(self.moves and torch.is_grad_enabled()):
+            self.record = self.live(ids, position_ids)
+        return self.record
+
+    def original(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
+        """Return the record of the original target, without gradient."""
+        return super().__call__(ids, keys, position_ids)
+
+
+class JointTraining(Distillation):
+    """Trains a student and the adapter of its target. The loss is that of `Distillation`, with gradients in both, plus
+    the multiplier times KL(original || moved) / epsilon.
+
+    adapter: the adapter's parameters. settings: see `config.groups.Joint`. Other arguments as in `Distillation`.
+    """
+
+    multiplier: Tensor
+
+    def __init__(
+        self, student: Student, target: PreTrainedModel, *parts: Any, adapter: Sequence[nn.Parameter], settings: Joint,
+        remember: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(student, target, *parts, **options)
+        self.settings, self.adapter = settings, nn.ParameterList(adapter)
+        self.register_buffer("multiplier", torch.tensor(START))
+        self.live = self.distributions_of.read
+        self.teacher = self.moving = MovingTeacher(self.live, target, remember)
+        self.distributions_of = _Trained(self)
+
+    @property
+    def moves(self) -> bool:
+        """Return whether the adapter moves in the current step."""
+        return self.global_step % self.settings.every == 0
+
+    @property
+    def detached(self) -> bool:
+        """Return whether the target's probabilities pass no gradient in the current step: evenly, every second step
+        for detach=0.5."""
+        share = self.settings.detach
+        return int((self.global_step + 1) * share) > int(self.global_step * share)
+
+    def learn(self, batch: dict[str, Any]) -> Tensor:
+        self.moving.moves = self.moves
+        return super().learn(batch)
+
+    def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
+        if not self.moves:
+            return {}
+        kl = self._kl(batch) / counts.positions
+        if self.watched:
+            self.step_figures |= {"kl_to_original": float(kl), "multiplier": float(self.multiplier)}
+        return {"bound": self._weight(kl.detach()) * kl}
+
+    def _kl(self, batch: dict[str, Any]) -> Tensor:
+        """Return the sum of KL(original || moved) over the predicted positions of a batch, in nats."""
+        inside = pad(batch["predicted"], (0, 1))
+        before = self.moving.original(batch["ids"], batch["key"], batch.get("position_ids"))[LAST][inside]
+        pairs = zip(before.split(self.chunk), self.moving.record[LAST][inside].split(self.chunk), strict=True)
+        return torch.stack([checkpoint(self._divergence, *pair, use_reentrant=False) for pair in pairs]).sum()
+
+    def _divergence(self, before: Tensor, now: Tensor) -> Tensor:
+        p, moved = (torch.log_softmax(wide(self.head_target(states)), -1) for states in (before, now))
+        return divergences.kl(p, moved).sum()
+
+    def _weight(self, kl: Tensor) -> Tensor:
+        """Return the weight of the KL in this step, and adapt the multiplier by the KL of all processes."""
+        if self.settings.weight is not None:
+            return torch.full_like(kl, self.settings.weight)
+        weight = self.multiplier / self.settings.epsilon
+        if self.trainer.world_size > 1:
+            kl = cast(Tensor, self.trainer.strategy.reduce(kl, reduce_op="mean"))
+        excess = (kl / (AIM * self.settings.epsilon) - 1).clamp(max=STEEPEST)
+        self.multiplier *= torch.exp(RATE * excess)
+        return weight
+
+    def judge(self) -> None:
+        self.held_out = {t: held_out(self.live, held.texts, held.temperature, held.truncate)
+                         for t, held in self.held_out.items()}  # fmt: skip
+        super().judge()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.draft)
+        optimizer.add_param_group({"params": list(self.adapter), "lr": self.settings.lr, "weight_decay": 0.0})
+        schedule = self.make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The teacher of a joint training, as far as distributions are concerned: those of the moved target, with
+    gradients in its states unless the step is detached."""
+
+    module: JointTraining
+
+    @property
+    def read(self) -> Reader:
+        return self.module.live
+
+    def distributions(self, record: Record) -> FromStates:
+        states = record[LAST].detach() if self.module.detached else record[LAST]
+        return FromStates(states, self.module.head_target, trained=states.requires_grad)
+
+
+def adapted(target: PreTrainedModel, rank: int) -> Any:
+    """Put a LoRA adapter (Hu et al. 2021, 2106.09685) into every projection of the target, in place, and return peft's
+    model around it. Before training it changes nothing."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(target, LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")).eval()
+
+
+def adapters(target: nn.Module) -> list[Any]:
+    """Return the layers of a target that have an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in target.modules() if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def without_adapter(target: nn.Module) -> Iterator[None]:
+    """Let the target compute as before it was adapted, within the block and without gradient."""
+    layers = adapters(target)
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def move(cfg: TrainConfig, folder: Path) -> None:
+    """Train draft and adapter together, and write the moved target and the draft."""
+    stage, place = moving(cfg, folder), folder / MOVING
+    with listening() as signals, others(stage, place) as loggers:
+        settle(stage.trainer.threads, stage.trainer.seed)
+        target, tokenizer = models(stage)
+        sources = {split: source(stage, split, target, tokenizer) for split in SPLITS} if stage.data.path else {}
+        job = Job(stage, place, target, tokenizer, sources, signals=signals, loggers=loggers)
+        _ = job.identity  # that of the original, also for texts that are sampled later
+        student = new_student(stage, target, job.vocabulary)
+        job.reads = student.reads
+        texts = held_out_texts(job)
+        wrapped = adapted(target, cfg.joint.rank)
+        student = student.of(student.network)  # with the layers that have the adapter now
+        build = partial(JointTraining, adapter=[p for p in wrapped.parameters() if p.requires_grad], settings=cfg.joint)
+        module = trained_by(job, student, stages(stage.loss), texts, build)
+        assert isinstance(module, JointTraining)
+        fit(job, module, [])
+        if rank():
+            return
+        unmeasured(job, module.draft, {"joint": {"steps": cfg.joint.steps, "epsilon": cfg.joint.epsilon}})
+        write_certified(cfg, job, module, wrapped, folder / TARGET)
+
+
+# --- the third stage: scale, merge and certify
+
+
+def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
+    """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model.
+
+    Held-out texts of the original are split: even ones choose the scale, odd ones certify. The certificate is for the
+    files as they are loaded again, and also for texts that the moved target samples from the same prompts. If the
+    target's weights are quantised, the adapter is written alone.
+    """
+    held = module.held_out[module.temperature].texts
+    choosing, judging = (held.rows(range(first, len(held), 2)) for first in (0, 1))
+    scale, again = 1.0, copy.deepcopy(job.cfg)
+    if cfg.joint.weight is None:
+        scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
+    with new_folder(place, replace=True) as new:
+        if quantised(job.target.config):
+            wrapped.save_pretrained(new)
+            again.target.adapter = str(new)
+        else:
+            wrapped.merge_and_unload().save_pretrained(new)
+            job.tokenizer.save_pretrained(new)
+            again.target.path, again.target.adapter = str(new), None
+        original, (moved, _) = models(job.cfg)[0], models(again)
+        first, second = (served(one, job.vocabulary) for one in (original, moved))
+        sets = {"texts": judging, "own_texts": sampled_again(again, moved, job, judging)}
+        parts = {name: movement(first, second, texts) for name, texts in sets.items()}
+        about = _about(cfg, job, parts) | {"scale": scale, "multiplier": float(module.multiplier)}
+        write_atomic(new / MOVED, json.dumps(about) + "\n")
+        print(said(about))
+
+
+def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
+    """Return the figures of `moved_target.about`. parts: the movement on each set of texts, by name. The bound is
+    the largest of them: each holds with 97.5 % confidence, so both hold with 95 %."""
+    confidence = 1 - (1 - CONFIDENCE) / len(parts)
+    each = {name: figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids))) for name, part in parts.items()}
+    bound = max(one["bound"] for one in each.values())
+    return {"original": job.cfg.target.path, "identity": job.identity,
+            "epsilon": cfg.joint.epsilon, "weight": cfg.joint.weight,
+            "kl": max(one["kl"] for one in each.values()), "bound": bound, "certified": bound <= cfg.joint.epsilon,
+            "confidence": CONFIDENCE, **each}  # fmt: skip
+
+
+def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:
+    """Scale the adapter's change, in place, by the largest factor of at most 1 whose bound of the KL on the texts is
+    within epsilon, and return the factor. The KL of a small change is about quadratic in the factor."""
+    layers = adapters(target)
+    ups = [up.weight for layer in layers for up in layer.lora_B.values()]
+    whole = [up.detach().clone() for up in ups]
+
+    def original(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        with without_adapter(target):
+            return live(ids, position_ids)
+
+    def bound(scale: float) -> float:
+        _scaled(ups, whole, scale)
+        return movement((original, head), (live, head), texts).bound(CONFIDENCE)
+
+    low, high, scale = 0.0, 1.0, 1.0
+    for _ in range(SEARCHES):
+        value = bound(scale)
+        if NEAR * epsilon <= value <= MOST * epsilon or (scale == 1.0 and value <= MOST * epsilon):
+            low = scale
+            break
+        low, high = (scale, high) if value <= MOST * epsilon else (low, scale)
+        guess = scale * math.sqrt(MIDDLE * epsilon / max(value, 1e-12))
+        scale = guess if low < guess < high else (low + high) / 2
+    _scaled(ups, whole, low)
+    return low
+
+
+@torch.no_grad()
+def _scaled(ups: Sequence[Tensor], whole: Sequence[Tensor], scale: float) -> None:
+    for up, value in zip(ups, whole, strict=True):
+        up.copy_(scale * value)
+
+
+def sampled_again(cfg: TrainConfig, target: PreTrainedModel, job: Job, texts: Texts) -> Texts:
+    """Return texts that the moved target samples from the prompts of `texts`, in the regime."""
+    sampler = Own(Engine(target, tokenizer=job.tokenizer, rows=cfg.rollout.rows))
+    seed, keys = cfg.rollout.seed + 1, list(range(len(texts)))
+    new = sampler(texts.prompts, sampling(cfg.regime), cfg.rollout.new_tokens, seed, keys)
+    rows = [torch.tensor(prompt + more) for prompt, more in zip(texts.prompts, new, strict=True)]
+    length = torch.tensor(list(map(len, rows)))
+    return replace(texts, ids=pad_sequence(rows, batch_first=True), length=length, position_ids=None)

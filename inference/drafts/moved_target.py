@@ -1,0 +1,25 @@
+"""Targets that joint training has moved away from an original target (`cotrain train mode=joint`)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+IDENTITY = "identity"  # in that file: the fingerprint of the original target
+MOVED = "moved.json"  # in the folder of a moved target or of its adapter: the original, and how far the target moved
+
+
+def about(path: str) -> dict[str, Any] | None:
+    """Return the figures in a moved target's folder: the original's path, the bound epsilon, and the measured KL in
+    nats per token. Return None for any other target."""
+    file = Path(path) / MOVED
+    if not file.is_file():
+        return None
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    return {name: value for name, value in figures.items() if name != IDENTITY}
+
+
+def said(moved: dict[str, Any]) -> str:
+    """Return a sentence for reports and cards about a moved target. moved: the result of `about`."""
+    bound = f"certified to be at most {moved['epsilon']:g}" if moved["certified"] else "not certified"
+    return (f"The target is {moved['original']}, moved by joint training: KL(original || moved) = {moved['kl']:.4f} "
+            f"nats per token on held-out texts, {bound}. Exact means: with respect to the moved target.")  # fmt: skip
