@@ -261,7 +261,7 @@ REMOVED = {"loss.hardest": 1.0}
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
         "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
-        "trainer.logger")  # fmt: skip
+        "trainer.logger", "joint.uncertified")  # fmt: skip
 MEASURED = "bench."
 BUDGETS = ("trainer.steps", "trainer.minutes", "minutes")
 BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from

@@ -21,7 +21,11 @@ from cotrain.teacher.target_model import Head, Reader
 from inference.models.passes import LAST
 from inference.sampling import wide
 
-CONFIDENCE = 0.95
+CLAIMED, CONFIDENCE = (
+    0.95,
+    0.99,
+)  # of a bound: what reports say, and what is computed, since the KL of texts is skewed: a
+# bound computed at .99 covers .94 to .99 of samples of 12 to 36 texts with lognormal means (deviation .8)
 SHARES = (0.001, 0.01, 0.1)  # of the tokens, those of the largest KL, whose share of the whole KL is reported
 TOP = 12  # tokens that are shown with the largest mean KL
 
@@ -78,8 +82,9 @@ def texts_vocabulary(head: Head, states: Tensor) -> int:
 def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
     """Return an upper confidence bound of the mean of values (N,) over tokens, where text (N,) is each token's text.
 
-    It is the mean of all tokens plus Student's quantile times the standard error of a ratio of sums over texts
-    (linearised: Cochran, Sampling Techniques, 1977, 6.4). Infinite for fewer than two texts.
+    It is the mean of all tokens, plus Student's quantile times the standard error from leaving out one text at a time,
+    plus the correction for skewness that Johnson (1978, JASA 73, 536) gives; a negative correction is not used. The KL
+    of texts is skewed, so the interval without it covers less than it says. Infinite for fewer than two texts.
     """
     _, at = text.unique(return_inverse=True)
     sums, counts = (torch.zeros(int(at.max()) + 1, dtype=torch.float64).index_add_(0, at, part.double())
@@ -87,10 +92,14 @@ def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
     count = len(sums)
     if count < 2:
         return math.inf
-    mean = sums.sum() / counts.sum()
-    residual = sums - mean * counts
-    error = (residual.square().sum() * count / (count - 1)).sqrt() / counts.sum()
-    return float(mean + student_quantile(confidence, count - 1) * error)
+    without = (sums.sum() - sums) / (counts.sum() - counts)
+    effect = (count - 1) * (without.mean() - without)  # of each text on the mean; their mean is 0
+    variance = effect.square().sum() / (count - 1)
+    if not float(variance):
+        return float(sums.sum() / counts.sum())
+    quantile = student_quantile(confidence, count - 1)
+    skewed = effect.pow(3).mean() * (1 + 2 * quantile**2) / (6 * variance * count)
+    return float(sums.sum() / counts.sum() + quantile * (variance / count).sqrt() + skewed.clamp(min=0))
 
 
 def student_quantile(confidence: float, freedom: int) -> float:

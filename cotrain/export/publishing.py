@@ -97,8 +97,8 @@ def _read_from(metadata: Metadata) -> list[str]:
     lines = [said(moved)] if moved else []
     if not gguf:
         return lines
-    return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), dequantised to "
-            "bfloat16.".format(**gguf)]  # fmt: skip
+    return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), "
+                    "dequantised to bfloat16.".format(**gguf)]  # fmt: skip
 
 
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:

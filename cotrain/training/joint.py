@@ -38,7 +38,7 @@ from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import held_out
-from cotrain.evaluation.moved import CONFIDENCE, Movement, figures, movement
+from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, figures, movement
 from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Own
@@ -255,7 +255,7 @@ class JointTraining(Distillation):
             return {}
         kl = self._kl(batch) / counts.positions
         if self.watched:
-            self.step_figures |= {"kl_to_original": float(kl), "multiplier": float(self.multiplier)}
+            self.step_figures |= {"kl_to_original": float(kl.detach()), "multiplier": float(self.multiplier)}
         return {"bound": self._weight(kl.detach()) * kl}
 
     def _kl(self, batch: dict[str, Any]) -> Tensor:
@@ -395,14 +395,14 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
     """Return the figures of `moved_target.about`. parts: the movement on each set of texts, by name. The bound is
-    the largest of them: each holds with 97.5 % confidence, so both hold with 95 %."""
+    the largest of them: each is computed with half the risk, so both hold together."""
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
     each = {name: figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids))) for name, part in parts.items()}
     bound = max(one["bound"] for one in each.values())
     return {"original": job.cfg.target.path, "identity": job.identity,
             "epsilon": cfg.joint.epsilon, "weight": cfg.joint.weight,
             "kl": max(one["kl"] for one in each.values()), "bound": bound, "certified": bound <= cfg.joint.epsilon,
-            "confidence": CONFIDENCE, **each}  # fmt: skip
+            "confidence": CLAIMED, **each}  # fmt: skip
 
 
 def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:

@@ -1,0 +1,76 @@
+"""How far a target has moved, against figures computed by hand, and the coverage of the bound."""
+
+import math
+
+import pytest
+import torch
+
+from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, figures, movement, student_quantile, upper_bound
+from cotrain.teacher.target_model import served
+from tests.cotrain.evaluation.test_held_out import texts
+from tests.tiny import near, tiny
+
+
+def test_figures_agree_with_passes_by_hand() -> None:
+    one, other = tiny(), near(tiny(), 0.05)
+    some = texts([9, 14, 11], [2, 5, 1], ["b", "a", "b"])
+    found = movement(served(one), served(other), some, batch=2)
+    kl, reverse, same, nats, index = [], [], [], [], []
+    for row in range(3):
+        ids, first = some.ids[row, : some.length[row]], int(some.prompt[row])
+        with torch.no_grad():
+            p, q = (model(ids[None]).logits[0, first - 1 : -1].softmax(-1) for model in (one, other))
+        kl += (p * (p / q).log()).sum(-1).tolist()
+        reverse += (q * (q / p).log()).sum(-1).tolist()
+        same += (p.argmax(-1) == q.argmax(-1)).double().tolist()
+        nats += p.gather(1, ids[first:, None]).log().squeeze(1).tolist()
+        index += [row] * (len(ids) - first)
+    assert found.kl.tolist() == pytest.approx(kl) and found.reverse.tolist() == pytest.approx(reverse)
+    assert found.same.tolist() == same and found.original.tolist() == pytest.approx(nats)
+    assert found.text.tolist() == index
+    said = figures(found, 0.95, lambda ids: f"<{ids[0]}>")
+    assert said["kl"] == pytest.approx(sum(kl) / len(kl)) and said["tokens"] == len(kl)
+    of_a = [value for value, row in zip(kl, index, strict=True) if row == 1]
+    assert said["domains"]["a"]["kl"] == pytest.approx(sum(of_a) / len(of_a))
+    assert said["nats"][0] == pytest.approx(-sum(nats) / len(nats)) and said["nats"][1] != said["nats"][0]
+    assert said["kl_999"] == pytest.approx(max(kl), rel=0.05)
+    assert said["lorenz"]["0.1"] == pytest.approx(sum(sorted(kl)[-(len(kl) // 10) :]) / sum(kl))
+    most = max(set(found.token.tolist()), key=lambda t: sum(k for k, x in zip(kl, found.token, strict=True) if x == t))
+    assert said["tokens_moved"][0]["token"] == f"<{most}>"
+
+
+def test_a_target_that_did_not_move_is_at_zero() -> None:
+    same = movement(served(tiny()), served(tiny()), texts([9, 14], [2, 5], ["a", "a"]))
+    assert same.mean == 0 and same.bound(0.95) == 0 and bool(same.same.all())
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "value"), [(0.95, 1, 6.3138), (0.95, 4, 2.1318), (0.975, 10, 2.2281), (0.95, 400, 1.6487)]
+)
+def test_quantiles_are_those_of_tables(confidence: float, freedom: int, value: float) -> None:
+    assert student_quantile(confidence, freedom) == pytest.approx(value, abs=2e-3)
+
+
+def test_the_bound_covers_the_mean_of_skewed_texts() -> None:
+    """Texts have means and lengths of their own; a bound that took tokens as independent would cover far less."""
+    torch.manual_seed(0)
+    covered, naive, trials = 0, 0, 300
+    for _ in range(trials):
+        lengths = torch.randint(100, 209, (24,))
+        text = torch.arange(24).repeat_interleave(lengths)
+        mean = torch.exp(0.8 * torch.randn(24) - 0.32)  # 1 on average, whatever the length
+        values = mean[text] * torch.rand(len(text)).clamp(min=1e-9).log().square() / 2
+        covered += upper_bound(values, text, CONFIDENCE) >= 1
+        naive += float(values.mean() + 2.33 * values.std() / math.sqrt(len(values))) >= 1
+    assert covered / trials >= CLAIMED - 0.02 and naive / trials < 0.9
+
+
+def test_the_bound_is_tight_where_texts_are_alike() -> None:
+    torch.manual_seed(0)
+    text = torch.arange(400).repeat_interleave(50)
+    values = torch.rand(len(text))
+    assert upper_bound(values, text, 0.95) == pytest.approx(0.5 + 1.65 * math.sqrt(1 / 12 / len(text)), abs=2.5e-3)
+
+
+def test_one_text_bounds_nothing() -> None:
+    assert upper_bound(torch.ones(5), torch.zeros(5, dtype=torch.int64), 0.95) == math.inf

@@ -1,0 +1,280 @@
+"""Joint training: gradients in both models, the bound, and what a run writes and says."""
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cotrain import losses
+from cotrain.evaluation.moved import CONFIDENCE, movement
+from cotrain.losses import chunked
+from cotrain.losses.guess import Guess, Pruned
+from cotrain.losses.spec import parse
+from cotrain.teacher.target_distributions import FromStates, with_rest
+from cotrain.teacher.target_model import served
+from cotrain.training import joint, optim
+from cotrain.training.joint import JointTraining, adapted, adapters, choose_scale
+from cotrain.training.module import Stage
+from cotrain.training.optim import trapezoid
+from cotrain.training.progress import Progress
+from inference.drafts.moved_target import about
+from tests.cotrain.commands.test_train import job
+from tests.cotrain.evaluation.test_held_out import judged, texts
+from tests.student_kinds import STUDENTS
+from tests.student_kinds import target as target_of_kinds
+from tests.tiny import tiny
+
+B, T, V, D = 2, 5, 11, 4
+MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 1, 0]]).bool()
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("chunk", [2, 512])
+@pytest.mark.parametrize("loss", [losses.kl, losses.tv, losses.nla, losses.lk, losses.jsd], ids=lambda f: f.__name__)
+def test_a_trained_target_has_the_gradient_of_whole_distributions(loss: Any, chunk: int, pruned: bool) -> None:
+    torch.manual_seed(3)
+    heads = torch.randn(2, V, D, dtype=torch.float64)
+    p, q = (3 * torch.randn(B, T, D, dtype=torch.float64) for _ in range(2))
+    ids = torch.tensor([1, 4, 5, 9])
+
+    def value(p: Tensor, q: Tensor, whole: bool) -> Tensor:
+        if whole:
+            logp, logq = ((side @ head.T / 0.7).log_softmax(-1) for side, head in zip((p, q), heads, strict=True))
+            if pruned:
+                logp = with_rest(logp[MASK], ids)
+                logq = torch.nn.functional.pad((q @ heads[1][ids].T / 0.7).log_softmax(-1), (0, 1), value=-torch.inf)
+                return loss(logp, logq[MASK]).sum()
+            return loss(logp, logq)[MASK].sum()
+        target = FromStates(p, lambda states: states @ heads[0].T, trained=True)
+        part = Pruned(ids, lambda states: states @ heads[1][ids].T, V) if pruned else None
+        guess = Guess.everywhere(q, lambda states: states @ heads[1].T, (torch.zeros(1),), pruned=part)
+        return chunked.chunked(loss, target, guess, MASK, 0.7, chunk=chunk)[0]
+
+    slopes = []
+    for whole in (True, False):
+        ours = [side.clone().requires_grad_() for side in (p, q)]
+        slopes.append(torch.autograd.grad(value(*ours, whole), ours))
+    assert float(slopes[0][0].abs().max()) > 1e-3
+    torch.testing.assert_close(slopes[0], slopes[1])
+
+
+def test_the_rest_of_a_whole_vocabulary_has_a_finite_gradient() -> None:
+    logits = torch.tensor([[0.0, 1.0, -80.0], [0.3, 0.1, 0.2]]).requires_grad_()
+    rest = with_rest(logits.log_softmax(-1), torch.tensor([0, 1]))
+    slope = torch.autograd.grad(torch.minimum(rest, torch.zeros_like(rest)).exp().sum(), logits)[0]
+    assert bool(torch.isfinite(slope).all())
+
+
+def training(kind: str = "independent", loss: str = "tv", remember: int = 2**20, **settings: Any) -> JointTraining:
+    """A joint training of a tiny target. Its adapter is not 0."""
+    target = target_of_kinds()
+    student = STUDENTS[kind](target)
+    wrapped = adapted(target, 2)
+    torch.manual_seed(7)
+    adapter = [p for p in wrapped.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in adapter:
+            p.copy_(0.1 * torch.randn_like(p))
+    some = texts([16, 12], [1, 3], ["a", "a"])
+    given = {"epsilon": 0.01, "rank": 2, "lr": 1e-2, "every": 1, "weight": None, "detach": 0.0} | settings
+    module = JointTraining(
+        student.of(student.network), target, [Stage(1.0, parse(loss))],
+        partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95]),
+        partial(trapezoid, progress=Progress(9), warmup=0.1, decay=0.1), {1.0: judged(target, some)},
+        adapter=adapter, settings=SimpleNamespace(**given), remember=remember, decay=1.0,
+    )  # fmt: skip
+    module._trainer = SimpleNamespace(world_size=1, global_step=0, max_steps=9)  # type: ignore[assignment]
+    return module
+
+
+def batch() -> dict[str, Any]:
+    some = texts([16, 12], [1, 3], ["a", "a"])
+    return {"ids": some.ids, "predicted": some.predicted, "sampled": some.sampled, "key": torch.tensor([0, 1]),
+            "temperature": torch.ones(2, dtype=torch.float64)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["independent", "independent, pruned", "parallel", "eagle", "block", "medusa", "hydra",
+                                  "early_exit"])  # fmt: skip
+def test_the_adapter_has_the_slope_of_the_loss(kind: str) -> None:
+    """Of the acceptance and of the KL, through the target's distributions and through what the draft reads of it."""
+    module = training(kind, "kl", weight=0.7)
+    parameters = list(module.adapter)
+    slopes = torch.autograd.grad(module.learn(batch()), parameters)
+    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+                 for i, p in enumerate(parameters)]  # fmt: skip
+    ends = []
+    for step in (2e-4, -4e-4):  # the loss is summed in float32
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=step)
+        ends.append(float(module.learn(batch()).detach()))
+    expected = (ends[0] - ends[1]) / 4e-4
+    along = sum(float((s * d).sum()) for s, d in zip(slopes, direction, strict=True))
+    assert abs(expected) > 1e-4 and along == pytest.approx(expected, rel=5e-3)
+
+
+# --- the bound
+
+
+def test_the_kl_is_that_between_the_models() -> None:
+    module, given = training(), batch()
+    original, moved = tiny(32), merged(module.moving.target)
+    with torch.no_grad():
+        p, q = (model(given["ids"]).logits[:, :-1].log_softmax(-1) for model in (original, moved))
+    inside = given["predicted"]
+    truth = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)[inside].mean()
+    without = training(weight=0.0).learn(given).detach()
+    loss = module.learn(given).detach()
+    weight = joint.START / module.settings.epsilon
+    assert float(loss - without) == pytest.approx(weight * float(truth), rel=1e-6) and float(truth) > 1e-3
+
+
+def merged(target: Any) -> Any:
+    """The target with the adapter's products added to its weights, by hand."""
+    other = tiny(32)
+    with torch.no_grad():
+        for name, layer in target.named_modules():
+            if layer in adapters(target):
+                change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+                other.get_submodule(name).weight.add_(change)
+    return other
+
+
+def test_the_original_is_read_as_it_was_also_after_the_adapter_has_moved() -> None:
+    module, given = training("eagle", remember=0), batch()
+    plain = served(tiny(32), layers=module.student.reads)[0](given["ids"])
+    module.learn(given)
+    for layer in adapters(module.moving.target):
+        layer.lora_B["default"].weight.data += 1.0
+    record = module.moving.original(given["ids"], given["key"])
+    for layer, states in plain.items():
+        torch.testing.assert_close(record[layer], states)
+    assert not any(states.requires_grad for states in record.values())
+    live = module.moving(given["ids"], given["key"])
+    for layer in set(live) - {0}:  # the embeddings have no adapter
+        assert live[layer].requires_grad and not torch.allclose(live[layer], plain[layer])
+    assert all(p.requires_grad for p in module.adapter)  # also after the adapter was off
+
+
+def test_the_multiplier_rises_above_the_bound_and_falls_below() -> None:
+    for epsilon, rises in ((1e-4, True), (10.0, False)):
+        module = training(epsilon=epsilon)
+        module.learn(batch())
+        assert (float(module.multiplier) > joint.START) is rises
+    fixed = training(weight=0.1)
+    fixed.learn(batch())
+    assert float(fixed.multiplier) == pytest.approx(joint.START)
+
+
+def test_the_bound_holds_in_a_training() -> None:
+    """From far outside the bound the KL falls to it, and the acceptance rises above that of the original."""
+    module = training(epsilon=0.02, lr=1e-2)
+    optimizer = module.configure_optimizers()["optimizer"]
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    kls = []
+    for step in range(150):
+        module._trainer.global_step = step  # type: ignore[misc]
+        loss = module.learn(batch())
+        kls.append(float(module._kl(batch()).detach()) / float(batch()["predicted"].sum()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    late = sum(kls[-40:]) / 40
+    assert kls[0] > 0.05 and late <= 1.3 * 0.02
+
+
+def test_the_adapter_moves_in_its_steps_only() -> None:
+    module = training(every=3)
+    for step, moves in ((0, True), (1, False), (2, False), (3, True)):
+        module._trainer.global_step = step  # type: ignore[misc]
+        slopes = torch.autograd.grad(module.learn(batch()), list(module.adapter), allow_unused=True)
+        assert any(slope is not None for slope in slopes) is moves
+
+
+def test_detached_steps_pass_only_the_slope_of_the_bound() -> None:
+    module = training(detach=0.5, weight=0.0)
+    for step in range(4):
+        module._trainer.global_step = step  # type: ignore[misc]
+        slopes = torch.autograd.grad(module.learn(batch()), list(module.adapter), allow_unused=True)
+        size = sum(float(slope.abs().sum()) for slope in slopes if slope is not None)
+        assert (size < 1e-12) is (step % 2 == 1)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 1e9])
+def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
+    module = training()
+    target, live, head = module.moving.target, module.live, module.head_target
+    some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
+    whole = [up.weight.clone() for layer in adapters(target) for up in layer.lora_B.values()]
+    scale = choose_scale(target, live, head, some, epsilon)  # type: ignore[arg-type]
+    now = [up.weight for layer in adapters(target) for up in layer.lora_B.values()]
+    torch.testing.assert_close(now, [scale * value for value in whole])
+    bound = movement(served(tiny(32)), (live, head), some).bound(CONFIDENCE)
+    assert bound <= epsilon
+    assert scale == 1 if epsilon > 1 else bound >= 0.5 * epsilon
+
+
+# --- a run
+
+
+SETTINGS = ("mode=joint", "joint.warm_steps=3", "joint.steps=3", "joint.rank=2", "measure=false", "trainer.steps=2",
+            "trainer.validations=1", "rollout.held_out_texts=6", "rollout.temperatures=[1.0]")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(place: Path) -> Path:
+    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "overwrite=true") == 0
+    return place / "pair"
+
+
+def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    said = about(str(pair / "target"))
+    assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(place / "target")
+    folders = place / "target", pair / "target"
+    old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
+    changed = [name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])]
+    assert any("q_proj" in name for name in changed) and not any("norm" in name or "embed" in name for name in changed)
+    metadata = json.loads((pair / "draft" / "cotrain.json").read_text())
+    assert metadata["target"]["name"] == str(pair / "target") and metadata["made"]["moved"]["kl"] == said["kl"]
+
+
+def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "move", lambda *_: pytest.fail("the target moves again"))
+    before = {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()}
+    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "trainer.steps=3") == 0
+    assert {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()} == before
+
+
+def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    far = (*SETTINGS, "joint.lr=0.2", "joint.weight=0.0", "joint.epsilon=1e-6")
+    assert job(place, "far", *far, "overwrite=true") != 0
+    assert "joint.epsilon" in capsys.readouterr().err and not (place / "far" / "draft").exists()
+    assert not about(str(place / "far" / "target"))["certified"]  # type: ignore[index]
+    capsys.readouterr()
+    assert job(place, "far", *far, "joint.uncertified=true") == 0
+    assert (place / "far" / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [("regime.temperature=0", "regime.temperature"), ("trainer.top=4", "trainer.top"), ("optimizer=muon", "optimizer"),
+     ("joint.warm_steps=0", "joint.warm_steps"), ("draft=retrieval", "not trained"), ("minutes=5", "minutes"),
+     ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode")],
+)  # fmt: skip
+def test_settings_that_joint_training_lacks_are_refused(
+    setting: str, says: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [one for one in SETTINGS if one.partition("=")[0] != setting.partition("=")[0]]
+    assert job(place, "wrong", *given, setting) != 0
+    assert says in capsys.readouterr().err and not (place / "wrong" / "warm").exists()
