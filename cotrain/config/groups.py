@@ -40,7 +40,8 @@ class Model:
 @dataclass
 class Target:
     """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is
-    merged into the weights or, if these are quantised, runs without being merged."""
+    merged into the weights, before `int8_rows` rounds them, or runs without being merged if these are
+    quantised otherwise."""
 
     path: str
     adapter: str | None

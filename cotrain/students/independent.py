@@ -32,7 +32,7 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.markov import remove_markov_head
-from inference.models.pretrained import length_of, quantised
+from inference.models.pretrained import TIED, length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
@@ -224,7 +224,8 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(chosen)
-    if quantised(config):
+    if settings := quantised(config):
+        config.tie_word_embeddings = settings.get(TIED, config.tie_word_embeddings)
         del config.quantization_config  # a draft trains in full precision
     kinds = config.to_dict().get("layer_types")
     if kinds:
@@ -238,6 +239,9 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
         state[name] = source[origin].to(value.dtype)
     draft.load_state_dict(state, assign=next(iter(state.values())).is_meta)
     draft.tie_weights()
+    if (settings or {}).get(TIED):  # the target's head is a rounded copy of its embeddings; the draft has one tensor
+        with torch.no_grad():
+            draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
     return draft
 
 

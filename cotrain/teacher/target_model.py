@@ -52,13 +52,17 @@ class Seen:
 
 
 def load_target(
-    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
+    path: str,
+    quantisation: str = "none",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> PreTrainedModel:
     """Load a frozen causal LM from a folder or hub id, from safetensors files only, on the GPU if there is one.
 
     dtype: "auto" means the checkpoint's dtype, or float32 if `widened` replaces it. A quantised checkpoint stays
-    quantised. Raises ValueError for an unknown quantisation, a quantisation of a checkpoint that is quantised already,
-    and weights that are missing or not finite.
+    quantised. adapter: a PEFT folder, see `adapted`. Raises ValueError for an unknown quantisation, a quantisation of a
+    checkpoint that is quantised already, and weights that are missing or not finite, and the errors of `adapted`.
     """
     refuse_quantisation(path, quantisation, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     options = QUANTISATIONS[quantisation]
@@ -84,6 +88,8 @@ def load_target(
     if dtype == "auto" and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
         print(f"this CPU is slow in {dtype}, so the target runs in float32", file=sys.stderr)
+    if adapter:  # before rows are rounded: the kernel then runs the merged weights
+        model = adapted(model, adapter)
     if quantisation == INT8_ROWS:
         in_int8_rows(model)
     return model.eval().requires_grad_(False)
@@ -172,7 +178,11 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
 
 
 def load_pair(
-    path: str, quantisation: str = "none", dtype: str = "auto", trust_remote_code: bool = False
+    path: str,
+    quantisation: str = "none",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load target and tokenizer; "bundled" is the target shipped with this package. Raises the errors of `load_config`
     and `load_target`, and those of `weight_files` for damaged files."""
@@ -180,7 +190,7 @@ def load_pair(
     if Path(folder).is_dir():
         weight_files(Path(folder))
     _, tokenizer = load_config(path, trust_remote_code)
-    return load_target(folder, quantisation, dtype, trust_remote_code), tokenizer
+    return load_target(folder, quantisation, dtype, trust_remote_code, adapter), tokenizer
 
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:

@@ -38,7 +38,7 @@ from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_distributions import TopKAndRest
-from cotrain.teacher.target_model import Head, Reader, adapted, load_pair, served
+from cotrain.teacher.target_model import Head, Reader, load_pair, served
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import sampling_seconds
 from inference import Engine, load
@@ -278,10 +278,9 @@ def sample_prompts(
 def models(
     cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair` and `adapted`."""
+    """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair`."""
     ask = cfg.target
-    target, tokenizer = load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code)
-    return adapted(target, ask.adapter) if ask.adapter else target, tokenizer
+    return load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code, ask.adapter)
 
 
 def objective(name: str) -> str:

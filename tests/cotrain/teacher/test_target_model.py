@@ -20,6 +20,8 @@ from transformers import (
 from cotrain.data.fingerprints import fingerprint
 from cotrain.students import independent
 from cotrain.teacher.target_model import adapted, load_pair, load_target, split
+from inference.models.llama import in_int8_rows, rounded
+from inference.models.lm import LM
 from tests.folders import network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
@@ -179,6 +181,37 @@ def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) 
     assert not torch.allclose(logits(model), logits(plain), atol=1e-2) and fingerprint(model) != fingerprint(plain)
     whole = adapted(load_target(str(folder)), adapter)
     assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
+
+
+def test_an_adapter_is_merged_before_rows_are_rounded(folder: Path, adapter: str) -> None:
+    """Beside rounded rows, it would keep `LM` from running them with int8 weights, and layers from being copied."""
+    model, _ = load_pair(str(folder), "int8_rows", "bfloat16", adapter=adapter)
+    merged = in_int8_rows(adapted(load_target(str(folder), dtype="bfloat16"), adapter))
+    theirs, ours = merged.state_dict(), model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert LM(model, 1).weights == "int8" and independent.from_layers(model, [0])
+    assert fingerprint(model) != fingerprint(load_target(str(folder), "int8_rows", "bfloat16"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_of_rounded_rows_begin_a_draft_with_the_ties_of_the_checkpoint(tmp_path: Path, tied: bool) -> None:
+    """The tied tensor is the target's embeddings, which are not rounded; the layers are."""
+    whole = network()
+    if not tied:
+        whole.config.tie_word_embeddings = False
+        whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.flip(0).clone())
+    whole.save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), "int8_rows")
+    assert target.lm_head.weight is not target.model.embed_tokens.weight
+    draft = independent.from_layers(target, [-1])
+    head = draft.get_output_embeddings().weight
+    assert (head is draft.get_input_embeddings().weight) == draft.config.tie_word_embeddings == tied
+    assert torch.equal(head, whole.model.embed_tokens.weight if tied else target.lm_head.weight)
+    assert torch.equal(draft.get_input_embeddings().weight, whole.model.embed_tokens.weight)
+    copied, original = (model.model.layers[-1].mlp.up_proj.weight for model in (draft, whole))
+    assert torch.equal(copied, rounded(original)) and not torch.equal(copied, original)
+    whole_draft = independent.from_layers(load_target(str(tmp_path)), [-1])
+    assert draft.num_parameters() == whole_draft.num_parameters()
 
 
 def test_a_folder_without_an_adapter_raises(folder: Path, adapter: str, tmp_path: Path) -> None:
