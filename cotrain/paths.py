@@ -43,7 +43,8 @@ def draft_folder(path: str, hub: bool = False) -> str:
     shipped = {one.parent.name: str(one.parent) for one in sorted(root.glob("*/config.json"))}
     if path in shipped or hub:
         return shipped.get(path, path)
-    near = get_close_matches(path, [*shipped, *(one for one in os.listdir() if os.path.isdir(one))], n=1)
+    names = {one.casefold(): one for one in [*(one for one in os.listdir() if os.path.isdir(one)), *shipped]}
+    near = [names[one] for one in get_close_matches(path.casefold(), names, n=1)]
     raise UserError(f"draft.path: {path} is no folder in the working directory {os.getcwd()}, and no shipped draft "
                     f"({', '.join(shipped) or 'there is none'}){f'; the nearest is {near[0]}' if near else ''}: give "
                     "draft.path an existing folder or name")  # fmt: skip

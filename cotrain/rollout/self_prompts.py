@@ -56,15 +56,19 @@ def opening(template: Template) -> Opening:
     """The opening of a target, by its chat template, or by its start token if it has none.
 
     What the template writes after the content ends the prompt: a special token, or else its first line. Raises
-    ValueError if the template changes the content, and as `Template.text`.
+    ValueError if the template changes the content, or fails.
     """
     tokenizer, ends = template.tokenizer, frozenset(template.ends)
     if tokenizer.chat_template is None:
         return Opening([start_token(tokenizer)], ends, special=special_ids(tokenizer))
-    text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
+    try:
+        text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
+    except ValueError as error:
+        raise ValueError(f"data=self: {error}; mend it, or give messages that it renders as data.path=") from error
     before, content, after = text.partition(CONTENT)
     if not content:
-        raise ValueError("data=self: the target's chat template does not write the user's content as it is: data.path=")
+        raise ValueError("data=self: the target's chat template does not write the user's content as it is: give "
+                         "prompts as data.path=")  # fmt: skip
     # a space belongs to the first word that follows it
     ids, after = template.ids(before.rstrip(" ")), after.strip()
     closing = template.ids(after)[:1]
@@ -72,6 +76,21 @@ def opening(template: Template) -> Opening:
     if closing and closing[0] in special:
         ends, after = ends | {closing[0]}, ""
     return Opening(ids or [start_token(tokenizer)], ends, after.split("\n")[0].strip(), True, special)
+
+
+def unended(template: Template) -> str | None:
+    """The special token with which the chat template ends an answer, if it is no end token of the target: texts of the
+    target then go on after it. None if there is no such token, or no chat template that renders an answer."""
+    messages = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": CONTENT}]
+    if template.tokenizer.chat_template is None:
+        return None
+    try:
+        after = template.text(messages, None, prompt=False).rpartition(CONTENT)[2].strip()
+    except ValueError:
+        return None
+    closing = template.ids(after)[:1]
+    end = closing and closing[0] in special_ids(template.tokenizer) - frozenset(template.ends)
+    return str(template.tokenizer.decode(closing)) if end else None
 
 
 def needed(texts: int, held_out_texts: int, timed: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
-from cotrain.rollout.self_prompts import SELF, opening
+from cotrain.rollout.self_prompts import SELF, opening, unended
 from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import writable
 from cotrain.students.base import Student, student_class
@@ -79,7 +79,12 @@ def require(cfg: TrainConfig) -> RunOutline:
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
-            opening(Template(tokenizer, cfg.data.template, ends_of(target)))
+            template = Template(tokenizer, cfg.data.template, ends_of(target))
+            opening(template)
+            if end := unended(template):
+                print(f"warning: the target's chat template ends answers with {end!r}, but its texts go on after it: "
+                      f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json",
+                      file=sys.stderr)  # fmt: skip
             sources = {}
         else:
             sources = require_texts(cfg, target, tokenizer)

@@ -136,3 +136,22 @@ class TestGGUF:
         metadata = read(tmp_path / "run" / "draft").metadata
         assert metadata is not None and metadata.origin["gguf"] is None
         assert "GGUF" not in card(metadata, "vllm", "draft", None, [])
+
+
+def test_a_template_whose_answers_do_not_end_texts_is_named(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(place / "tiny", tmp_path / "chat")
+    words = AutoTokenizer.from_pretrained(target)
+    words.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    words.chat_template = CHAT.replace("}}on", "}}<|im_end|>")
+    words.save_pretrained(target)
+    id = words.convert_tokens_to_ids("<|im_end|>")
+    wider = network(context=256)
+    wider.resize_token_embeddings(id + 1)
+    for ends in ([0], [0, id]):
+        wider.generation_config.eos_token_id = ends
+        wider.save_pretrained(target)
+        assert train(tmp_path, "chat", tmp_path / "run", "check=true") == 0
+        said = f"ends answers with '<|im_end|>', but its texts go on after it: add {id} to eos_token_id"
+        assert (said in capsys.readouterr().err) == (id not in ends)

@@ -68,6 +68,8 @@ class TestNames:
             f"draft.path: mien is no folder in the working directory {Path.cwd()}, and no shipped draft (mine)" in said
         )
         assert "the nearest is mine" in said and said.count("\n") == 1
+        assert read_by(command, monkeypatch, "MINE") is None
+        assert "the nearest is mine" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_as_for_the_target(

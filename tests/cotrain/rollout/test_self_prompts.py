@@ -15,7 +15,7 @@ from cotrain.data.sources import source_of
 from cotrain.data.splits import SPLITS
 from cotrain.errors import UserError
 from cotrain.rollout import self_prompts
-from cotrain.rollout.self_prompts import FILTERS, MOST, Opening, SelfPrompts, filtered, line, needed, opening
+from cotrain.rollout.self_prompts import FILTERS, MOST, Opening, SelfPrompts, filtered, line, needed, opening, unended
 from inference import Sampling
 from tests.folders import tokenizer
 
@@ -163,8 +163,25 @@ class TestOpening:
     def test_a_template_that_changes_the_content_is_refused(self) -> None:
         words = template_of(FAMILIES["chatml"]).tokenizer
         words.chat_template = CHATML.replace("m.content", "m.content | upper")
-        with pytest.raises(ValueError, match="data=self: .* does not write the user's content as it is"):
+        with pytest.raises(ValueError, match="data=self: .* does not write the user's content as it is: give prompts"):
             opening(Template(words, {}, {0}))
+
+    def test_a_template_that_wants_more_messages_is_refused(self) -> None:
+        words = template_of(FAMILIES["chatml"]).tokenizer
+        words.chat_template = "{{ raise_exception('no system message') }}"
+        match = (
+            "data=self: .* template fails: no system message; mend it, or give messages that it renders as data.path="
+        )
+        with pytest.raises(ValueError, match=match):
+            opening(Template(words, {}, {0}))
+
+    @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama 3", "<|eot_id|>"), ("vicuna", None)])
+    def test_a_special_token_after_an_answer_should_end_texts(self, name: str, end: str | None) -> None:
+        words = template_of(FAMILIES[name]).tokenizer
+        assert unended(Template(words, {}, {0})) == end
+        assert unended(Template(words, {}, {0, words.convert_tokens_to_ids("<|im_end|>"),
+                                            words.convert_tokens_to_ids("<|eot_id|>")})) is None  # fmt: skip
+        assert unended(template_of(None)) is None
 
 
 class TestFilters:
