@@ -246,7 +246,8 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def plain(target: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the target's tensors by name. Tensors that bitsandbytes has quantised are dequantised."""
+    """Return the target's tensors by name. Tensors that bitsandbytes has quantised are dequantised, and an
+    adapter beside them is added."""
     state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
@@ -255,7 +256,21 @@ def plain(target: PreTrainedModel) -> dict[str, Tensor]:
 
             layer = target.get_submodule(name.rpartition(".")[0])
             state[name] = dequantize_bnb_weight(weight, state=layer.state if kind == "Int8Params" else None)
-    return state
+    return _merged(target, state) if getattr(target, "peft_config", None) else state  # set by peft alone
+
+
+@torch.no_grad()
+def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the names they have without adapters, and the changes of the active adapters added."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    merged = {name.replace(".base_layer.", "."): value for name, value in state.items()}
+    for name, layer in target.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            deltas: Any = layer
+            for adapter in layer.active_adapters:
+                merged[f"{name}.weight"] = merged[f"{name}.weight"] + deltas.get_delta_weight(adapter)
+    return merged
 
 
 def _renumber(name: str, chosen: Sequence[int]) -> str:

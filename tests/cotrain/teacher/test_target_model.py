@@ -183,6 +183,16 @@ def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) 
     assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
 
 
+@pytest.mark.parametrize("quantisation", ["int8", "nf4"])
+def test_a_draft_begins_with_layers_to_which_the_adapter_is_added(
+    folder: Path, adapter: str, quantisation: str
+) -> None:
+    plain = load_target(str(folder), quantisation)
+    target = adapted(load_target(str(folder), quantisation), adapter)
+    bare, draft = (logits(independent.from_layers(model, [0, 1])) for model in (plain, target))
+    assert (draft - logits(target)).abs().mean() < 0.2 * (bare - logits(target)).abs().mean()
+
+
 def test_an_adapter_is_merged_before_rows_are_rounded(folder: Path, adapter: str) -> None:
     """Beside rounded rows, it would keep `LM` from running them with int8 weights, and layers from being copied."""
     model, _ = load_pair(str(folder), "int8_rows", "bfloat16", adapter=adapter)
