@@ -209,6 +209,9 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
         Unread(("loss.then",), lambda cfg, _: cfg.loss.switch >= 1, "the loss never switches: set loss.switch=0.5"),
         Unread(("loss.switch",), lambda cfg, _: cfg.loss.then is None, "no second loss is set: set loss.then=tv"),
     ),
+    "joint": (
+        Unread(("joint.",), lambda cfg, _: cfg.mode != "joint", "it applies to joint training: set mode=joint"),
+    ),
     "trainer": (
         Unread(
             ("loss", "loss.", "optimizer", "optimizer.", *(f"trainer.{name}" for name in OF_STEPS)),

@@ -246,7 +246,7 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
 FREE = {
     "label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
     "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
-    "trainer.logger",
+    "trainer.logger", "joint.uncertified",
 }  # fmt: skip
 
 
