@@ -62,7 +62,7 @@ from inference.models.pretrained import quantised
 from inference.sampling import wide
 
 AIM = 0.8  # of epsilon: the KL that the multiplier steers to, which leaves room for the confidence interval
-RATE, START = 0.05, 0.3  # of the multiplier: change of its logarithm per step, and first value
+RATE, START = 0.1, 0.03  # of the multiplier: change of its logarithm per step, and first value
 STEEPEST = 2.0  # the largest excess over the bound that one step reacts to, as a share of the bound
 SEARCHES = 6  # evaluations of the KL to find the scale of the adapter
 NEAR, MIDDLE, MOST = (

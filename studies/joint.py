@@ -1,0 +1,96 @@
+"""What joint training gains: tau of drafts of moved targets beside the best draft of the frozen target, against the KL.
+
+    cotrain train draft=medusa measure=false trainer.steps=400 output=outputs/joint/medusa/warm ...
+    cotrain train mode=joint draft=medusa init=pretrained draft.path=outputs/joint/medusa/warm/draft measure=false \
+        joint.warm_steps=0 joint.epsilon=0.01 output=outputs/joint/medusa/joint_0.01 ...
+    cotrain train draft=medusa init=pretrained draft.path=outputs/joint/medusa/warm/draft measure=false \
+        output=outputs/joint/medusa/frozen ...
+    python -m studies.joint outputs/joint outputs/results/joint.json
+
+Reads one folder per kind. In it, `frozen*` are runs that go on from the same draft with the frozen target for about
+the same time, and every run with a moved target is compared with the best of them. tau is the exact expectation on
+held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotrain.evaluation.comparison import FIGURES
+from cotrain.run_folder import read_marker
+from cotrain.training.joint import TARGET
+from inference.drafts.moved_target import about
+from inference.measure.environment import environment
+
+DEPTHS, RESAMPLES, TEMPERATURE = ("4", "8"), 2000, "1"
+COPIED = ("epsilon", "weight", "kl", "bound", "certified", "scale", "multiplier")
+OF_TEXTS = ("kl_999", "reverse_kl", "same_top", "nats", "lorenz", "tokens_moved", "domains")
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Return alpha, and lengths and expected calls of each held-out text, of a run."""
+    texts: dict[str, Any] = json.loads((run / FIGURES).read_text(encoding="utf-8"))["texts"][TEMPERATURE]
+    return texts
+
+
+def tau(texts: dict[str, Any], k: str, rows: Any = slice(None)) -> Any:
+    """Return tokens per target call on some texts; rows (R, N) gives R values."""
+    lengths, calls = np.array(texts["lengths"]), np.array(texts["calls"][k])
+    return lengths[rows].sum(-1) / calls[rows].sum(-1)
+
+
+def gain(moved: dict[str, Any], frozen: dict[str, Any], k: str) -> dict[str, float]:
+    """Return the relative gain of tau with its interval. Prompts are resampled, with the texts of both sides."""
+    count = len(moved["lengths"])
+    rows = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    low, high = np.quantile(tau(moved, k, rows) / tau(frozen, k, rows) - 1, [0.025, 0.975])
+    return {"value": float(tau(moved, k) / tau(frozen, k) - 1), "low": float(low), "high": float(high)}
+
+
+def settings(run: Path) -> dict[str, Any]:
+    """Return the settings of a run that its figures depend on."""
+    said = (read_marker(run) or {}).get("settings") or {}
+    trainer = {key: said["trainer"][key] for key in ("steps", "batch", "seed")}
+    return {"trainer": trainer, "lr": said["optimizer"]["lr"]} | {key: said[key] for key in ("loss", "draft", "joint")}
+
+
+def row(run: Path, frozen: Path) -> dict[str, Any]:
+    """Return the figures of a moved target and its draft beside the frozen one."""
+    moved, base = figures(run), figures(frozen)
+    said = about(str(run / TARGET))
+    assert said is not None
+    return {
+        "name": run.name, "alpha": moved["alpha"], "alpha_frozen": base["alpha"], "alphas": moved.get("alphas"),
+        "tau": {k: float(tau(moved, k)) for k in DEPTHS}, "tau_frozen": {k: float(tau(base, k)) for k in DEPTHS},
+        "gain": {k: gain(moved, base, k) for k in DEPTHS}, "frozen": frozen.name,
+        **{name: said[name] for name in COPIED},
+        **{part: {name: said[part][name] for name in OF_TEXTS} for part in ("texts", "own_texts")},
+        "settings": settings(run),
+    }  # fmt: skip
+
+
+def main(folder: Path, output: Path) -> None:
+    """Write the report and print its table."""
+    kinds: dict[str, Any] = {}
+    for place in sorted(path for path in folder.iterdir() if path.is_dir()):
+        runs = sorted(file.parent for file in place.glob(f"*/{FIGURES}"))
+        frozen = [run for run in runs if run.name.startswith("frozen")]
+        moved = [run for run in runs if (run / TARGET).is_dir()]
+        if frozen and moved:
+            best = max(frozen, key=lambda run: tau(figures(run), DEPTHS[0]))
+            kinds[place.name] = {"rows": [row(run, best) for run in moved], "frozen": settings(best)}
+    output.write_text(json.dumps({"environment": environment(), "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
+    for kind, found in kinds.items():
+        for one in found["rows"]:
+            value, low, high = (100 * one["gain"][DEPTHS[0]][name] for name in ("value", "low", "high"))
+            taus = f"{one['tau_frozen']['4']:.3f} -> {one['tau']['4']:.3f}"
+            print(f"{kind:12} {one['name']:16} KL {one['kl']:.4f} (at most {one['bound']:.4f}) alpha "
+                  f"{one['alpha_frozen']:.3f} -> {one['alpha']:.3f} tau(4) {taus} "
+                  f"{value:+.1f} % [{low:.1f}, {high:.1f}]")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
