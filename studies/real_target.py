@@ -5,6 +5,7 @@
         [--set KEY=VALUE ...]
     python -m studies.real_target --output OUT.json --beside NAME=DRAFT [--vllm PYTHON] [--vllm-draft FOLDER]
         [--llamacpp MODULES] [--llamacpp-draft FOLDER] [the options above]
+    python -m studies.real_target --output OUT.json --acceptance NAME=DRAFT [the options of --beside]
     python -m studies.real_target --output OUT.json --summary
 
 A draft is a folder, or the settings with which `cotrain train` would begin one: "draft=retrieval", "draft=quantised",
@@ -13,7 +14,9 @@ decoding and the draft take turns on the task's prompts, both compiled if that i
 task are not timed: the draft length, or with --set bench.trees=16 the tree, is chosen on them. With --plan stored it is
 the folder's. Drafts learn from prompts that the target samples, so no draft has learnt from these. OUT.json holds all
 cells that are done, and a run measures those that are missing. --beside compares with other engines, see
-`real_target_beside`. With two rows and more, batches share prompts: the interval is mostly that of noise and clock.
+`real_target_beside`; --acceptance compares the acceptance of one draft there with the predicted one, on the texts that
+they serve to all prompts of a task but the first. With two rows and more, batches share prompts: the interval is mostly
+that of noise and clock.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from cotrain.training.job import models, settle
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from studies.proposers import finite
-from studies.real_target_beside import entries
+from studies.real_target_beside import acceptance_line, acceptances, entries
 from studies.real_target_cells import REGIMES, Cells, Key, draft_of, prompts_of, settings
 
 PROMPTS = Path(__file__).with_name("prompts_by_task.jsonl")
@@ -40,7 +43,7 @@ TASKS = ["chat", "code", "json", "edits", "summaries"]
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"runs": [], "cells": [], "beside": []}
+    empty: dict[str, Any] = {"runs": [], "cells": [], "beside": [], "acceptance": []}
     return empty | json.loads(file.read_text(encoding="utf-8")) if file.is_file() else empty
 
 
@@ -153,8 +156,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--summary", action="store_true", help="print tables of what is done")
     beside = parser.add_argument_group("--beside: other engines in turn with this one")
     beside.add_argument("--beside", action="store_true")
+    beside.add_argument("--acceptance", action="store_true", help="of the draft in the engines, instead of speeds")
     beside.add_argument("--vllm", metavar="PYTHON", help="the interpreter of a vLLM installation")
     beside.add_argument("--vllm-draft", type=Path, metavar="FOLDER", help="of cotrain export engine=vllm")
+    beside.add_argument("--vllm-dtype", default="bfloat16", help="with --acceptance")
     beside.add_argument("--llamacpp", type=Path, metavar="FOLDER", help="node_modules with node-llama-cpp")
     beside.add_argument("--llamacpp-draft", type=Path, metavar="FOLDER", help="of cotrain export engine=llamacpp")
     beside.add_argument("--llamacpp-k", type=int, default=4, help="its drafts a round")
@@ -178,6 +183,11 @@ def main(arguments: list[str]) -> None:
         named = dict(one.split("=", 1) for one in asked.drafts)
         drafts = {name: draft_of(name, value, cfg, target, tokenizer) for name, value in named.items()}
         cells = Cells(drafts, prompts, asked.plan == "stored", asked.seconds)
+        if asked.acceptance:
+            for entry in acceptances(cells, asked):
+                add(asked.output, report, "acceptance", entry)
+                print(acceptance_line(report["acceptance"][-1]), flush=True)
+            return
         if asked.beside:
             for entry in entries(cells, asked, done(report["beside"])):
                 add(asked.output, report, "beside", entry)

@@ -1,4 +1,5 @@
 """This engine, transformers, vLLM and llama.cpp on one target, in turn on the same prompts: tokens per second of each.
+And acceptance of a draft in vLLM and llama.cpp, measured and predicted.
 
 Run by `python -m studies.real_target --beside`. An entry is a regime, a number of rows and a task. Every engine makes
 the same number of new tokens and ignores end tokens. vLLM and llama.cpp answer in processes that stay loaded and are
@@ -6,29 +7,39 @@ stopped (SIGSTOP) while others are timed, since their idle threads spin. llama.c
 comes from, so its weights differ (4 bits, for SmolLM2). It is timed with one thread and with two, one prompt at a time.
 Seconds of vLLM and llama.cpp are measured inside their processes. All have the prefill, for which vLLM alone has a
 cache of prefixes. `left_out` of an entry says what was not timed, and why.
+
+Run by `python -m studies.real_target --acceptance`, an entry is an engine, a regime and a task. vLLM samples the first
+token of a text in its prefill, without a round; llama.cpp drafts in its first pass too, and drafts greedily, so its
+texts say exactly which drafts were accepted.
 """
 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import BATCH
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.publishing import on_card
 from cotrain.students.base import DEFAULT
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.gguf_target import gguf_file
+from inference.exactness.figures import expected, reach_of
+from inference.exactness.side_by_side import pair_figures
 from inference.measure.adaptive import Wanted, until_known
 from inference.measure.arms import Arm, ArmResult, refuse
-from inference.measure.timing import Timing, engine_arm, transformers_arm
-from inference.output import Counts, Stats
+from inference.measure.timing import Timing, engine_arm, interleave, transformers_arm
+from inference.output import Counts, Emitted, Stats
+from inference.sampling.noise import row_ids
 from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
 from inference.servers.worker import Worker
+from inference.verify import predict_chain
 from studies.real_target_cells import Cells
 
 SERVE = Path(__file__).parents[1] / "tests" / "engines" / "llamacpp" / "serve.mjs"
@@ -67,13 +78,16 @@ def started(asked: argparse.Namespace, stack: ExitStack) -> Others:
     drafts = [None, asked.llamacpp_draft] if asked.llamacpp_draft else [None]
     for draft, threads in product(drafts, THREADS):
         name = f"llama.cpp{', draft' * (draft is not None)}, {threads} thread{'s' * (threads > 1)}"
-        settings = {
-            "modules": str(asked.llamacpp.absolute()), "target": str(file), "context": CONTEXT, "threads": threads,
-            "draft": str((draft / GGUF_FILE).absolute()) if draft else None, "k": asked.llamacpp_k,
-        }  # fmt: skip
-        worker = Worker("llama.cpp", ["node", str(SERVE)], settings, logs / f"{name}.log", pauses=True)
-        others.llamacpp[name] = stack.enter_context(worker)
+        others.llamacpp[name] = stack.enter_context(llamacpp(asked, file, draft, threads, logs / f"{name}.log"))
     return others
+
+
+def llamacpp(asked: argparse.Namespace, target: Path, draft: Path | None, threads: int, log: Path) -> Worker:
+    settings = {
+        "modules": str(asked.llamacpp.absolute()), "target": str(target), "context": CONTEXT, "threads": threads,
+        "draft": str((draft / GGUF_FILE).absolute()) if draft else None, "k": asked.llamacpp_k,
+    }  # fmt: skip
+    return Worker("llama.cpp", ["node", str(SERVE)], settings, log, pauses=True)
 
 
 def llamacpp_arm(name: str, worker: Worker, sampling: Sampling, max_new_tokens: int) -> Arm:
@@ -146,3 +160,112 @@ def speed(timing: Timing, name: str, ours: str) -> dict[str, Any]:
         "ours_over_it": over._asdict(),
         "tau": stats.tau if stats else None,
     }
+
+
+# --- acceptance
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine made of the draft. k: drafts a round. objective: how it drafts. first: tokens of each text that
+    came without a round. tokens: the texts. rounds, seconds: of all texts. by_depth: rounds that accepted drafts 0 to
+    d."""
+
+    engine: str
+    version: str
+    k: int
+    objective: str
+    first: int
+    tokens: list[list[int]]
+    rounds: int
+    by_depth: list[int]
+    seconds: float
+
+
+def acceptances(cells: Cells, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the acceptance of the one draft in each engine, regime and task. Raises ValueError without a draft."""
+    if len(cells.drafts) != 1 or not (asked.vllm_draft or asked.llamacpp_draft):
+        raise ValueError("--acceptance: name one draft, NAME=DRAFT, and its export, --vllm-draft or --llamacpp-draft")
+    (name,), rows = cells.drafts, max(asked.rows)
+    for regime, task in product(asked.regimes, asked.tasks):
+        plan = cells.ready((name, regime, rows, task))
+        prompts = plan.prompts.final[: plan.bench.prompts]
+        for engine in (vllm_serves, llamacpp_serves):
+            if served := engine(asked, prompts, plan.sampling, plan.bench.new_tokens):
+                yield {"draft": name, "regime": regime, "task": task} | compared(plan, prompts, served)
+
+
+def vllm_serves(
+    asked: argparse.Namespace, prompts: list[list[int]], sampling: Sampling, new_tokens: int
+) -> Served | None:
+    if asked.vllm_draft is None:
+        return None
+    config = on_card((asked.vllm_draft / "README.md").read_text(encoding="utf-8")).speculative
+    log, rows = asked.output.parent / "vllm.log", max(asked.rows)
+    with Server(asked.vllm, resolve(asked.target), config, rows, CONTEXT, log, dtype=asked.vllm_dtype) as server:
+        answer = server.generate(prompts, new_tokens, sampling.temperature, 0)
+    drafting = "sampled" if config.get("draft_sample_method") == "probabilistic" else "greedy"
+    return Served(f"vllm, {asked.vllm_dtype}", server.version, config["num_speculative_tokens"], drafting, 1,
+                  answer["tokens"], answer["drafts"], answer["by_depth"], answer["seconds"])  # fmt: skip
+
+
+def llamacpp_serves(
+    asked: argparse.Namespace, prompts: list[list[int]], sampling: Sampling, new_tokens: int
+) -> Served | None:
+    file = gguf_file(asked.target)
+    if asked.llamacpp_draft is None or file is None:
+        return None
+    with llamacpp(asked, file, asked.llamacpp_draft, 1, asked.output.parent / "llama.cpp.log") as worker:
+        request = {"max_new_tokens": new_tokens, "temperature": sampling.temperature, "seed": 0}
+        answer = worker.ask(prompts=prompts, **request)
+    return Served("llama.cpp", worker.version, asked.llamacpp_k, "greedy", 0, answer["tokens"], answer["rounds"],
+                  answer["by_depth"], answer["seconds"])  # fmt: skip
+
+
+def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, Any]:
+    """What the engine accepted, what p and q predict on its texts, and this engine's tau on the same prompts.
+
+    Standard errors are those of acceptance given the texts; by depth, of rounds that start independently.
+    first_draft: acceptance of the first draft as sum_v min(p, q) predicts it, whatever token the text has there."""
+    plan, first = replace(plan, objective=served.objective, verify="token", tree=None), served.first
+    draft = plan.proposer()
+    engine = plan.engine(served.k, BATCH, proposer=draft)
+    starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, served.tokens, strict=True)]
+    texts = Emitted(starts, row_ids(starts), [text[first:] for text in served.tokens], [Counts() for _ in prompts])
+    figures = pair_figures(engine, draft, texts, plan.sampling, plan.bench.new_tokens, 0.0)
+    forecast, reach = expected(figures, "token"), reach_of(figures, "token")
+    assert forecast is not None and reach is not None
+    own = engine_arm("own", engine, plan.sampling, plan.bench.new_tokens)
+    ours = interleave([own], prompts, BATCH, warmup=0).stats("own")
+    assert ours is not None
+    begun, alpha = predict_chain.starts(reach) * (figures.k > 0), figures.first(figures.alpha)
+    accepted = reach[..., 1:]
+    spread = (begun[..., None] * accepted * (1 - accepted)).sum((0, 1)).sqrt() / begun.sum()
+    tokens, sigma = int(figures.lengths.sum()), forecast.variance**0.5
+    return {
+        "engine": served.engine, "version": served.version, "k": served.k, "drafting": served.objective,
+        "prompts": len(prompts), "tokens": tokens, "rounds": served.rounds,
+        "tokens_per_second": sum(map(len, served.tokens)) / served.seconds,
+        "tau": {
+            "measured": tokens / served.rounds, "predicted": tokens / forecast.calls,
+            "relative": forecast.calls / served.rounds - 1, "standard_error": sigma / forecast.calls,
+            "z": (forecast.calls - served.rounds) / sigma if sigma else None, "this_engine": ours.tau,
+        },
+        "acceptance": {
+            "measured": [count / served.rounds for count in served.by_depth], "predicted": forecast.prefix,
+            "standard_error": spread.tolist(), "this_engine": ours.prefix,
+        },
+        "first_draft": {
+            "measured": served.by_depth[0] / served.rounds, "predicted": float((begun * alpha).sum() / begun.sum()),
+            "standard_error": float((begun * alpha * (1 - alpha)).sum().sqrt() / begun.sum()),
+        },
+    }  # fmt: skip
+
+
+def acceptance_line(one: dict[str, Any]) -> str:
+    tau, depths = one["tau"], one["acceptance"]
+    by_depth = "; ".join(f"{name} {', '.join(f'{value:.3f}' for value in depths[name])}"
+                         for name in ("measured", "predicted"))  # fmt: skip
+    return (f"{one['draft']} in {one['engine']}, T {one['regime']}, {one['task']}, {one['tokens']} tokens: tau "
+            f"{tau['measured']:.3f}, {tau['predicted']:.3f} predicted ({tau['relative']:+.1%}, standard error "
+            f"{tau['standard_error']:.1%}), {tau['this_engine']:.3f} here; by depth: {by_depth}")  # fmt: skip

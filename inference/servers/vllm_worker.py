@@ -2,9 +2,11 @@
 line and writes one answer per line.
 
 SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, the largest number of requests
-at once; context, the largest number of tokens per request. A request: {"prompts": lists of ids, "max_new_tokens",
-"temperature", "seed"}; its answer: {"tokens": lists of ids, "seconds", "drafts", "accepted"}. The first line of the
-output is {"version": ...}. The module imports nothing of this project, because vLLM lives in its own environment.
+at once; context, the largest number of tokens per request; dtype, of weights and passes, bfloat16 if not given. A
+request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its answer: {"tokens": lists of ids,
+"seconds", "drafts", "accepted", "by_depth"}, the last with the number of rounds that accepted drafts 0 to d. The first
+line of the output is {"version": ...}. The module imports nothing of this project, because vLLM lives in its own
+environment.
 """
 
 import json
@@ -23,12 +25,14 @@ if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
 
 
-def counters(llm: Any) -> tuple[int, int]:
-    """Return the number of rounds that drafted, and of drafts accepted, since the engine started."""
-    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+def counters(llm: Any) -> list[int]:
+    """Return the number of rounds that drafted, of drafts accepted, and of drafts accepted at each depth, since the
+    engine started."""
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    drafts, accepted = (int(values.get(name, 0)) for name in names)
-    return drafts, accepted
+    by_depth = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    counts = [metrics[name].value if name in metrics else 0 for name in names]
+    return [int(count) for count in [*counts, *(by_depth.values if by_depth else ())]]
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +50,10 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    drafts, accepted = (after - earlier for after, earlier in zip(counters(llm), before, strict=True))
+    drafts, accepted, *by_depth = (after - earlier for after, earlier in zip(counters(llm), before, strict=True))
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"tokens": tokens, "seconds": seconds, "drafts": drafts, "accepted": accepted}
+    counts = {"drafts": drafts, "accepted": accepted, "by_depth": by_depth}
+    return {"tokens": tokens, "seconds": seconds, **counts}
 
 
 def main() -> None:
@@ -59,8 +64,9 @@ def main() -> None:
 
     repair()
     llm = vllm.LLM(
-        settings["target"], dtype="bfloat16", max_model_len=settings["context"], max_num_seqs=settings["rows"],
-        enforce_eager=True, disable_log_stats=False, speculative_config=settings["speculative"],
+        settings["target"], dtype=settings.get("dtype", "bfloat16"), max_model_len=settings["context"],
+        max_num_seqs=settings["rows"], enforce_eager=True, disable_log_stats=False,
+        speculative_config=settings["speculative"],
     )  # fmt: skip
     print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
     for line in sys.stdin:

@@ -3,8 +3,9 @@
 //
 // SETTINGS (JSON): modules, the folder node_modules; target and draft, GGUF files, draft null for none; k, drafts a
 // round; context, the most tokens of a text; threads, of each model, 1 if not given. A request: {"prompts": lists of ids, "max_new_tokens", "temperature",
-// "seed"}; its answer: {"tokens": lists of ids, "seconds", "rounds", "accepted"}. Every pass of the target is a round,
-// the one over the prompt too.
+// "seed"}; its answer: {"tokens": lists of ids, "seconds", "rounds", "accepted", "by_depth"}. Every pass of the target is
+// a round, the one over the prompt too. by_depth: rounds that accepted drafts 0 to d; those of a last round count beyond
+// the end of the text too.
 //
 // Rounds are those of llama.cpp's server, on the same calls: the draft's likeliest tokens, one pass of the target with a
 // sample at each of them, and as many as agree. The token predictors of node-llama-cpp 3.21 are not used: its sequences
@@ -45,6 +46,7 @@ async function sampled(sequence, text, count, options) {
 async function complete(prompt, count, temperature, seed) {
     const sequence = target.getSequence(), drafting = draft?.getSequence();
     const text = [...prompt];
+    const byDepth = new Array(drafting ? settings.k : 0).fill(0);
     let rounds = 0;
     for (; text.length < prompt.length + count; rounds++) {
         const drafts = [];
@@ -54,23 +56,27 @@ async function complete(prompt, count, temperature, seed) {
         const options = {temperature, topK: 0, topP: 1, minP: 0, seed: seed * 65536 + rounds};
         const own = await sampled(sequence, [...text, ...drafts], drafts.length + 1, options);
         const refuted = drafts.findIndex((token, i) => token !== own[i]);
-        text.push(...(refuted < 0 ? own : own.slice(0, refuted + 1)));
+        const agreed = refuted < 0 ? drafts.length : refuted;
+        for (let depth = 0; depth < agreed; depth++)
+            byDepth[depth]++;
+        text.push(...own.slice(0, agreed + 1));
     }
     sequence.dispose();
     drafting?.dispose();
-    return {tokens: text.slice(prompt.length, prompt.length + count), rounds};
+    return {tokens: text.slice(prompt.length, prompt.length + count), rounds, byDepth};
 }
 
 console.log(JSON.stringify({version: llama.llamaCppRelease.release}));
 for await (const line of readline.createInterface({input: process.stdin})) {
     const {prompts, max_new_tokens, temperature, seed} = JSON.parse(line);
-    const answer = {tokens: [], seconds: 0, rounds: 0, accepted: 0};
+    const answer = {tokens: [], seconds: 0, rounds: 0, accepted: 0, by_depth: []};
     const start = performance.now();
     for (const [row, prompt] of prompts.entries()) {
-        const {tokens, rounds} = await complete(prompt, max_new_tokens, temperature, seed + row);
+        const {tokens, rounds, byDepth} = await complete(prompt, max_new_tokens, temperature, seed + row);
         answer.tokens.push(tokens);
         answer.rounds += rounds;
         answer.accepted += tokens.length - rounds;
+        answer.by_depth = byDepth.map((count, depth) => count + (answer.by_depth[depth] ?? 0));
     }
     answer.seconds = (performance.now() - start) / 1000;
     console.log(JSON.stringify(answer));
