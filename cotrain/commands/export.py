@@ -16,12 +16,12 @@ from cotrain.export.engines import (
     MARK,
     TREES,
     captured,
-    engine_named,
     launch,
     layout_of,
     place,
     refuse_kind,
     refuse_layout,
+    usual_layout,
 )
 from cotrain.export.fitting import measured_elsewhere, refuse
 from cotrain.export.publishing import card, tau_by_length
@@ -44,14 +44,14 @@ def run(cfg: ExportConfig) -> None:
         raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
+    metadata = folder(cfg.draft.path).metadata
+    kind = metadata.kind if metadata else "independent"
     if cfg.layout == "auto":
-        cfg.layout = engine_named(cfg.engine).layout
+        cfg.layout = usual_layout(kind, cfg.engine)
     refuse_layout(cfg.engine, cfg.layout)
     _refuse(cfg)
     if cfg.push_to_hub:
         publishing.require(cfg.push_to_hub)
-    metadata = folder(cfg.draft.path).metadata
-    kind = metadata.kind if metadata else "independent"
     refuse_kind(cfg.engine, kind)
     refuse(cfg.draft.path, cfg.temperature)
     served = cfg.target.path or (metadata.target["name"] if metadata else None)

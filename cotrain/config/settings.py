@@ -163,7 +163,7 @@ class ExportConfig:
     draft: Model
     target: Model
     engine: str  # vllm, sglang, tensorrt_llm, transformers or llamacpp
-    layout: str  # the file format; auto: the one in which the engine loads plain drafts
+    layout: str  # the file format; auto: that in which the engine loads such drafts
     k: int | None
     objective: str | None  # sampled_draft or greedy_draft
     temperature: float | None  # for a conditioned draft: the temperature that it is exported for

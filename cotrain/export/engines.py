@@ -185,6 +185,14 @@ def layout_of(kind: str, engine: str) -> Any | None:
     return import_module(student.layouts[engine])
 
 
+def usual_layout(kind: str, engine: str) -> str:
+    """The layout of layout=auto: for feature drafts the first of theirs that the engine loads, else that of its plain
+    drafts. Raises UserError for an unknown engine."""
+    plain = engine_named(engine).layout
+    features = student_class(kind).features if kind in STUDENTS else ()
+    return next((layout for layout in features if engine in FEATURES[layout]), plain)
+
+
 def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
     if layout == "dspark":

@@ -163,6 +163,7 @@ def test_the_command_is_for_vllm_alone(
         ))  # fmt: skip
         return capsys.readouterr().out
 
+    assert run("vllm", "auto") == run("vllm", "dflash")
     said = run("vllm", "dflash").replace(str((tmp_path / "out").absolute()), "FOLDER")
     asked = {"method": "dflash", "model": "FOLDER", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     assert f"vllm serve merged/one --speculative-config '{json.dumps(asked)}'" in said

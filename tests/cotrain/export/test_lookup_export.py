@@ -7,7 +7,7 @@ import pytest
 
 from cotrain.errors import UserError
 from cotrain.export import lookup_layout
-from cotrain.export.engines import ENGINES, layout_of
+from cotrain.export.engines import ENGINES, layout_of, usual_layout
 from inference.drafts.draft_folder import Metadata, read, save
 from tests.folders import network, tokenizer
 
@@ -58,3 +58,11 @@ def test_no_kind_is_written_as_a_plain_draft_that_it_is_not() -> None:
         with pytest.raises(UserError, match=reason):
             layout_of("eagle", engine)
         assert layout_of("independent", engine) is None
+
+
+def test_a_layout_that_is_not_named_is_one_that_the_kind_has() -> None:
+    for engine in ("vllm", "sglang", "tensorrt_llm"):
+        assert usual_layout("eagle", engine) == usual_layout("p_eagle", engine) == "eagle3"
+        assert usual_layout("independent", engine) == usual_layout("parallel", engine) == "hf"
+    assert usual_layout("block", "vllm") == "dflash" and usual_layout("retrieval", "vllm") == "hf"
+    assert usual_layout("eagle", "llamacpp") == "gguf"  # which refuses the kind
