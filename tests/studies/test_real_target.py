@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from cotrain.training.job import models
+from inference import Engine, Sampling, load
 from inference.models.pretrained import load_model
-from studies import real_target, real_target_cells
+from inference.policy import Fixed
+from studies import real_target, real_target_beside, real_target_cells
+from studies.real_target_beside import Served
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
 
@@ -109,3 +112,44 @@ def test_engines_take_turns_and_what_is_left_out_is_said(
     capsys.readouterr()
     real_target.main([options[0], "--summary"])
     assert "**T = 1, 2 rows, chat**" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_another_engine_accepted_is_compared_with_the_prediction(
+    first: int, tmp_path: Path, target: Path, options: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The other engine is this one, which samples the first token without a draft where vLLM does."""
+    small = draft_folder(tmp_path / "draft", target, "independent")
+
+    def serves(asked: Any, prompts: list[list[int]], sampling: Sampling, new: int) -> Served:
+        begun, engine = prompts, load(small, verify="token", policy=Fixed(2), rows=len(prompts))
+        if first:
+            sampled = Engine(engine.target.model, rows=len(prompts)).generate(
+                prompts, max_new_tokens=1, sampling=sampling, seed=1, ignore_eos=True
+            )
+            begun = [[*prompt, *text] for prompt, text in zip(prompts, sampled.tokens, strict=True)]
+        rest = engine.generate(begun, max_new_tokens=new - first, sampling=sampling, ignore_eos=True)
+        texts = [[*given[len(prompt) :], *text]
+                 for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)]  # fmt: skip
+        return Served("another", "1", 2, "sampled", first, texts, rest.stats.target_calls, rest.stats.accepted, 2.0)
+
+    monkeypatch.setattr(real_target_beside, "vllm_serves", serves)
+    asked = [f"small={small}", *options, "--set=bench.new_tokens=24", "--regimes=1", "--rows=1", "--tasks=chat,edits"]
+    real_target.main([*asked, "--acceptance", "--vllm-draft=exported"])
+    found = json.loads((tmp_path / "out.json").read_text())["acceptance"]
+    assert [(one["task"], one["engine"], one["prompts"]) for one in found] == [("chat", "another", 3)] + [
+        ("edits", "another", 3)
+    ]
+    for one in found:
+        tau, depths, draft = one["tau"], one["acceptance"], one["first_draft"]
+        assert one["tokens"] == 3 * (24 - first) and one["tokens_per_second"] == 3 * 24 / 2
+        assert tau["measured"] == one["tokens"] / one["rounds"] and abs(tau["z"]) < 4
+        assert abs(tau["relative"]) < 5 * tau["standard_error"]
+        for measured, expected, spread in zip(*(depths[name] for name in ("measured", "predicted", "standard_error")),
+                                              strict=True):  # fmt: skip
+            assert 0 < spread < 0.2 and abs(measured - expected) < 5 * spread
+        assert abs(draft["measured"] - draft["predicted"]) < 5 * draft["standard_error"] < 1
+    assert "small in another, T 1, edits, " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--acceptance: name one draft"):
+        real_target.main([*asked, "--acceptance"])
