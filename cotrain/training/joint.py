@@ -37,7 +37,8 @@ from cotrain.config.settings import TrainConfig, from_target, sampling
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError
-from cotrain.evaluation.held_out import held_out
+from cotrain.evaluation.held_out import HeldOut, Scores
+from cotrain.evaluation.held_out import held_out as read_held_out
 from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, figures, movement
 from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
@@ -281,9 +282,15 @@ class JointTraining(Distillation):
         return weight
 
     def judge(self) -> None:
-        self.held_out = {t: held_out(self.live, held.texts, held.temperature, held.truncate)
-                         for t, held in self.held_out.items()}  # fmt: skip
+        self.held_out = {t: self._read_again(held) for t, held in self.held_out.items()}
         super().judge()
+
+    def on(self, held_out: HeldOut) -> dict[str, Scores]:
+        return super().on(self._read_again(held_out))
+
+    def _read_again(self, held: HeldOut) -> HeldOut:
+        """Return held-out texts with the states of the target as it has moved by now."""
+        return read_held_out(self.live, held.texts, held.temperature, held.truncate)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.draft)
