@@ -30,6 +30,7 @@ COMMANDS = {
     "datastore": "index a corpus, from which drafts are then looked up",
     "train": "distil a draft from a target and measure its speed-up",
     "bench": "measure speculative decoding beside plain decoding",
+    "plan": "forecast the speed of drafts at every draft length and batch size",
     "export": "write a draft in the layout that a serving engine loads",
     "compare": "compare the tau of runs, with confidence intervals",
     "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Bench, Data
-from cotrain.config.settings import BenchConfig, GenerateConfig, ServeCheckConfig
+from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.data.sources import source_of
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
     draft: PreTrainedModel | None
 
 
-def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
+def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
     """Return the target's path. It is `target.path` or, if that is null, the target that the draft folder names.
 
     target.path, target.adapter and the settings of `as_trained` are filled in. Raises UserError if the draft folder is
@@ -75,7 +75,7 @@ def resolved(cfg: BenchConfig | ServeCheckConfig) -> str:
     return str(cfg.target.path)
 
 
-def as_trained(cfg: BenchConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
+def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
     """Replace the open settings of `KNOWN` by the values stored in the draft folder. If the user set other values,
     print a line that lists them.
 

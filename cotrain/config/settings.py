@@ -142,6 +142,27 @@ class BenchConfig:
 
 
 @dataclass
+class PlanConfig:
+    """Settings of `cotrain plan`, which forecasts the speed of drafts of one target."""
+
+    target: ServedTarget
+    quantisation: Quantisation
+    draft: Model
+    drafts: list[str]  # further draft folders, of the same target
+    regime: ServedRegime
+    data: Data  # as in BenchConfig
+    bench: Bench
+    verify: str | None  # as in BenchConfig
+    temperatures: list[float]  # []: the regime's
+    batches: list[int]  # rows that are decoded together
+    texts: int  # of the target, at each temperature; more give narrower intervals
+    output: str
+    overwrite: bool
+    threads: int
+    json: bool  # as in BenchConfig
+
+
+@dataclass
 class CompareConfig:
     """Settings of `cotrain compare`."""
 
@@ -207,6 +228,7 @@ SCHEMAS = {
     "compare": CompareConfig,
     "report": ReportConfig,
     "bench": BenchConfig,
+    "plan": PlanConfig,
     "generate": GenerateConfig,
     "pretrain": PretrainConfig,
     "datastore": DatastoreConfig,

@@ -19,6 +19,7 @@ from cotrain.bench import measurement
 from cotrain.config.groups import Loss
 from cotrain.config.settings import (
     BenchConfig,
+    PlanConfig,
     RolloutConfig,
     ServeCheckConfig,
     TrainConfig,
@@ -276,7 +277,7 @@ def sample_prompts(
 
 
 def models(
-    cfg: TrainConfig | RolloutConfig | BenchConfig | ServeCheckConfig,
+    cfg: TrainConfig | RolloutConfig | BenchConfig | PlanConfig | ServeCheckConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair`."""
     ask = cfg.target

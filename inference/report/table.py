@@ -30,7 +30,7 @@ def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append(
             [name, _drafting(report), _number(tau["measured"]), _number(tau["predicted"]), value, interval, verdict]
         )
-    return _aligned(rows, left=2)
+    return aligned(rows, left=2)
 
 
 def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
@@ -93,7 +93,7 @@ def _speeds(report: Mapping[str, Any]) -> str:
     for name, arm in report["arms"].items():
         speeds = [f"{arm['speed']:.1f}", f"{arm['decode_speed']:.1f}", _number(arm["tau"])]
         rows.append([name, *speeds, str(arm["tokens"]), f"{arm['seconds']:.2f}"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _speedup(report: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def _depths(report: Mapping[str, Any]) -> str:
     for name in ("prefix", "conditional"):
         for side in ("measured", "predicted"):
             rows.append([name, side, *map(_number, a[name][side] or [None] * len(a["drafted"]))])
-    return tau + "\n" + _aligned(rows, left=2)
+    return tau + "\n" + aligned(rows, left=2)
 
 
 def _phases(report: Mapping[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _phases(report: Mapping[str, Any]) -> str:
     for name, arm in counted.items():
         spent = [f"{1000 * arm['phases'][phase] / arm['rounds']:.3f}" for phase in names]
         rows.append([name, *spent, str(arm["rounds"]), f"{1000 * arm['phases']['prefill']:.1f}"])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _exactness(report: Mapping[str, Any]) -> str:
@@ -155,7 +155,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return the rows with columns two spaces apart. The first `left` columns are flush left, the others flush
     right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

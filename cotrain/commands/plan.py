@@ -1,0 +1,201 @@
+"""Command `cotrain plan`. It forecasts the speed of drafts at every draft length, without timing a draft's texts."""
+
+import copy
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from cotrain.bench import measurement
+from cotrain.bench.planner import MeasuredCosts, measured, plain_texts, text_figures
+from cotrain.commands.served_pair import load_network, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.served_pair import measured as measured_folder
+from cotrain.config.settings import PlanConfig, sampling
+from cotrain.console import answering, strict
+from cotrain.errors import UserError
+from cotrain.plan.forecast import (
+    SIGMAS,
+    Forecast,
+    acceptance,
+    expected,
+    forecast,
+    independent,
+    schedule,
+    stops_paying,
+)
+from cotrain.run_folder import claim, refuse
+from cotrain.training.job import models, settle
+from cotrain.training.preconditions import fits, timed
+from inference.drafts.atomic import write_atomic
+from inference.measure.environment import environment
+from inference.output import Emitted
+from inference.report.table import aligned
+
+PLAN, PROFILE, SCHEDULE = "plan.json", "speculation_profile.json", "schedule.json"
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The forecasts of one draft. by: (temperature, rows) -> forecast. alpha: mean acceptance by temperature.
+    profiles: acceptance by depth and temperature at the longest draft length. costs: by number of rows."""
+
+    path: str
+    kind: str
+    verify: str
+    by: Mapping[tuple[float, int], Forecast]
+    alpha: Mapping[float, float]
+    profiles: Mapping[float, Mapping[str, Any]]
+    costs: Mapping[int, MeasuredCosts]
+
+
+def run(cfg: PlanConfig) -> None:
+    """Forecast, write plan.json and the files for other programs to `output`, and print a table."""
+    paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
+    if not paths:
+        raise UserError("name a draft folder with draft.path=, or several with drafts=[a,b]")
+    settle(cfg.threads, cfg.bench.seed)
+    refuse(cfg.output, cfg.overwrite)
+    began = time.monotonic()
+    with answering(cfg.json) as answer, claim(cfg.output, cfg.overwrite, command="plan") as folder:
+        texts: dict[float, Emitted] = {}
+        target: list[str] = []
+        drafts = [_drafted(cfg, path, texts, target) for path in dict.fromkeys(paths)]
+        plan = _entries(cfg, drafts, texts) | {"seconds": time.monotonic() - began}
+        best = _best(drafts)
+        write_atomic(folder.path / PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
+        for name, content in _files(cfg, best, plan).items():
+            write_atomic(folder.path / name, json.dumps(strict(content), indent=1) + "\n")
+        folder.finish()
+        answer(plan, f"{table(drafts)}\nplan: {folder.path / PLAN}, {PROFILE} and {SCHEDULE} beside it")
+
+
+def _drafted(cfg: PlanConfig, path: str, texts: dict[float, Emitted], target: list[str]) -> Drafted:
+    """Forecast one draft. texts: those of the target by temperature, which the first draft fills. target: the path of
+    the first draft's target; others must have the same."""
+    mine = copy.deepcopy(cfg)
+    mine.draft.path = path
+    name = resolved(mine)
+    if target and target[0] != name:
+        raise UserError(f"drafts: {path} is for the target {name}, and the first draft is for {target[0]}: plan them "
+                        "one by one")  # fmt: skip
+    target[:] = [name]
+    measurement.refuse(mine.bench)
+    draft_folder = measured_folder(path)
+    pair = refuse_pair(path, name, mine.target.trust_remote_code)
+    size = mine.bench
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair))
+    given = prompts(mine.data, size, pair.target, pair.tokenizer, None, draft_folder.path)
+    model, tokenizer = models(mine)
+    draft, metadata = load_network(draft_folder, model, tokenizer), draft_folder.metadata
+    assert mine.verify is not None
+    plan = measurement.Plan(
+        model, tokenizer, draft, sampling(mine.regime), mine.verify, size, (name, path),
+        metadata.objective if metadata else "sampled", given=given, kind=draft_folder.kind,
+    )  # fmt: skip
+    temperatures = list(cfg.temperatures) or [plan.sampling.temperature]
+    longest = max(plan.depths)
+    costs = {rows: _costs(plan, rows) for rows in cfg.batches}
+    by: dict[tuple[float, int], Forecast] = {}
+    alpha, profiles = {}, {}
+    for t in temperatures:
+        here = replace(plan, sampling=replace(plan.sampling, temperature=t))
+        if t not in texts:
+            print(f"plan: {cfg.texts} texts of the target at temperature {t:g}")
+            texts[t] = plain_texts(here, cfg.texts)
+        figures = text_figures(here, texts[t], longest)
+        calls = expected(figures, plan.verify, longest)
+        inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
+        alpha[t] = float(figures.first(figures.alpha)[inside].mean())
+        profiles[t] = acceptance(figures, plan.verify, longest)
+        by |= {(t, rows): forecast(calls, costs[rows].costs) for rows in cfg.batches}
+    return Drafted(path, draft_folder.kind, plan.verify, by, alpha, profiles, costs)
+
+
+def _costs(plan: measurement.Plan, rows: int) -> MeasuredCosts:
+    print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
+    bench = copy.copy(plan.bench)
+    bench.rows = rows
+    return measured(replace(plan, bench=bench))
+
+
+def _best(drafts: list[Drafted]) -> Drafted:
+    """Return the draft with the highest mean of the logarithms of its speed-ups, at its recommended lengths."""
+    return max(drafts, key=lambda one: sum(torch.tensor([f.speedups[f.k] for f in one.by.values()]).log().tolist()))
+
+
+# --- what is written and printed
+
+
+def _entries(cfg: PlanConfig, drafts: list[Drafted], texts: Mapping[float, Emitted]) -> dict[str, Any]:
+    cells = [_cell(one, t, rows, found) for one in drafts for (t, rows), found in one.by.items()]
+    return {
+        "environment": environment(),
+        "settings": {"texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
+                     "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
+                     "bench": OmegaConf.to_container(cfg.bench) if OmegaConf.is_config(cfg.bench) else {}},
+        "recommended": _best(drafts).path,
+        "cells": cells,
+        "costs": {one.path: {str(rows): asdict(costs.costs) for rows, costs in one.costs.items()} for one in drafts},
+        "acceptance": {one.path: {f"{t:g}": profile for t, profile in one.profiles.items()} for one in drafts},
+    }  # fmt: skip
+
+
+def _cell(one: Drafted, t: float, rows: int, found: Forecast) -> dict[str, Any]:
+    """Return the entry of a cell. iid: tau by the formula of equal acceptance at all depths, from the mean acceptance,
+    beside the exact expectation."""
+    taus = [found.calls.tau(k) for k in range(len(found.seconds))]
+    return {
+        "draft": one.path, "kind": one.kind, "rule": one.verify, "temperature": t, "rows": rows,
+        "k": found.k, "fastest": found.fastest, "undecided": found.undecided, "gain": found.gain,
+        "speedup": found.speedups[found.k], "speedups": list(found.speedups), "errors": list(found.errors),
+        "tau": taus, "tau_errors": [found.calls.error(k) for k in range(len(found.seconds))],
+        "iid": [independent(one.alpha[t], k) for k in range(len(found.seconds))], "alpha": one.alpha[t],
+        "seconds_per_round": list(found.seconds), "perfect": found.perfect, "break_even": found.break_even,
+    }  # fmt: skip
+
+
+def _files(cfg: PlanConfig, best: Drafted, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
+    first temperature, as vLLM's ranges and by batch size, and the acceptance of the recommended draft."""
+    t = next(iter(best.alpha))
+    lengths = {rows: best.by[t, rows].k for rows in cfg.batches}
+    most, profile = max(cfg.batches), best.profiles[t]
+    k = len(profile["prefix"])
+    return {
+        SCHEDULE: {"draft": best.path, "temperature": t, "ranges": schedule(lengths, most),
+                   "by_batch": {str(rows): length for rows, length in sorted(lengths.items())}},
+        PROFILE: {
+            "method": best.kind, "draft": best.path, "num_speculative_tokens": k,
+            "conditional_acceptance_rates": profile["conditional"], "marginal_acceptance_rates": profile["prefix"],
+            "mean_acceptance_length": next(iter(best.by.values())).calls.tau(k),
+            "acceptance_length_histogram": profile["histogram"],
+            "conditions": {"temperature": t, "rule": best.verify, "settings": plan["settings"],
+                           "environment": plan["environment"], "measured": False},
+        },
+    }  # fmt: skip
+
+
+def table(drafts: list[Drafted]) -> str:
+    """Return the forecasts as a table, and a line for each thing that a reader must know before using them."""
+    rows = [["draft", "temperature", "rows", "k", "tau", "speed-up", "95 % interval", "break-even", "perfect draft"]]
+    lines = []
+    for one in drafts:
+        for (t, count), found in one.by.items():
+            speedup, error = found.speedups[found.k], SIGMAS * found.errors[found.k]
+            rows.append([one.path, f"{t:g}", str(count), str(found.k), f"{found.calls.tau(found.k):.3f}",
+                         f"{speedup:.2f}x", f"[{speedup - error:.2f}, {speedup + error:.2f}]" if found.k else "",
+                         "-" if found.break_even is None else f"{found.break_even:.2f}",
+                         f"{found.perfect:.2f}x"])  # fmt: skip
+            if found.undecided:
+                lines.append(f"{one.path}, temperature {t:g}, {count} rows: k = {found.fastest} may be up to "
+                             f"{100 * found.gain:.0f} % faster than {found.k}: raise texts= to know")  # fmt: skip
+        for t in one.alpha:
+            stop = stops_paying({count: found for (at, count), found in one.by.items() if at == t})
+            if stop:
+                lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
+    lines.append("intervals are those of the texts; speed-ups are of full batches, on this machine")
+    return "\n".join([aligned(rows, left=1), *lines])

@@ -1,0 +1,167 @@
+"""The speed of a draft at every draft length, from expected target calls of texts and from the costs of rounds.
+
+Nothing here runs a model. A forecast has the error of its texts: a choice that another sample of texts would not make
+is no choice, so among lengths that the texts cannot tell apart the shortest one is recommended.
+
+N texts, K the longest draft.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference.exactness.figures import Figures, reach_of
+from inference.measure.costs import Costs
+from inference.verify import predict_chain
+
+SIGMAS = 1.96  # of a 95 % interval
+WORTH = 0.02  # the gain of speed for which more texts are asked for
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Expected target calls of texts at each draft length. calls (K+1, N) float64: row 0 is plain decoding, one call
+    per token. lengths (N,): tokens of each text."""
+
+    calls: Tensor
+    lengths: Tensor
+
+    @property
+    def longest(self) -> int:
+        return len(self.calls) - 1
+
+    def tau(self, k: int) -> float:
+        """Return the expected tokens per target call at draft length k."""
+        return float(self.lengths.sum() / self.calls[k].sum())
+
+    def error(self, k: int) -> float:
+        """Return the standard error of `tau`, from the differences between texts; infinite for one text."""
+        tau = self.tau(k)
+        return tau * _error(self.calls[k] * tau - self.lengths) / float(self.lengths.sum())
+
+
+def expected(figures: Figures, verify: str, longest: int) -> Calls:
+    """Return the expected calls of the texts of `figures` for draft lengths 0 .. longest under a rule. For a rule whose
+    acceptance depends on the random numbers that made the text, those of the token rule are returned."""
+    rows = [figures.lengths.double()]
+    for k in range(1, longest + 1):
+        reach = reach_of(figures, verify, k)
+        reach = reach_of(figures, "token", k) if reach is None else reach
+        assert reach is not None
+        rows.append(predict_chain.calls_from(reach, figures.lengths).double())
+    return Calls(torch.stack(rows), figures.lengths.double())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of one draft, at one temperature and batch size. seconds[k]: of a round that drafts k, all rows
+    together. k: the recommended draft length, 0 for plain decoding. fastest: the length of the least expected time,
+    which the texts may not tell apart from k. speedups[k], errors[k]: over plain decoding, with the standard error that
+    the texts leave. gain: by how much, at most, `fastest` may beat k (upper end of a 95 % interval), as a share of the
+    speed. rows: the batch size."""
+
+    calls: Calls
+    seconds: tuple[float, ...]
+    rows: int
+    k: int
+    fastest: int
+    speedups: tuple[float, ...]
+    errors: tuple[float, ...]
+    gain: float
+
+    @property
+    def undecided(self) -> bool:
+        """Return whether more texts could show a gain that is worth them."""
+        return self.fastest != self.k and self.gain > WORTH
+
+    @property
+    def perfect(self) -> float:
+        """Return the speed-up of a draft whose tokens are all accepted: the most that these costs allow."""
+        return max(self.seconds[0] * (k + 1) / seconds for k, seconds in enumerate(self.seconds))
+
+    @property
+    def break_even(self) -> float | None:
+        """Return the acceptance, the same at every depth, above which some draft length beats plain decoding. None if
+        none does."""
+        if self.perfect <= 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            pays = any(self.seconds[0] * independent(middle, k) > seconds
+                       for k, seconds in enumerate(self.seconds) if k)  # fmt: skip
+            low, high = (low, middle) if pays else (middle, high)
+        return high
+
+
+def forecast(calls: Calls, costs: Costs) -> Forecast:
+    """Return the forecast of a draft with these costs.
+
+    The recommended length is the shortest one whose expected time is at most one standard error of the paired
+    difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
+    Regression Trees, 1984, 3.4.3).
+    """
+    longest = min(calls.longest, len(costs.target) - 1)
+    seconds = tuple(costs.round(k) for k in range(longest + 1))
+    times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * calls.calls[: longest + 1]  # (K+1, N)
+    totals = times.sum(1)
+    fastest = int(totals.argmin())
+    worse = times - times[fastest]  # of each text
+    k = next(k for k in range(longest + 1) if float(worse[k].sum()) <= _error(worse[k]) or k == fastest)
+    gain = (float(worse[k].sum()) + SIGMAS * _error(worse[k])) / float(totals[fastest])
+    speedups = tuple(float(totals[0] / total) for total in totals)
+    errors = tuple(speedup * _error(times[0] - speedup * times[k]) / float(totals[0])
+                   for k, speedup in enumerate(speedups))  # fmt: skip
+    return Forecast(calls, seconds, costs.rows, k, fastest, speedups, errors, gain)
+
+
+def _error(values: Tensor) -> float:
+    """Return the standard error of the sum of values (N,), each of one text; infinite for one text."""
+    count = len(values)
+    return math.inf if count < 2 else float(values.std() * math.sqrt(count))
+
+
+def independent(alpha: float, k: int) -> float:
+    """Return tokens per call if each draft is accepted with the same probability: (1 - alpha^(k+1)) / (1 - alpha)
+    (Leviathan et al. 2023, arXiv 2211.17192, equation 1)."""
+    return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:
+    """Return the smallest batch size from which on no draft length is recommended, or None if drafts still pay at the
+    largest one. forecasts: by batch size."""
+    sizes = sorted(forecasts)
+    never = [rows for rows in sizes if all(forecasts[more].k == 0 for more in sizes if more >= rows)]
+    return never[0] if never else None
+
+
+def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
+    """Return draft lengths by number of rows as ranges [first, last, k], for 1 .. most rows, in the form of vLLM's
+    schedules. lengths: the recommended length by batch size; between two sizes the nearer one counts, in ratio."""
+    sizes = sorted(lengths)
+    ranges: list[list[int]] = []
+    for rows in range(1, most + 1):
+        k = lengths[min(sizes, key=lambda size: (abs(math.log(size / rows)), size))]
+        if ranges and ranges[-1][2] == k:
+            ranges[-1][1] = rows
+        else:
+            ranges.append([rows, rows, k])
+    return ranges
+
+
+def acceptance(figures: Figures, verify: str, k: int) -> dict[str, Sequence[float]]:
+    """Return prefix and conditional acceptance at depths 1 .. k, and the probability that a round accepts 0 .. k
+    drafts, all over the expected rounds."""
+    reach = reach_of(figures, verify, k)
+    reach = reach_of(figures, "token", k) if reach is None else reach
+    assert reach is not None
+    prefix, conditional = predict_chain.depths_from(reach, k, figures.lengths)
+    starts = predict_chain.starts(reach)
+    inside = torch.arange(starts.shape[1]) < figures.lengths[:, None]
+    weights = (starts * inside).unsqueeze(-1)
+    exactly = reach - torch.nn.functional.pad(reach[..., 1:], (0, 1))
+    histogram = (weights * exactly).sum((0, 1)) / weights.sum()
+    return {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}

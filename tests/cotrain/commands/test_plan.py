@@ -1,0 +1,84 @@
+"""`cotrain plan`: what it writes beside what a measurement of the same draft counts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from tests.cotrain.commands.test_train import place as place  # a fixture
+from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run
+
+SIZES = (
+    "bench.new_tokens=12",
+    "bench.depths=[1,2,3]",
+    "bench.quick_prompts=2",
+    "texts=24",
+    "batches=[1,4]",
+    "threads=1",
+)
+
+
+def plan(run: Path, *settings: str) -> int:
+    data = f"data.path={run.parent / 'own.jsonl'}"
+    return main(["plan", f"draft.path={run / 'draft'}", data, f"output={run.parent / 'plan'}", "overwrite=true", *SIZES,
+                 *settings])  # fmt: skip
+
+
+def test_a_plan_says_what_a_measurement_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(run, "temperatures=[0.7,1.0]") == 0
+    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0.7, 1), (0.7, 4), (1.0, 1), (1.0, 4)]
+    report = json.loads((run / "draft" / "report.json").read_text())
+    k = report["extra"]["planned_k"]
+    cell = found["cells"][2]
+    tau = report["acceptance"]["tau"]["measured"]
+    assert abs(cell["tau"][k] - tau) <= 4 * cell["tau_errors"][k] + 0.1 * tau
+    assert cell["tau"][0] == 1 and cell["tau"] == sorted(cell["tau"]) and cell["speedups"][0] == 1
+    one, four = (found["cells"][i] for i in (2, 3))
+    assert one["tau"] == four["tau"] and one["seconds_per_round"] != four["seconds_per_round"]
+    said = capsys.readouterr().out
+    assert "break-even" in said and "perfect draft" in said
+
+
+def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:
+    assert plan(run) == 0
+    folder = run.parent / "plan"
+    found, schedule, profile = (json.loads((folder / f"{name}.json").read_text())
+                                for name in ("plan", "schedule", "speculation_profile"))  # fmt: skip
+    lengths = {str(cell["rows"]): cell["k"] for cell in found["cells"]}
+    assert schedule["by_batch"] == lengths and schedule["temperature"] == 1
+    covered = [rows for first, last, _ in schedule["ranges"] for rows in range(first, last + 1)]
+    assert covered == [1, 2, 3, 4] and schedule["ranges"][-1][2] == lengths["4"]
+    marginal, conditional = profile["marginal_acceptance_rates"], profile["conditional_acceptance_rates"]
+    assert (
+        marginal[1] == pytest.approx(marginal[0] * conditional[1], rel=0.05) and not profile["conditions"]["measured"]
+    )
+    assert profile["mean_acceptance_length"] == pytest.approx(found["cells"][0]["tau"][3])
+    assert sum(profile["acceptance_length_histogram"]) == pytest.approx(1)
+
+
+def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "draft", tmp_path / "copy")
+    assert plan(run, f"drafts=[{tmp_path / 'copy'}]") == 0
+    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    by = {cell["draft"]: cell["tau"] for cell in found["cells"] if cell["rows"] == 1}
+    assert len(by) == 2 and len({tuple(tau) for tau in by.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [(["texts=1"], "texts"), (["batches=[0]"], "batches"), (["temperatures=[-1]"], "temperatures"),
+     (["drafts=[nowhere]"], "nowhere"), (["bench.depths=[]"], "bench.depths")],
+)  # fmt: skip
+def test_wrong_settings_are_named(
+    run: Path, settings: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(run, *settings) != 0
+    assert says in capsys.readouterr().err
+
+
+def test_a_plan_without_a_draft_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) != 0
+    assert "draft.path=" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""Forecasts against their definitions, and what noise must not decide."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cotrain.plan.forecast import Calls, acceptance, expected, forecast, independent, schedule, stops_paying
+from inference.exactness.figures import Figures
+from inference.measure.costs import Costs
+
+K = 4
+
+
+def costs(target: tuple[float, ...] = (1.0, 1.05, 1.1, 1.15, 1.2), draft: float = 0.1, rows: int = 1) -> Costs:
+    return Costs(target, draft, (0.02,) * 5, rows)
+
+
+def calls(alpha: float | Tensor, texts: int = 40, tokens: int = 400) -> Calls:
+    """Long texts whose drafts are accepted with the same probability at every depth; alpha (N,) for each text."""
+    each = torch.as_tensor(alpha, dtype=torch.float64).expand(texts)
+    lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
+    rows = [lengths / torch.tensor([independent(float(a), k) for a in each], dtype=torch.float64) for k in range(K + 1)]
+    return Calls(torch.stack(rows), lengths)
+
+
+def figures(r: Tensor, lengths: Tensor) -> Figures:
+    """Figures of texts whose tokens' drafts are accepted with probability r (B, T)."""
+    none, whole = torch.zeros_like(r, dtype=torch.bool), torch.full(r.shape, K)
+    return Figures(torch.full_like(r, -0.1), r.log() - 0.1, r, none, none, whole, lengths)
+
+
+def test_expected_calls_are_those_of_simulated_rounds() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([30, 21])
+    r = torch.rand(2, 30, dtype=torch.float64)
+    found = expected(figures(r, lengths), "token", K)
+    assert found.calls[0].tolist() == lengths.tolist()
+    counts = torch.zeros(2, dtype=torch.float64)
+    trials = 4000
+    for row in range(2):
+        for _ in range(trials):
+            t = 0
+            while t < lengths[row]:
+                n = 0
+                while n < 3 and t + n < lengths[row] and float(torch.rand(())) < r[row, t + n]:
+                    n += 1
+                t, counts[row] = t + n + 1, counts[row] + 1
+    assert found.calls[3].tolist() == pytest.approx((counts / trials).tolist(), rel=0.02)
+    assert found.tau(3) == pytest.approx(51 / float(found.calls[3].sum()))
+
+
+def test_seconds_per_token_decide() -> None:
+    one = forecast(calls(0.8), costs())
+    speed = [independent(0.8, k) * 1.02 / (k * 0.1 + 1 + 0.05 * k + 0.02) for k in range(K + 1)]
+    assert one.speedups == pytest.approx(speed) and one.k == one.fastest == max(range(K + 1), key=speed.__getitem__)
+    assert one.perfect == pytest.approx(5 * 1.02 / 1.62)
+    edge = one.break_even
+    assert edge is not None
+    at, below = (max(independent(edge + d, k) * 1.02 / one.seconds[k] for k in range(1, K + 1)) for d in (1e-6, -1e-3))
+    assert at == pytest.approx(1, abs=1e-4) and below < 1
+
+
+def test_a_draft_that_costs_more_than_it_saves_is_not_used() -> None:
+    none = forecast(calls(0.9), costs(target=(1.0, 3.0, 5.0, 7.0, 9.0)))
+    assert none.k == none.fastest == 0 and none.break_even is None and none.perfect == 1
+    some = {1: forecast(calls(0.8), costs()), 8: none, 32: none}
+    assert stops_paying(some) == 8 and stops_paying({1: some[1]}) is None
+    assert stops_paying({1: none, 8: some[1]}) is None
+
+
+def test_a_length_that_noise_prefers_is_not_chosen() -> None:
+    """Texts whose best length differs: on most draws of the texts a longer draft looks a little faster by chance."""
+    torch.manual_seed(1)
+    longer = wrong = 0
+    for _ in range(60):
+        alpha = (0.45 + 0.25 * torch.randn(10, dtype=torch.float64)).clamp(0.02, 0.95)
+        one = forecast(calls(alpha, 10), costs(draft=0.28))
+        assert one.k <= one.fastest
+        longer += one.fastest > one.k
+        wrong += one.undecided
+        assert one.gain >= 0
+    assert longer > 10 and wrong > 10
+    sure = forecast(calls(0.9, 200), costs())
+    assert sure.k == sure.fastest == K and not sure.undecided and sure.errors[K] < 1e-6
+
+
+def test_the_error_is_the_spread_of_other_samples() -> None:
+    torch.manual_seed(0)
+    taus, speeds, said_tau, said = [], [], [], []
+    for _ in range(300):
+        alpha = 0.3 + 0.5 * torch.rand(30, dtype=torch.float64)
+        one = forecast(calls(alpha, 30), costs())
+        taus.append(one.calls.tau(3))
+        speeds.append(one.speedups[3])
+        said_tau.append(one.calls.error(3))
+        said.append(one.errors[3])
+    for values, errors in ((taus, said_tau), (speeds, said)):
+        spread, mean = float(torch.tensor(values).std()), sum(errors) / len(errors)
+        assert mean == pytest.approx(spread, rel=0.12)
+
+
+def test_one_text_leaves_everything_open() -> None:
+    one = forecast(calls(0.8, 1), costs())
+    assert math.isinf(one.errors[2]) and math.isinf(one.calls.error(2)) and one.k == 0
+
+
+def test_a_schedule_covers_every_number_of_rows_once() -> None:
+    assert schedule({1: 4, 8: 2, 32: 0}, 32) == [[1, 2, 4], [3, 16, 2], [17, 32, 0]]
+    assert schedule({4: 3}, 6) == [[1, 6, 3]] and schedule({1: 3, 8: 3}, 8) == [[1, 8, 3]]
+
+
+def test_the_profile_is_that_of_the_expected_rounds() -> None:
+    r = torch.full((3, 4000), 0.6, dtype=torch.float64)
+    found: Any = acceptance(figures(r, torch.full((3,), 4000)), "token", K)
+    assert found["conditional"] == pytest.approx([0.6] * K, abs=2e-3)
+    assert found["prefix"] == pytest.approx([0.6**n for n in range(1, K + 1)], abs=2e-3)
+    assert found["histogram"] == pytest.approx([0.4 * 0.6**n for n in range(K)] + [0.6**K], abs=2e-3)
+    assert sum(found["histogram"]) == pytest.approx(1)
+
+
+def test_equal_acceptance_at_all_depths() -> None:
+    assert independent(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert independent(1.0, 3) == 4 and independent(0.0, 3) == 1
