@@ -205,9 +205,10 @@ def exported(tmp_path: Path, target: Path, **settings: Any) -> tuple[str, str]:
 
 
 def test_figures_of_other_engines_are_those_of_their_answers(
-    tmp_path: Path, target: Path, options: list[str], processes: list[Process]
+    tmp_path: Path, target: Path, options: list[str], processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Speeds of their seconds, tau of their rounds, and ours over each, not the reverse."""
+    monkeypatch.setitem(real_target_cells.REGIMES, "1", Sampling(temperature=0.1))  # greedy drafts are accepted
     draft, vllm = exported(tmp_path, target)
     asked = [draft, *options, "--regimes=1", "--rows=1", "--tasks=chat", "--vllm=python", vllm, "--llamacpp=modules"]
     real_target.main([*asked, "--beside", "--llamacpp-draft=gguf", "--llamacpp-k=2"])
@@ -228,7 +229,7 @@ def test_figures_of_other_engines_are_those_of_their_answers(
     assert engines["vllm, draft"]["tau"] > 1
     for process, name in zip(processes[4:], drafting[1:], strict=True):
         wanted = process.tokens / process.calls  # of texts that are not timed too
-        assert wanted > 1 and engines[name]["tau"] == pytest.approx(wanted, rel=0.2)
+        assert wanted >= 1 and engines[name]["tau"] == pytest.approx(wanted, rel=0.2)
 
 
 @pytest.mark.parametrize(("engine", "objective"), [("vllm", "sampled"), ("vllm", "greedy"), ("llama.cpp", "greedy")])
