@@ -14,6 +14,7 @@ texts say exactly which drafts were accepted.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -40,7 +41,7 @@ from inference.sampling.noise import row_ids
 from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
 from inference.servers.worker import Worker
 from inference.verify import predict_chain
-from studies.real_target_cells import Cells
+from studies.real_target_cells import REGIMES, Cells
 
 SERVE = Path(__file__).parents[1] / "tests" / "engines" / "llamacpp" / "serve.mjs"
 CONTEXT = 1024  # tokens of a text in other engines
@@ -183,9 +184,12 @@ class Served:
 
 
 def acceptances(cells: Cells, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the acceptance of the one draft in each engine, regime and task. Raises ValueError without a draft."""
+    """Yield the acceptance of the one draft in each engine, regime and task. Raises ValueError without a draft, and for
+    regimes other than a temperature, which other engines are not told."""
     if len(cells.drafts) != 1 or not (asked.vllm_draft or asked.llamacpp_draft):
         raise ValueError("--acceptance: name one draft, NAME=DRAFT, and its export, --vllm-draft or --llamacpp-draft")
+    for regime in asked.regimes:
+        refuse(REGIMES[regime], *(one for one in vars(REGIMES[regime]) if one not in TRANSLATED))
     (name,), rows = cells.drafts, max(asked.rows)
     for regime, task in product(asked.regimes, asked.tasks):
         plan = cells.ready((name, regime, rows, task))
@@ -227,7 +231,9 @@ def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, 
 
     Standard errors are those of acceptance given the texts; by depth, of rounds that start independently.
     first_draft: acceptance of the first draft as sum_v min(p, q) predicts it, whatever token the text has there."""
-    plan, first = replace(plan, objective=served.objective, verify="token", tree=None), served.first
+    size, first = copy.copy(plan.bench), served.first
+    size.draft_int8 = False  # other engines serve the weights of the folder
+    plan = replace(plan, objective=served.objective, verify="token", tree=None, bench=size)
     draft = plan.proposer()
     engine = plan.engine(served.k, BATCH, proposer=draft)
     starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, served.tokens, strict=True)]

@@ -5,15 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import BATCH
+from cotrain.export.hf import export
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
+from inference.drafts.draft_folder import Metadata, save
+from inference.measure.timing import engine_arm, interleave
 from inference.models.pretrained import load_model
 from inference.policy import Fixed
+from inference.proposers import Independent
 from studies import real_target, real_target_beside, real_target_cells
-from studies.real_target_beside import Served
 from tests.draft_folders import draft_folder
-from tests.folders import target_folder, tokenizer
+from tests.folders import network, target_folder, tokenizer
 
 TEMPLATE = "{% for one in messages %}[{{ one.content }}]{% endfor %}"
 TINY = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2] compile=false".split()]
@@ -64,6 +70,11 @@ def test_cells_that_are_missing_are_measured(
     ]  # fmt: skip
     assert all(cell["exact"] and not cell["wrong"] for cell in found)
     assert "stored" not in found[0]["command"] and "stored" in found[2]["command"] and found[2]["k"] == 2
+    assert [cell["rule"] for cell in found[:3]] == [
+        "block",
+        "block",
+        "token",
+    ]  # the folder's rule if its plan is asked for
     small_cell = found[0]
     assert abs(small_cell["tau"]["z"]) < 4 and len(small_cell["acceptance"]["measured"]) == small_cell["k"]
     speed = small_cell["speedup"]
@@ -114,42 +125,189 @@ def test_engines_take_turns_and_what_is_left_out_is_said(
     assert "**T = 1, 2 rows, chat**" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_what_another_engine_accepted_is_compared_with_the_prediction(
-    first: int, tmp_path: Path, target: Path, options: list[str], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The other engine is this one, which samples the first token without a draft where vLLM does."""
-    small = draft_folder(tmp_path / "draft", target, "independent")
+class Process:
+    """A process of another engine, which is this engine on one prompt after the other: vLLM if it is greedy or not,
+    llama.cpp if it has no such setting. vLLM samples the first token of a text without a round. Every answer takes two
+    seconds."""
 
-    def serves(asked: Any, prompts: list[list[int]], sampling: Sampling, new: int) -> Served:
-        begun, engine = prompts, load(small, verify="token", policy=Fixed(2), rows=len(prompts))
-        if first:
-            sampled = Engine(engine.target.model, rows=len(prompts)).generate(
-                prompts, max_new_tokens=1, sampling=sampling, seed=1, ignore_eos=True
-            )
+    version = "1"
+
+    def __init__(self, draft: Path, target: Path, config: dict[str, Any] | None, k: int | None) -> None:
+        self.target, self.k, self.first = load_model(str(target)), k, int(config is not None)
+        self.tokens = self.calls = 0
+        greedy = config is None or config.get("draft_sample_method") != "probabilistic"
+        self.proposer = Independent(load(draft).proposer.model, greedy) if k else None
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, begun: list[list[int]], draft: Any, new: int, temperature: float, seed: int) -> Any:
+        engine = Engine(self.target, draft, verify="token", policy=Fixed(self.k or 0), rows=len(begun))
+        return engine.generate(begun, max_new_tokens=new, sampling=Sampling(temperature), seed=seed, ignore_eos=True)
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        begun = [list(prompt) for prompt in prompts]
+        if self.first:
+            sampled = self.run(begun, None, self.first, temperature, seed + 100)
             begun = [[*prompt, *text] for prompt, text in zip(prompts, sampled.tokens, strict=True)]
-        rest = engine.generate(begun, max_new_tokens=new - first, sampling=sampling, ignore_eos=True)
-        texts = [[*given[len(prompt) :], *text]
-                 for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)]  # fmt: skip
-        return Served("another", "1", 2, "sampled", first, texts, rest.stats.target_calls, rest.stats.accepted, 2.0)
+        rest = self.run(begun, self.proposer, max_new_tokens - self.first, temperature, seed)
+        tokens = [[*given[len(prompt) :], *text]
+                  for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)]  # fmt: skip
+        counts = rest.stats
+        self.tokens, self.calls = self.tokens + sum(map(len, tokens)), self.calls + counts.target_calls
+        rounds = {"drafts": counts.target_calls if self.k else 0, "rounds": counts.target_calls}
+        return {
+            "tokens": tokens,
+            "seconds": 2.0,
+            "accepted": sum(counts.accepted),
+            "by_depth": counts.accepted,
+            **rounds,
+        }
 
-    monkeypatch.setattr(real_target_beside, "vllm_serves", serves)
-    asked = [f"small={small}", *options, "--set=bench.new_tokens=24", "--regimes=1", "--rows=1", "--tasks=chat,edits"]
-    real_target.main([*asked, "--acceptance", "--vllm-draft=exported"])
-    found = json.loads((tmp_path / "out.json").read_text())["acceptance"]
-    assert [(one["task"], one["engine"], one["prompts"]) for one in found] == [("chat", "another", 3)] + [
-        ("edits", "another", 3)
+    def ask(self, **request: Any) -> dict[str, Any]:
+        return self.generate(**request)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path) -> list[Process]:
+    """Those that the study starts, in order: each drafts as it is told, with the draft of this test."""
+    found: list[Process] = []
+
+    def vllm(_: str, path: str, config: dict[str, Any] | None, *more: Any, **settings: Any) -> Process:
+        assert path == str(target) and (config is None or Path(config["model"]).is_dir())
+        k = config["num_speculative_tokens"] if config else None
+        found.append(Process(tmp_path / "draft", target, config or {}, k))
+        return found[-1]
+
+    def worker(_: str, command: list[str], settings: dict[str, Any], *more: Any, **others: Any) -> Process:
+        assert command[-1].endswith("serve.mjs") and settings["target"] == str(target)
+        found.append(Process(tmp_path / "draft", target, None, settings["k"] if settings["draft"] else None))
+        return found[-1]
+
+    monkeypatch.setattr(real_target_beside, "Server", vllm)
+    monkeypatch.setattr(real_target_beside, "Worker", worker)
+    monkeypatch.setattr(real_target_beside, "gguf_file", Path)
+    monkeypatch.setattr("inference.servers.vllm_server.SETTLE", 0.0)
+    return found
+
+
+def exported(tmp_path: Path, target: Path, **settings: Any) -> tuple[str, str]:
+    """An argument that names a draft like the target, of two drafts a round, and that of its export for vLLM."""
+    near, about = network(), Metadata({"name": str(target), "config": None, "tokenizer": None}, 2)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    small = save(near.to(torch.bfloat16), tokenizer(), tmp_path / "draft", about, None)
+    export(small, tmp_path / "exported", "vllm", **settings)
+    return f"small={small}", f"--vllm-draft={tmp_path / 'exported'}"
+
+
+def test_figures_of_other_engines_are_those_of_their_answers(
+    tmp_path: Path, target: Path, options: list[str], processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speeds of their seconds, tau of their rounds, and ours over each, not the reverse."""
+    monkeypatch.setitem(real_target_cells.REGIMES, "1", Sampling(temperature=0.1))  # greedy drafts are accepted
+    draft, vllm = exported(tmp_path, target)
+    asked = [draft, *options, "--regimes=1", "--rows=1", "--tasks=chat", "--vllm=python", vllm, "--llamacpp=modules"]
+    real_target.main([*asked, "--beside", "--llamacpp-draft=gguf", "--llamacpp-k=2"])
+    (one,) = json.loads((tmp_path / "out.json").read_text())["beside"]
+    engines, speeds = one["engines"], {}
+    plain = ["vllm", "llama.cpp, 1 thread", "llama.cpp, 2 threads"]
+    drafting = ["vllm, draft", "llama.cpp, draft, 1 thread", "llama.cpp, draft, 2 threads"]
+    assert list(engines) == ["small", "transformers, small", "plain", "transformers"] + [
+        "vllm", "vllm, draft", *plain[1:], *drafting[1:],
+    ]  # fmt: skip
+    for name, figures in engines.items():
+        speeds[name] = figures["tokens_per_second"]["value"]
+        assert figures["ours_over_it"]["value"] == pytest.approx(
+            engines["small"]["tokens_per_second"]["value"] / speeds[name]
+        )
+    assert {speeds[name] for name in plain + drafting} == {8 / 2}
+    assert {engines[name]["tau"] for name in plain} == {1.0}
+    assert engines["vllm, draft"]["tau"] > 1
+    for process, name in zip(processes[4:], drafting[1:], strict=True):
+        wanted = process.tokens / process.calls  # of texts that are not timed too
+        assert wanted >= 1 and engines[name]["tau"] == pytest.approx(wanted, rel=0.2)
+
+
+@pytest.mark.parametrize(("engine", "objective"), [("vllm", "sampled"), ("vllm", "greedy"), ("llama.cpp", "greedy")])
+def test_what_another_engine_accepted_is_compared_with_the_prediction(
+    engine: str, objective: str, tmp_path: Path, target: Path, options: list[str], processes: list[Process],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The other engine is this one. Texts of greedy drafting say exactly which drafts were accepted."""
+    sampling = Sampling(temperature=0.3)
+    monkeypatch.setitem(real_target_cells.REGIMES, "0.7", sampling)  # the likeliest tokens of this target are unlikely
+    draft, vllm = exported(tmp_path, target, objective=objective)
+    given = ["--vllm=python", vllm] if engine == "vllm" else ["--llamacpp=modules", "--llamacpp-draft=gguf"]
+    asked = [draft, *options, "--set=bench.new_tokens=24", "--regimes=0.7", "--rows=1", "--tasks=chat,edits"]
+    real_target.main([*asked, "--acceptance", *given, "--llamacpp-k=2"])
+    found, first = json.loads((tmp_path / "out.json").read_text())["acceptance"], int(engine == "vllm")
+    assert [(one["task"], one["engine"], one["prompts"]) for one in found] == [
+        (task, {"vllm": "vllm, bfloat16"}.get(engine, engine), 3) for task in ("chat", "edits")
     ]
+    here = Engine(processes[0].target, processes[0].proposer, verify="token", policy=Fixed(2), rows=BATCH)
+    prompts = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", processes[0].target, models(
+        real_target_cells.settings(str(target), []))[1])  # fmt: skip
     for one in found:
-        tau, depths, draft = one["tau"], one["acceptance"], one["first_draft"]
+        tau, depths, begun = one["tau"], one["acceptance"], one["first_draft"]
+        assert (one["drafting"], one["k"]) == (objective, 2)
         assert one["tokens"] == 3 * (24 - first) and one["tokens_per_second"] == 3 * 24 / 2
-        assert tau["measured"] == one["tokens"] / one["rounds"] and abs(tau["z"]) < 4
-        assert abs(tau["relative"]) < 5 * tau["standard_error"]
+        assert tau["measured"] == one["tokens"] / one["rounds"]
+        if objective == "greedy":
+            assert tau["measured"] == pytest.approx(tau["predicted"], rel=1e-6)
+        else:
+            assert abs(tau["z"]) < 4 and abs(tau["relative"]) < 5 * tau["standard_error"]
+            assert all(0 < spread < 0.2 for spread in depths["standard_error"])
         for measured, expected, spread in zip(*(depths[name] for name in ("measured", "predicted", "standard_error")),
                                               strict=True):  # fmt: skip
-            assert 0 < spread < 0.2 and abs(measured - expected) < 5 * spread
-        assert abs(draft["measured"] - draft["predicted"]) < 5 * draft["standard_error"] < 1
-    assert "small in another, T 1, edits, " in capsys.readouterr().out
+            assert abs(measured - expected) < max(5 * spread, 0.05)  # last rounds have fewer drafts here
+        assert abs(begun["measured"] - begun["predicted"]) < 5 * begun["standard_error"] < 1
+        assert depths["measured"][0] > 0.05
+        arm = engine_arm("here", here, sampling, 24)  # by the token rule, which other engines have
+        stats = interleave([arm], prompts[one["task"]].final, BATCH, warmup=0).stats("here")
+        assert stats and (tau["this_engine"], depths["this_engine"]) == (stats.tau, stats.prefix)
+    assert f"small in {found[0]['engine']}, T 0.7, edits, " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"Sampling.top_p"):
+        real_target.main([*asked, "--acceptance", *given, "--regimes=card"])
     with pytest.raises(ValueError, match="--acceptance: name one draft"):
         real_target.main([*asked, "--acceptance"])
+
+
+def test_a_cell_plans_and_times_in_its_regime_on_prompts_of_its_task(
+    tmp_path: Path, target: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are made on texts of the regime and of prompts that plan; plain decoding and the draft are timed on the
+    others."""
+    small = draft_folder(tmp_path / "draft", target, "independent")
+    made, planned, timed = dict[int, Any](), list[Any](), list[Any]()
+    texts_of, plan_of, until_known = (getattr(real_target_cells, name)
+                                      for name in ("plain_texts", "plan_draft", "until_known"))  # fmt: skip
+
+    def texts(plan: Plan, *more: Any) -> Any:
+        result = texts_of(plan, *more)
+        made[id(result)] = result, plan.sampling
+        return result
+
+    def chosen(plan: Plan, costs: Any, given: Any, *more: Any) -> Any:
+        planned.append((plan, *made[id(given)]))
+        return plan_of(plan, costs, given, *more)
+
+    def timing(arms: Any, prompts: Any, *more: Any) -> Any:
+        timed.append(prompts)
+        return until_known(arms, prompts, *more)
+
+    for name, replaced in (("plain_texts", texts), ("plan_draft", chosen), ("until_known", timing)):
+        monkeypatch.setattr(real_target_cells, name, replaced)
+    real_target.main([f"small={small}", *options, "--regimes=0,0.7", "--rows=1", "--tasks=chat,edits"])
+    found, words = cells(tmp_path), models(real_target_cells.settings(str(target), []))[1]
+    by_task = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", load_model(str(target)), words)
+    assert len(found) == len(planned) == len(timed) == 4
+    for cell, (plan, given, sampling), prompts in zip(found, planned, timed, strict=True):
+        regime, own = real_target_cells.REGIMES[cell["regime"]], by_task[cell["task"]]
+        assert plan.sampling == sampling == regime
+        assert {tuple(one) for one in given.prompts} == {tuple(one) for one in own.ranking}
+        assert {tuple(one) for one in prompts} == {tuple(one) for one in own.final}
+        assert cell["milliseconds"]["plain_round"]["draft"] == 0 < cell["milliseconds"]["draft_round"]["draft"]

@@ -208,6 +208,25 @@ class TestFilters:
         )
         assert len(rows) == 2 and dropped["duplicate"] == 1
 
+    def test_long_prompts_that_end_differently_are_no_duplicates(self) -> None:
+        start = " ".join(chr(97 + i * j % 26) + chr(97 + (i + j) % 26) for i in range(26) for j in range(5))
+        rows, dropped = filtered([written(f"{start} {end}") for end in ("here", "there", "here")], OPENED, CHAT, 9999)
+        assert [row["messages"][0]["content"] for row in rows] == [f"{start} here", f"{start} there"]
+        assert {name for name, count in dropped.items() if count} == {"duplicate"} and dropped["duplicate"] == 1
+
+    def test_half_of_the_pieces_must_be_distinct(self) -> None:
+        """Texts on both sides of the limit, near it: a beginning and one character again and again."""
+        seen = set[tuple[bool, bool]]()
+        for distinct in range(4, 40):
+            text = "".join(map(chr, range(48, 48 + distinct))) + "~" * 40
+            ids = CHAT.ids(text)
+            pieces = [tuple(ids[place : place + 3]) for place in range(len(ids) - 2)]
+            enough, near = 2 * len(set(pieces)) - len(pieces), 2
+            _, dropped = filtered([written(text)], OPENED, CHAT, 999)
+            assert bool(dropped["repetitive"]) == (enough < 0), text
+            seen.add((enough < 0, abs(enough) < near))
+        assert seen >= {(True, True), (False, True)}
+
     def test_the_first_end_ends_a_prompt(self) -> None:
         rows, _ = filtered([[*written("Tell me a story"), *written("and another one")]], OPENED, CHAT, 99)
         assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"]

@@ -26,7 +26,10 @@ class LLM:
     def get_metrics(self):
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         drafting = self.settings["speculative_config"] is not None
-        return [N(name=n, value=self.rounds * w * drafting) for n, w in zip(names, (1, 2))] + [N(name="other")]
+        counts = [N(name=n, value=self.rounds * w * drafting) for n, w in zip(names, (1, 2))] + [N(name="other")]
+        values = [6 * self.rounds // 5, 4 * self.rounds // 5]
+        depths = N(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=values)
+        return counts + [depths] * drafting
     def generate(self, prompts, params, use_tqdm):
         self.rounds += 5
         return [N(outputs=[N(token_ids=[len(a["prompt_token_ids"]), p.seed] * (p.max_tokens // 2))])
@@ -56,6 +59,14 @@ def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
     stats = timing.stats("vllm")
     assert stats is not None and stats.tau == 3.0  # five rounds, two accepted drafts each
     assert "draft_model" in (lookalike / "log").read_text()  # its own lines went elsewhere
+
+
+def test_counts_are_those_of_each_request(lookalike: Path) -> None:
+    """vLLM counts from its start. Every count of an answer, those by depth too, is without earlier requests."""
+    with Server(sys.executable, "target", draft_model("draft", 2), 2, 64, lookalike / "log") as server:
+        answers = [server.generate([[1, 2, 3], [4, 5]], 6, 1.0, seed) for seed in (0, 1, 2)]
+    counts = {"drafts": 5, "accepted": 10, "by_depth": [6, 4]}
+    assert [{name: one[name] for name in counts} for one in answers] == [counts] * 3
 
 
 def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:
