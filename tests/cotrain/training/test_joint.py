@@ -18,7 +18,8 @@ from cotrain.evaluation.moved import CONFIDENCE, Movement, movement
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.spec import parse
-from cotrain.rollout.training_texts import read_rows
+from cotrain.rollout.samplers import Own
+from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.teacher.target_distributions import FromStates, with_rest
 from cotrain.teacher.target_model import served
 from cotrain.training import joint, optim
@@ -26,6 +27,7 @@ from cotrain.training.joint import JointTraining, adapted, adapters, choose_scal
 from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
+from inference import Engine, Sampling
 from inference.drafts.moved_target import MOVED, about
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
@@ -274,20 +276,42 @@ def held_out_rows(run: Path, place: str) -> list[dict[str, Any]]:
 
 
 def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, place: Path) -> None:
+    """And on texts that the moved target samples from the same prompts."""
     said = about(str(pair / "target"))
     assert said is not None
-    old, new = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (place / "target", pair / "target")
-    )
-    kl = []
-    for row in held_out_rows(pair, "warm")[1::2]:
-        ids, first = torch.tensor([row["prompt"] + row["completion"]]), len(row["prompt"]) - 1
-        with torch.no_grad():
-            p, q = (model(ids).logits[0, first:-1].double().log_softmax(-1) for model in (old, new))
-        kl += (p.exp() * (p - q)).sum(-1).tolist()
-    assert said["texts"]["tokens"] == len(kl) and said["texts"]["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
+    folders = place / "target", pair / "target"
+    old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
+    rows = held_out_rows(pair, "warm")[1::2]
+    prompts, sampler = [row["prompt"] for row in rows], Own(Engine(new, tokenizer=tokenizer(), rows=4))
+    own = sampler(prompts, Sampling(), 24, 2, range(len(rows)))  # rollout.seed + 1
+    for name, more in (("texts", [row["completion"] for row in rows]), ("own_texts", own)):
+        kl = []
+        for prompt, completion in zip(prompts, more, strict=True):
+            with torch.no_grad():
+                both = (model(torch.tensor([prompt + completion])).logits[0].double() for model in (old, new))
+                p, q = (logits[len(prompt) - 1 : -1].log_softmax(-1) for logits in both)
+            kl += (p.exp() * (p - q)).sum(-1).tolist()
+        assert said[name]["tokens"] == len(kl) and said[name]["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
     assert said["kl"] == max(said[name]["kl"] for name in ("texts", "own_texts"))
     assert said["bound"] == max(said[name]["bound"] for name in ("texts", "own_texts"))
+
+
+def test_texts_that_choose_the_scale_do_not_certify(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, certified = [], []
+    choose, moved = joint.choose_scale, joint.movement
+    monkeypatch.setattr(joint, "choose_scale", lambda *given: chosen.extend(given[3].hashes()) or choose(*given))
+
+    def movement(*given: Any) -> Movement:
+        certified.append(given[2].hashes())
+        return moved(*given)
+
+    monkeypatch.setattr(joint, "movement", movement)
+    assert job(place, "apart", "joint.epsilon=9", "joint.lr=0.05", *SETTINGS) == 0
+    texts, own_texts = certified[-2:]  # those before choose the scale
+    assert len(texts) == len(own_texts) == len(chosen) == 3 and not {*texts, *own_texts} & {*chosen}
+    assert sorted(texts + chosen) == sorted(
+        padded(read_rows(place / "apart" / "warm" / "rollouts" / "held_out_T1")).hashes()
+    )
 
 
 def test_the_last_stage_is_judged_on_texts_of_the_moved_target(pair: Path) -> None:
@@ -383,6 +407,19 @@ def test_a_bound_that_is_no_number_certifies_nothing() -> None:
     for kl, certified in ((0.01, True), (0.2, False), (float("nan"), False)):
         parts = {"texts": moved(0.01), "own_texts": moved(kl)}
         assert joint._about(cfg, given, parts)["certified"] is certified  # type: ignore[arg-type]
+
+
+def test_both_bounds_hold_together() -> None:
+    """Each is computed with half of the risk."""
+    values, text = torch.tensor([0.0, 0.1, 0.3, 0.2]), torch.tensor([0, 1, 2, 3])
+    one = Movement(values, values, values > 0, values, values, text, text, ["a"] * 4)
+    cfg = SimpleNamespace(joint=SimpleNamespace(epsilon=0.1, weight=None))
+    given = SimpleNamespace(cfg=SimpleNamespace(target=SimpleNamespace(path="t")), identity={},
+                            tokenizer=SimpleNamespace(decode=str))  # fmt: skip
+    found = joint._about(cfg, given, {"texts": one, "own_texts": one})  # type: ignore[arg-type]
+    assert found["bound"] == pytest.approx(one.bound(1 - (1 - CONFIDENCE) / 2)) and found["bound"] > one.bound(
+        CONFIDENCE
+    )
 
 
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
