@@ -413,10 +413,11 @@ def test_both_bounds_hold_together() -> None:
     """Each is computed with half of the risk."""
     values, text = torch.tensor([0.0, 0.1, 0.3, 0.2]), torch.tensor([0, 1, 2, 3])
     one = Movement(values, values, values > 0, values, values, text, text, ["a"] * 4)
-    cfg = SimpleNamespace(joint=SimpleNamespace(epsilon=0.1, weight=None))
+    cfg = SimpleNamespace(joint=SimpleNamespace(epsilon=0.2, weight=None))
     given = SimpleNamespace(cfg=SimpleNamespace(target=SimpleNamespace(path="t")), identity={},
                             tokenizer=SimpleNamespace(decode=str))  # fmt: skip
     found = joint._about(cfg, given, {"texts": one, "own_texts": one})  # type: ignore[arg-type]
+    assert found["kl"] < 0.2 < found["bound"] and not found["certified"]
     assert found["bound"] == pytest.approx(one.bound(1 - (1 - CONFIDENCE) / 2)) and found["bound"] > one.bound(
         CONFIDENCE
     )
