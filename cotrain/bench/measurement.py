@@ -137,7 +137,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
-    moved = moved_target.about(target)
+    moved = moved_target.about(target, plan.adapter)
     sentence = advice(chosen.length, timing.ratio("speculative", "plain"), served)
     entries = choice | {
         "kind": plan.kind,

@@ -48,6 +48,7 @@ class Plan:
     kind: str = DEFAULT  # the draft's
     known: dict[int, RealRound] = field(default_factory=dict)  # rounds by draft length, shared by all checkpoints
     planned: int | None = None  # the draft length to measure; None: the fastest of bench.depths
+    adapter: str | None = None  # the target's, for the report
     tree: PlannedTree | None = None  # drafted instead of a chain; `measure` compares it with the best chain first
 
     @cached_property

@@ -157,6 +157,7 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
         plan = measurement.Plan(
             target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
             kind=draft_folder.kind, tree=metadata.tree if metadata else None, planned=planned,
+            adapter=cfg.target.adapter,
         )  # fmt: skip
         if metadata and planned:
             print(_plan_line(metadata))

@@ -19,15 +19,15 @@ from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, refuse
+from cotrain.training import joint
 from cotrain.training.distil import distil
-from cotrain.training.joint import joint
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
 from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
 from inference.report.table import comparison
 
-TRAINERS = {"distil": distil, "joint": joint}  # by mode
+TRAINERS = {"distil": distil, "joint": joint.joint}  # by mode
 
 
 def run(cfg: TrainConfig) -> float | None:
@@ -47,6 +47,8 @@ def run(cfg: TrainConfig) -> float | None:
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
     known = None if state == "finished" and not cfg.check else require(cfg)  # fails before `claim` deletes a run
+    if cfg.mode == "joint" and known:
+        joint.refuse(cfg, known)
     if cfg.check and known:
         print("\n".join(check(cfg, known)))
         return None

@@ -21,11 +21,9 @@ from cotrain.teacher.target_model import Head, Reader
 from inference.models.passes import LAST
 from inference.sampling import wide
 
-CLAIMED, CONFIDENCE = (
-    0.95,
-    0.99,
-)  # of a bound: what reports say, and what is computed, since the KL of texts is skewed: a
-# bound computed at .99 covers .94 to .99 of samples of 12 to 36 texts with lognormal means (deviation .8)
+# of a bound: what reports say, and what is computed, since the KL of texts is skewed: a bound computed at .99 covers
+# .94 to .99 of samples of 12 to 36 texts with lognormal means (deviation .8)
+CLAIMED, CONFIDENCE = 0.95, 0.99
 SHARES = (0.001, 0.01, 0.1)  # of the tokens, those of the largest KL, whose share of the whole KL is reported
 TOP = 12  # tokens that are shown with the largest mean KL
 

@@ -52,27 +52,28 @@ from inference.report import replay
 def distil(
     cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None,
     train_texts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampled] | None = None,
+    sampled_prompts: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run or resume the job in `folder`. Return the report of the exported draft.
 
     cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are exported
     and the report is {}. sources: texts that have been read already. start: the start of the run by time.monotonic(),
     from which minutes= counts; None: now. train_texts: a function from target and tokenizer to the training texts, if
-    another target sampled them. Raises Interrupted when a signal ends the run; the same command resumes it.
+    another target sampled them. sampled_prompts: the rows of data.path=, if another target sampled them for data=self.
+    Raises Interrupted when a signal ends the run; the same command resumes it.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         begin = time.monotonic() if start is None else start
-        return _distilled(cfg, folder, dict(sources or {}), signals, loggers, begin, train_texts)
+        return _distilled(cfg, folder, dict(sources or {}), signals, loggers, begin, train_texts, sampled_prompts)
 
 
 def _distilled(
     cfg: TrainConfig, folder: Path, sources: dict[str, Source], signals: Signals, loggers: list[Logger], start: float,
-    train_texts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampled] | None,
+    train_texts: Callable[[PreTrainedModel, PreTrainedTokenizerBase], Sampled] | None, sampled_prompts: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     assert cfg.policy.k is not None
     settle(cfg.trainer.threads, cfg.trainer.seed)
     target, tokenizer = models(cfg)
-    sampled_prompts: str | None = None
     if from_target(cfg.data):
         place, timed = Path(cfg.rollout.folder or folder / "rollouts"), cfg.bench.prompts * cfg.measure
         file = sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
@@ -236,7 +237,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "top": job.cfg.trainer.top,
         "adapter": job.cfg.target.adapter,
         "gguf": about(job.cfg.target.path),
-        "moved": moved_target.about(job.cfg.target.path),
+        "moved": moved_target.about(job.cfg.target.path, job.cfg.target.adapter),
         "draft_quantisation": job.cfg.draft.quantisation,
         "served": served_as(job.cfg, job.messages),
         "draft_vocabulary": _pruned(job, module),

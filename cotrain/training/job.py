@@ -202,6 +202,7 @@ class Job:
             given=prompts,
             kind=self.cfg.draft.kind,
             known=self.rounds,
+            adapter=self.cfg.target.adapter,
         )
 
 

@@ -33,16 +33,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.board.curves import others
 from cotrain.config.groups import Joint, Loss
-from cotrain.config.settings import TrainConfig, from_target, sampling
+from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Texts
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.evaluation.held_out import held_out as read_held_out
 from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, figures, movement
 from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
-from cotrain.rollout.samplers import Own
+from cotrain.rollout.samplers import Own, Sampler
 from cotrain.rollout.training_texts import Sampled, Source
 from cotrain.students.base import Student, student_class
 from cotrain.teacher.states_cache import MemoryCache
@@ -51,14 +51,16 @@ from cotrain.teacher.target_model import Head, Reader, Record, served
 from cotrain.training.assembly import held_out_texts, new_student, stages, trained_by
 from cotrain.training.distil import distil, unmeasured
 from cotrain.training.distributed import StepCounts
-from cotrain.training.fit import fit
+from cotrain.training.fit import fit, phases_of
 from cotrain.training.interrupts import listening
-from cotrain.training.job import Job, models, sampled, settle, source
+from cotrain.training.job import Job, models, sample_prompts, sampled, settle, source
 from cotrain.training.module import Distillation
+from cotrain.training.preconditions import RunOutline, require_texts
 from inference import Engine
 from inference.drafts.atomic import new_folder, write_atomic
-from inference.drafts.moved_target import MOVED, said
+from inference.drafts.moved_target import IDENTITY, MOVED, said
 from inference.models.passes import LAST
+from inference.models.pretrained import cast as cast_to
 from inference.models.pretrained import quantised
 from inference.sampling import wide
 
@@ -66,13 +68,10 @@ AIM = 0.8  # of epsilon: the KL that the multiplier steers to, which leaves room
 RATE, START = 0.1, 0.03  # of the multiplier: change of its logarithm per step, and first value
 STEEPEST = 2.0  # the largest excess over the bound that one step reacts to, as a share of the bound
 SEARCHES = 6  # evaluations of the KL to find the scale of the adapter
-NEAR, MIDDLE, MOST = (
-    0.8,
-    0.87,
-    0.92,
-)  # of epsilon: a bound that is high enough, that is aimed at, that is allowed; other
-# texts certify, so some room is left
-WARM, MOVING, TARGET, ADAPTER = "warm", "joint", "target", "adapter"
+# of epsilon: a bound that is high enough, that is aimed at, that is allowed; other texts certify, so some room is left
+NEAR, MIDDLE, MOST = 0.8, 0.87, 0.92
+FEWEST = 4  # held-out texts: two choose the scale, and two certify
+WARM, MOVING, TARGET = "warm", "joint", "target"
 
 
 def joint(
@@ -80,10 +79,14 @@ def joint(
 ) -> dict[str, Any]:
     """Run or resume the joint training in `folder`. Return the report of the exported draft, as `distil` does.
 
-    The folder also gets the moved target in `target/`. Raises UserError if its KL to the original is not certified to
-    be within joint.epsilon, unless joint.uncertified=true, and for settings that joint training does not support.
+    cfg: settings that `preconditions.require` and `refuse` have checked. The folder also gets the moved target in
+    `target/`. Raises UserError if its KL to the original is not certified to be within joint.epsilon, unless
+    joint.uncertified=true.
     """
-    refuse(cfg)
+    prompts = None
+    if from_target(cfg.data):
+        cfg = copy.deepcopy(cfg)
+        prompts, sources = prompted(cfg, folder)
     if cfg.joint.warm_steps and not (folder / WARM / "draft").exists():
         distil(warming(cfg), folder / WARM, sources, start)
         awaited(lambda: (folder / WARM / "draft").exists(), "the process that trains the first draft")
@@ -92,7 +95,21 @@ def joint(
         move(cfg, folder)
         awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
     refuse_uncertified(cfg, place)
-    return distil(serving(cfg, folder), folder, None, start, partial(original_texts, cfg, folder))
+    return distil(serving(cfg, folder), folder, None, start, partial(original_texts, cfg, folder), prompts)
+
+
+def rollouts(cfg: TrainConfig, folder: Path) -> Path:
+    """Return the folder of the texts and prompts that the original target samples."""
+    return Path(cfg.rollout.folder or folder / WARM / "rollouts")
+
+
+def prompted(cfg: TrainConfig, folder: Path) -> tuple[str, dict[str, Source]]:
+    """Let the original target sample the prompts of all stages (data=self), and set data.path to their file. Return
+    the rows of the file, and the prompts by split."""
+    settle(cfg.trainer.threads, cfg.trainer.seed)
+    target, tokenizer = models(cfg)
+    file = sample_prompts(cfg, target, tokenizer, rollouts(cfg, folder), cfg.bench.prompts * cfg.measure)
+    return file.read_text(encoding="utf-8"), require_texts(cfg, target, tokenizer)
 
 
 def original_texts(
@@ -100,13 +117,19 @@ def original_texts(
 ) -> Sampled:
     """Return the training texts of the original target, from which the last stage learns too: the moved target is so
     near that its own texts would add nothing but hours of sampling. Held-out texts are its own."""
-    stage, about = moving(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
-    place = Path(stage.rollout.folder or folder / WARM / "rollouts")
-    return replace(sampled(stage, target, tokenizer, place), identity=about["identity"])
+    place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
+    texts = sampled(cfg, target, tokenizer, place)
+    return replace(texts, identity=about[IDENTITY], by=partial(_refuse_sampling, place))
 
 
-def refuse(cfg: TrainConfig) -> None:
-    """Raise UserError, naming the key, for settings that joint training does not support."""
+def _refuse_sampling(place: Path) -> Sampler:
+    """The target of the last stage has moved, so it must not sample texts that are stored as the original's."""
+    raise UserError(f"{place} lacks the texts of the original target: delete {place.parent.parent / MOVING} and "
+                    f"{place.parent.parent / TARGET}, and the same command samples them again")  # fmt: skip
+
+
+def refuse(cfg: TrainConfig, known: RunOutline) -> None:
+    """Raise UserError, naming the key, for settings that joint training does not support. known: see `require`."""
     if find_spec("peft") is None:
         raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
     if not student_class(cfg.draft.kind).trained:
@@ -119,11 +142,22 @@ def refuse(cfg: TrainConfig) -> None:
         ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
         ("data.on_target=true", cfg.data.on_target, "the texts are not those of the moved target: set it to false"),
         ("minutes", cfg.minutes, "joint training is counted in steps: set minutes=null"),
+        ("target.adapter", cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
+         "of a quantised target: merge the adapter into an unquantised checkpoint and give it as target.path="),
         ("joint.warm_steps=0", not cfg.joint.warm_steps and cfg.init.kind != "pretrained",
          "the draft must have learnt before the target moves: set joint.warm_steps=600, or init=pretrained"),
     ):  # fmt: skip
         if wrong:
             raise UserError(f"{key}: mode=joint does not support it; {instead}")
+    held, sources = cfg.rollout.held_out_texts, known.sources
+    count = len(sources["held_out"].prompts(held, cfg.rollout.prompt_tokens, cfg.rollout.seed)) if sources else held
+    if count < FEWEST:
+        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts, and mode=joint needs at "
+                        f"least {FEWEST} to scale the adapter and certify the target: raise it, or give more prompts "
+                        "as data.path=")  # fmt: skip
+    with user_errors():
+        trainer = (second := moving(cfg, Path(cfg.output))).trainer
+        phases_of(second, trainer.steps // trainer.validations)
 
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
@@ -131,8 +165,9 @@ def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
     about = json.loads((place / MOVED).read_text(encoding="utf-8"))
     if not about["certified"] and not cfg.joint.uncertified:
         raise UserError(f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
-                        f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: sample "
-                        "more texts with rollout.held_out_texts=, or set joint.uncertified=true")  # fmt: skip
+                        f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
+                        "joint.uncertified=true, or certify with more texts: rollout.held_out_texts= and another "
+                        "output=")  # fmt: skip
 
 
 # --- the settings of each stage
@@ -143,7 +178,7 @@ def warming(cfg: TrainConfig) -> TrainConfig:
     first = copy.deepcopy(cfg)
     first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
     first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
-    first.rollout.rounds = 1
+    first.rollout.rounds, first.rollout.on_draft = 1, 0.0
     return first
 
 
@@ -157,9 +192,10 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     second.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
     if cfg.joint.warm_steps:
         _begins_with(second, folder / WARM / "draft")
-        second.rollout.folder = cfg.rollout.folder or str(folder / WARM / "rollouts")
-    if cfg.rollout.rounds > 1:  # texts of later rounds are sampled from a target that no other run has
-        second.rollout.folder = str(folder / MOVING / "rollouts")
+    if cfg.joint.every > 1 and cfg.trainer.strategy == "ddp":  # in other steps the adapter has no gradient
+        second.trainer.strategy = "ddp_find_unused_parameters_true"
+    # texts of later rounds are sampled from a target that no other run has
+    second.rollout.folder = None if cfg.rollout.rounds > 1 else str(rollouts(cfg, folder))
     return second
 
 
@@ -168,13 +204,12 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     last = copy.deepcopy(cfg)
     last.mode, last.init.cosine = "distil", 0.0
     last.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
-    last.target.adapter, last.rollout.rounds = None, 1
+    last.target.adapter, last.rollout.rounds, last.rollout.on_draft = None, 1, 0.0
+    last.rollout.folder, last.trainer.cache = None, None  # shared folders are for the original's texts and states
     if (folder / TARGET / "config.json").is_file():
         last.target.path = str(folder / TARGET)
     else:
         last.target.adapter = str(folder / TARGET)
-    if from_target(cfg.data):
-        last.data.path = str(folder / WARM / "rollouts" / "self_prompts.jsonl")
     _begins_with(last, folder / MOVING / "draft")
     return last
 
@@ -243,9 +278,9 @@ class JointTraining(Distillation):
     @property
     def detached(self) -> bool:
         """Return whether the target's probabilities pass no gradient in the current step: evenly, every second step
-        for detach=0.5."""
-        share = self.settings.detach
-        return int((self.global_step + 1) * share) > int(self.global_step * share)
+        for detach=0.5. Steps in which the adapter does not move do not count."""
+        share, moved = self.settings.detach, self.global_step // self.settings.every
+        return int((moved + 1) * share) > int(moved * share)
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
         self.moving.moves = self.moves
@@ -257,7 +292,8 @@ class JointTraining(Distillation):
         kl = self._kl(batch) / counts.positions
         if self.watched:
             self.step_figures |= {"kl_to_original": float(kl.detach()), "multiplier": float(self.multiplier)}
-        return {"bound": self._weight(kl.detach()) * kl}
+        _, batches = batch.get("group", (0, 1))
+        return {"bound": self._weight(kl.detach(), batches) * kl}
 
     def _kl(self, batch: dict[str, Any]) -> Tensor:
         """Return the sum of KL(original || moved) over the predicted positions of a batch, in nats."""
@@ -270,15 +306,16 @@ class JointTraining(Distillation):
         p, moved = (torch.log_softmax(wide(self.head_target(states)), -1) for states in (before, now))
         return divergences.kl(p, moved).sum()
 
-    def _weight(self, kl: Tensor) -> Tensor:
-        """Return the weight of the KL in this step, and adapt the multiplier by the KL of all processes."""
+    def _weight(self, kl: Tensor, batches: int) -> Tensor:
+        """Return the weight of the KL in this batch, one of `batches` of the step, and adapt the multiplier by the KL
+        of all processes."""
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
         if self.trainer.world_size > 1:
             kl = cast(Tensor, self.trainer.strategy.reduce(kl, reduce_op="mean"))
         excess = (kl / (AIM * self.settings.epsilon) - 1).clamp(max=STEEPEST)
-        self.multiplier *= torch.exp(RATE * excess)
+        self.multiplier *= torch.exp(RATE / batches * excess)
         return weight
 
     def judge(self) -> None:
@@ -353,6 +390,10 @@ def move(cfg: TrainConfig, folder: Path) -> None:
         sources = {split: source(stage, split, target, tokenizer) for split in SPLITS} if stage.data.path else {}
         job = Job(stage, place, target, tokenizer, sources, signals=signals, loggers=loggers)
         _ = job.identity  # that of the original, also for texts that are sampled later
+        if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
+            kept = replace(sampled(cfg, target, tokenizer, rollouts(cfg, folder)), identity=job.identity)
+            for temperature in learnt(cfg):
+                kept.texts("train", sampling(cfg.regime, temperature), partial(job.source, "train"))
         student = new_student(stage, target, job.vocabulary)
         job.reads = student.reads
         texts = held_out_texts(job)
@@ -388,7 +429,8 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
             wrapped.save_pretrained(new)
             again.target.adapter = str(new)
         else:
-            wrapped.merge_and_unload().save_pretrained(new)
+            merged = wrapped.merge_and_unload()
+            cast_to(merged, merged.config.dtype or merged.dtype).save_pretrained(new)  # that of the original's files
             job.tokenizer.save_pretrained(new)
             again.target.path, again.target.adapter = str(new), None
         original, (moved, _) = models(job.cfg)[0], models(again)
@@ -408,7 +450,8 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
     bound = max(one["bound"] for one in each.values())
     return {"original": job.cfg.target.path, "identity": job.identity,
             "epsilon": cfg.joint.epsilon, "weight": cfg.joint.weight,
-            "kl": max(one["kl"] for one in each.values()), "bound": bound, "certified": bound <= cfg.joint.epsilon,
+            "kl": max(one["kl"] for one in each.values()), "bound": bound,
+            "certified": all(one["bound"] <= cfg.joint.epsilon for one in each.values()),  # not if one is NaN
             "confidence": CLAIMED, **each}  # fmt: skip
 
 

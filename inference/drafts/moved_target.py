@@ -8,10 +8,10 @@ IDENTITY = "identity"  # in that file: the fingerprint of the original target
 MOVED = "moved.json"  # in the folder of a moved target or of its adapter: the original, and how far the target moved
 
 
-def about(path: str) -> dict[str, Any] | None:
-    """Return the figures in a moved target's folder: the original's path, the bound epsilon, and the measured KL in
-    nats per token. Return None for any other target."""
-    file = Path(path) / MOVED
+def about(path: str, adapter: str | None = None) -> dict[str, Any] | None:
+    """Return the figures in a moved target's folder, or in that of its adapter if it is not merged: the original's
+    path, the bound epsilon, and the measured KL in nats per token. Return None for any other target."""
+    file = Path(adapter or path) / MOVED
     if not file.is_file():
         return None
     figures = json.loads(file.read_text(encoding="utf-8"))

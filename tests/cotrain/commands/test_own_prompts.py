@@ -12,6 +12,7 @@ from cotrain.cli import main
 from cotrain.data.splits import in_split
 from cotrain.export.publishing import card
 from cotrain.rollout import self_prompts
+from cotrain.rollout.training_texts import read_rows
 from inference import load
 from inference.drafts import gguf_target
 from inference.drafts.bundled_target import resolve
@@ -87,6 +88,20 @@ class TestDataSelf:
         capsys.readouterr()
         assert train(place, target, tmp_path / "run") == 0  # finished, as its settings are the same
         assert self_prompts.line(counts) not in capsys.readouterr().out
+
+    def test_every_stage_of_joint_training_has_the_prompts_of_the_original(self, place: Path, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        assert train(place, "base", run, "mode=joint", "joint.warm_steps=2", "joint.steps=2", "joint.rank=1",
+                     "joint.epsilon=1", "rollout.held_out_texts=4", "trainer.steps=1") == 0  # fmt: skip
+        assert [file.parent for file in run.rglob("self_prompts.jsonl")] == [run / "warm" / "rollouts"]
+        first, last = (read_rows(run / at / "rollouts" / "held_out_T1")["prompt"] for at in ("warm", "."))
+        assert list(first) == list(last)
+        manifests = [json.loads(file.read_text())["source"] for file in run.rglob("*_T1.json")]
+        assert len(manifests) == 3 and all("contents" in one for one in manifests)
+        rows = [json.loads(row) for row in (run / "warm" / "rollouts" / "self_prompts.jsonl").open()]
+        final = [rows[row] for row in in_split([self_prompts.content(row) for row in rows], "final")]
+        unseen = [json.loads(row) for row in (run / "draft" / PROMPTS).open()]
+        assert unseen and all(row in final for row in unseen)
 
     def test_the_file_of_a_run_is_a_data_set_for_others(self, place: Path, tmp_path: Path) -> None:
         assert main(["rollout", f"target.path={place / 'chat'}", "data=self", f"output={tmp_path / 'texts'}",

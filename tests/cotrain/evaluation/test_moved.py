@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cotrain.data.texts import Texts
 from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, figures, movement, student_quantile, upper_bound
 from cotrain.teacher.target_model import served
 from tests.cotrain.evaluation.test_held_out import texts
@@ -74,3 +75,28 @@ def test_the_bound_is_tight_where_texts_are_alike() -> None:
 
 def test_one_text_bounds_nothing() -> None:
     assert upper_bound(torch.ones(5), torch.zeros(5, dtype=torch.int64), 0.95) == math.inf
+
+
+def test_the_bound_is_of_the_mean_over_tokens() -> None:
+    """Two long texts of a small KL and two short ones of a large KL."""
+    text = torch.arange(4).repeat_interleave(torch.tensor([500, 500, 5, 5]))
+    values = torch.where(text < 2, 0.1, 1.0) + 0.001 * (text % 2)
+    assert 0.108 < float(values.mean()) < upper_bound(values, text, 0.6) < 0.12
+
+
+def test_a_negative_skewness_does_not_lower_the_bound() -> None:
+    values = torch.tensor([1.0, 1.1, 1.0, 1.1, 1.0, 1.1, 0.1])
+    error = float(values.double().std() / math.sqrt(7))
+    expected = float(values.double().mean()) + student_quantile(0.95, 6) * error
+    assert upper_bound(values, torch.arange(7), 0.95) == pytest.approx(expected, rel=1e-6)
+
+
+def test_packed_texts_are_read_with_their_positions() -> None:
+    one, other = tiny(), near(tiny(), 0.05)
+    apart = texts([9, 8], [2, 3], ["a", "a"])
+    ids = torch.cat([apart.ids[0, :9], apart.ids[1, :8]]).unsqueeze(0)
+    places = torch.cat([torch.arange(9), torch.arange(8)]).unsqueeze(0)
+    packed = Texts(ids, torch.tensor([12]), torch.tensor([17]), ["a"], places)
+    expected = movement(served(one), served(other), apart.rows([1]))
+    found = movement(served(one), served(other), packed)
+    torch.testing.assert_close(found.kl, expected.kl)

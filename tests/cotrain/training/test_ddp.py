@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cotrain.cli import main
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
@@ -60,6 +61,20 @@ def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path],
         apart = sum((ours[name] - theirs[name]).double().square().sum() for name in ours).sqrt()
         assert apart < 0.02 * moved and moved > 1e-2
     assert (two / "draft" / "report.json").exists() and not list(two.rglob("*.lock"))
+
+
+def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
+    """Also with steps in which the adapter has no gradient."""
+    given = ("mode=joint", "joint.warm_steps=3", "joint.steps=4", "joint.every=2", "joint.rank=2", "joint.lr=0.05",
+             "joint.epsilon=9", "rollout.held_out_texts=6", "measure=false", "trainer.steps=1", "trainer.validations=1",
+             "optimizer.decay=0.4")  # fmt: skip
+    moved = trained(place, ("joint alone", *given), ("joint pair", *given, *WHOLE))
+    start, one, two = (
+        load_file(path / "model.safetensors") for path in (place / "target", *(run / "target" for run in moved))
+    )
+    distance = sum((one[name] - start[name]).double().square().sum() for name in one).sqrt()
+    apart = sum((one[name] - two[name]).double().square().sum() for name in one).sqrt()
+    assert apart < 0.2 * distance and distance > 1e-2  # Adam's first step is the sign of a gradient, even of rounding
 
 
 def test_a_killed_sharded_run_resumes_as_if_it_had_not_been_killed(place: Path, pairs: dict[str, Path]) -> None:

@@ -1,6 +1,7 @@
 """Joint training: gradients in both models, the bound, and what a run writes and says."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from cotrain import losses
-from cotrain.evaluation.moved import CONFIDENCE, movement
+from cotrain.evaluation.moved import CONFIDENCE, Movement, movement
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.spec import parse
+from cotrain.rollout.samplers import Own
+from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.teacher.target_distributions import FromStates, with_rest
 from cotrain.teacher.target_model import served
 from cotrain.training import joint, optim
@@ -22,9 +27,11 @@ from cotrain.training.joint import JointTraining, adapted, adapters, choose_scal
 from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
-from inference.drafts.moved_target import about
-from tests.cotrain.commands.test_train import job
+from inference import Engine, Sampling
+from inference.drafts.moved_target import MOVED, about
+from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
+from tests.folders import tokenizer
 from tests.student_kinds import STUDENTS
 from tests.student_kinds import target as target_of_kinds
 from tests.tiny import tiny
@@ -209,6 +216,23 @@ def test_detached_steps_pass_only_the_slope_of_the_bound() -> None:
         assert (size < 1e-12) is (step % 2 == 1)
 
 
+def test_detached_steps_are_counted_among_those_that_move() -> None:
+    module, detached = training(detach=0.5, every=2), []
+    for step in range(0, 8, 2):
+        module._trainer.global_step = step  # type: ignore[misc]
+        assert module.moves
+        detached.append(module.detached)
+    assert detached == [False, True, False, True]
+
+
+def test_the_batches_of_a_step_change_the_multiplier_as_one_batch_would() -> None:
+    one, two = training(), training()
+    for batches, module in ((1, one), (2, two)):
+        for _ in range(batches):
+            module._weight(torch.tensor(0.02), batches)
+    assert float(one.multiplier) == pytest.approx(float(two.multiplier)) and float(one.multiplier) > joint.START
+
+
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 1e9])
 def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
     module = training()
@@ -237,8 +261,6 @@ def pair(place: Path) -> Path:
 
 
 def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, place: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     said = about(str(pair / "target"))
     assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(place / "target")
     folders = place / "target", pair / "target"
@@ -247,6 +269,158 @@ def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, place
     assert any("q_proj" in name for name in changed) and not any("norm" in name or "embed" in name for name in changed)
     metadata = json.loads((pair / "draft" / "cotrain.json").read_text())
     assert metadata["target"]["name"] == str(pair / "target") and metadata["made"]["moved"]["kl"] == said["kl"]
+
+
+def held_out_rows(run: Path, place: str) -> list[dict[str, Any]]:
+    return [dict(row) for row in read_rows(run / place / "rollouts" / "held_out_T1")]
+
+
+def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, place: Path) -> None:
+    """And on texts that the moved target samples from the same prompts."""
+    said = about(str(pair / "target"))
+    assert said is not None
+    folders = place / "target", pair / "target"
+    old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
+    rows = held_out_rows(pair, "warm")[1::2]
+    prompts, sampler = [row["prompt"] for row in rows], Own(Engine(new, tokenizer=tokenizer(), rows=4))
+    own = sampler(prompts, Sampling(), 24, 2, range(len(rows)))  # rollout.seed + 1
+    for name, more in (("texts", [row["completion"] for row in rows]), ("own_texts", own)):
+        kl = []
+        for prompt, completion in zip(prompts, more, strict=True):
+            with torch.no_grad():
+                both = (model(torch.tensor([prompt + completion])).logits[0].double() for model in (old, new))
+                p, q = (logits[len(prompt) - 1 : -1].log_softmax(-1) for logits in both)
+            kl += (p.exp() * (p - q)).sum(-1).tolist()
+        assert said[name]["tokens"] == len(kl) and said[name]["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
+    assert said["kl"] == max(said[name]["kl"] for name in ("texts", "own_texts"))
+    assert said["bound"] == max(said[name]["bound"] for name in ("texts", "own_texts"))
+
+
+def test_texts_that_choose_the_scale_do_not_certify(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, certified = [], []
+    choose, moved = joint.choose_scale, joint.movement
+    monkeypatch.setattr(joint, "choose_scale", lambda *given: chosen.extend(given[3].hashes()) or choose(*given))
+
+    def movement(*given: Any) -> Movement:
+        certified.append(given[2].hashes())
+        return moved(*given)
+
+    monkeypatch.setattr(joint, "movement", movement)
+    assert job(place, "apart", "joint.epsilon=9", "joint.lr=0.05", *SETTINGS) == 0
+    texts, own_texts = certified[-2:]  # those before choose the scale
+    assert len(texts) == len(own_texts) == len(chosen) == 3 and not {*texts, *own_texts} & {*chosen}
+    assert sorted(texts + chosen) == sorted(
+        padded(read_rows(place / "apart" / "warm" / "rollouts" / "held_out_T1")).hashes()
+    )
+
+
+def test_the_last_stage_is_judged_on_texts_of_the_moved_target(pair: Path) -> None:
+    first, last = held_out_rows(pair, "warm"), held_out_rows(pair, ".")
+    assert [row["prompt"] for row in first] == [row["prompt"] for row in last] and first != last
+    assert not (pair / "rollouts" / "train_T1.json").exists()  # it learns from texts of the original
+
+
+@pytest.mark.parametrize("way", ["pretrained", "rounds"])
+def test_texts_to_learn_from_at_last_are_the_originals(way: str, pair: Path, place: Path) -> None:
+    """Also if no first stage or one of several rounds sampled other sets."""
+    settings = [one for one in SETTINGS if not one.startswith(("joint.warm_steps", "trainer."))]
+    if way == "pretrained":
+        settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
+    else:
+        settings += ["rollout.rounds=2", "rollout.on_draft=0.5", "joint.warm_steps=2", "trainer.validations=2"]
+    assert (
+        job(place, way, *settings, "joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0") == 0
+    )
+    found = list((place / way).rglob("train_T1.parquet"))
+    assert found == [place / way / "warm" / "rollouts" / "train_T1.parquet"]
+    assert found[0].read_bytes() == (pair / "warm" / "rollouts" / "train_T1.parquet").read_bytes()
+
+
+def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
+    pair: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(pair, place / "missing")
+    for file in (copy / "warm" / "rollouts").glob("train_*"):
+        file.unlink()
+    assert job(place, "missing", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "trainer.steps=3") == 1
+    assert "lacks the texts of the original target" in capsys.readouterr().err
+
+
+def test_shared_folders_are_the_originals(place: Path) -> None:
+    shared, cache = place / "shared texts", place / "shared states"
+    given = (*SETTINGS, "joint.epsilon=9", f"rollout.folder={shared}", f"trainer.cache={cache}")
+    before: dict[Path, bytes] = {}
+    for output in ("first", "second"):  # whose targets differ
+        assert job(place, output, *given, f"joint.lr={0.01 * len(output)}") == 0
+        now = {file: file.read_bytes() for folder in (shared, cache) for file in folder.iterdir()}
+        assert before.items() <= now.items() and (place / output / "rollouts" / "held_out_T1.json").exists()
+        before = now
+
+
+def test_an_interrupted_run_moves_the_target_to_the_same_place(
+    pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the step after a checkpoint, and while the certificate is made."""
+    calls = []
+
+    def once(name: str, original: Any, at: int) -> Any:
+        def failing(*given: Any, **named: Any) -> Any:
+            calls.append(name)
+            if calls.count(name) == at:
+                raise OSError("the machine went down")
+            return original(*given, **named)
+
+        return failing
+
+    monkeypatch.setattr(JointTraining, "judge", once("judge", JointTraining.judge, 2))
+    monkeypatch.setattr(joint, "movement", once("movement", joint.movement, 2))
+    given = ("joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS)
+    assert [job(place, "halted", *given) for _ in range(3)] == [1, 1, 0]
+    one, two = (load_file(run / "target" / "model.safetensors") for run in (pair, place / "halted"))
+    assert same(one, two)
+    assert about(str(pair / "target")) == about(str(place / "halted" / "target"))
+
+
+def test_the_folder_has_the_dtype_of_the_originals_files(place: Path) -> None:
+    folder = place / "half"
+    AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    assert job(place, "half run", *SETTINGS, "joint.epsilon=9", target="half") == 0
+    moved = load_file(place / "half run" / "target" / "model.safetensors")
+    assert {value.dtype for value in moved.values()} == {torch.bfloat16}
+    assert any(not torch.equal(value, load_file(folder / "model.safetensors")[name]) for name, value in moved.items())
+
+
+def test_an_adapter_that_is_not_merged_is_named_in_the_report_too(tmp_path: Path) -> None:
+    (tmp_path / MOVED).write_text(json.dumps({"kl": 0.1, "identity": {}}))
+    assert about("elsewhere", str(tmp_path)) == {"kl": 0.1} and about("elsewhere") is None
+
+
+def test_a_bound_that_is_no_number_certifies_nothing() -> None:
+    def moved(kl: float) -> Movement:
+        values, text = torch.full((4,), kl), torch.tensor([0, 0, 1, 1])
+        return Movement(values, values, values > 0, values, values, text, text, ["a", "a"])
+
+    cfg = SimpleNamespace(joint=SimpleNamespace(epsilon=0.1, weight=None))
+    given = SimpleNamespace(cfg=SimpleNamespace(target=SimpleNamespace(path="t")), identity={},
+                            tokenizer=SimpleNamespace(decode=str))  # fmt: skip
+    for kl, certified in ((0.01, True), (0.2, False), (float("nan"), False)):
+        parts = {"texts": moved(0.01), "own_texts": moved(kl)}
+        assert joint._about(cfg, given, parts)["certified"] is certified  # type: ignore[arg-type]
+
+
+def test_both_bounds_hold_together() -> None:
+    """Each is computed with half of the risk."""
+    values, text = torch.tensor([0.0, 0.1, 0.3, 0.2]), torch.tensor([0, 1, 2, 3])
+    one = Movement(values, values, values > 0, values, values, text, text, ["a"] * 4)
+    cfg = SimpleNamespace(joint=SimpleNamespace(epsilon=0.2, weight=None))
+    given = SimpleNamespace(cfg=SimpleNamespace(target=SimpleNamespace(path="t")), identity={},
+                            tokenizer=SimpleNamespace(decode=str))  # fmt: skip
+    found = joint._about(cfg, given, {"texts": one, "own_texts": one})  # type: ignore[arg-type]
+    assert found["kl"] < 0.2 < found["bound"] and not found["certified"]
+    assert found["bound"] == pytest.approx(one.bound(1 - (1 - CONFIDENCE) / 2)) and found["bound"] > one.bound(
+        CONFIDENCE
+    )
 
 
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,11 +444,20 @@ def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.
     ("setting", "says"),
     [("regime.temperature=0", "regime.temperature"), ("trainer.top=4", "trainer.top"), ("optimizer=muon", "optimizer"),
      ("joint.warm_steps=0", "joint.warm_steps"), ("draft=retrieval", "not trained"), ("minutes=5", "minutes"),
-     ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode")],
+     ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode"), ("rollout.held_out_texts=3", "at least 4"),
+     ("trainer.strategy=fsdp2", "trainer.strategy"), ("rollout.rounds=2", "rollout.rounds"),
+     ("data.on_target=true", "data.on_target"), ("joint.detach=1.5", "joint.detach"), ("joint.rank=0", "joint.rank"),
+     ("joint.steps=0", "joint.steps"), ("joint.every=0", "joint.every"), ("joint.epsilon=[0.1]", "joint.epsilon")],
 )  # fmt: skip
 def test_settings_that_joint_training_lacks_are_refused(
     setting: str, says: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [one for one in SETTINGS if one.partition("=")[0] != setting.partition("=")[0]]
     assert job(place, "wrong", *given, setting) != 0
-    assert says in capsys.readouterr().err and not (place / "wrong" / "warm").exists()
+    said = capsys.readouterr().err
+    assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
+
+
+def test_a_refused_setting_deletes_no_run(place: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(place, "pair", "joint.epsilon=0.5", *SETTINGS, "optimizer=muon", "overwrite=true") == 1
+    assert "optimizer" in capsys.readouterr().err and (pair / "draft").exists() and (pair / "target").exists()
