@@ -16,6 +16,7 @@ So everything after the third stage is the ordinary training of a draft for a ta
 import copy
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -142,6 +143,7 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
         ("data.on_target=true", cfg.data.on_target, "the texts are not those of the moved target: set it to false"),
         ("minutes", cfg.minutes, "joint training is counted in steps: set minutes=null"),
+        ("trainer.minutes", cfg.trainer.minutes, "joint training is counted in steps: set trainer.minutes=null"),
         ("target.adapter", cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
          "of a quantised target: merge the adapter into an unquantised checkpoint and give it as target.path="),
         ("joint.warm_steps=0", not cfg.joint.warm_steps and cfg.init.kind != "pretrained",
@@ -415,15 +417,19 @@ def move(cfg: TrainConfig, folder: Path) -> None:
 def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
     """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model.
 
-    Held-out texts of the original are split: even ones choose the scale, odd ones certify. The certificate is for the
-    files as they are loaded again, and also for texts that the moved target samples from the same prompts. If the
-    target's weights are quantised, the adapter is written alone.
+    Held-out texts of the original, one of each prompt, are split: even ones choose the scale, odd ones certify. The
+    certificate is for the files as they are loaded again, and also for texts that the moved target samples from the
+    same prompts. If the target's weights are quantised, the adapter is written alone.
     """
     held = module.held_out[module.temperature].texts
-    choosing, judging = (held.rows(range(first, len(held), 2)) for first in (0, 1))
+    distinct = {tuple(prompt): row for row, prompt in reversed(list(enumerate(held.prompts)))}  # the first of each
+    choosing, judging = (held.rows(sorted(distinct.values())[part::2]) for part in (0, 1))
     scale, again = 1.0, copy.deepcopy(job.cfg)
     if cfg.joint.weight is None:
         scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
+    if not scale:
+        print(f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
+              "not moved: sample more texts with rollout.held_out_texts=", file=sys.stderr)  # fmt: skip
     with new_folder(place, replace=True) as new:
         if quantised(job.target.config):
             wrapped.save_pretrained(new)

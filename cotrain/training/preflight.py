@@ -93,7 +93,7 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
         f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
-        f"steps         {cfg.trainer.steps} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
+        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
         *_lines(durations(cfg, known)),
     ]
     if need.memory > memory:
@@ -170,6 +170,13 @@ def _memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+def _steps(cfg: TrainConfig) -> str:
+    """Return the number of steps, or those of each stage of a joint training."""
+    if cfg.mode != "joint":
+        return str(cfg.trainer.steps)
+    return f"{cfg.joint.warm_steps} + {cfg.joint.steps} with the target + {cfg.trainer.steps}"
+
+
 def _existing(path: Path) -> Path:
     """Return the path or its nearest parent that exists."""
     path = path.absolute()
@@ -192,8 +199,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     sampling = texts / ask.rows * ask.new_tokens * plain + machine.work(big, texts * ask.prompt_tokens)
     if cfg.minutes:
         sampling = min(sampling, 60 * cfg.minutes * sum(SAMPLING.values()))
-    tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block
-    training = machine.work(big + 3.0 * small, tokens / (cfg.trainer.devices * cfg.trainer.nodes))
+    training = _training(cfg, machine, big, small)
     judging = machine.work(big + small, held * (ask.prompt_tokens + ask.new_tokens)) * (cfg.trainer.validations + 1)
     one = machine.step(big, size.rows, each) / size.rows  # seconds of a token in plain decoding
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
@@ -203,6 +209,16 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
         training = 0.0
     allowed = _in_time(cfg, training, sampling, judging / (cfg.trainer.validations + 1))
     return Durations(sampling, allowed, measuring, texts)
+
+
+def _training(cfg: TrainConfig, machine: MachineSpeed, big: int, small: int) -> float:
+    """Return the seconds of all training steps. big, small: active parameters of target and draft. In a step of joint
+    training, both targets read the texts, and gradients pass through the moved one."""
+    step = cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block / (cfg.trainer.devices * cfg.trainer.nodes)
+    if cfg.mode != "joint":
+        return machine.work(big + 3.0 * small, cfg.trainer.steps * step)
+    alone = machine.work(big + 3.0 * small, (cfg.joint.warm_steps + cfg.trainer.steps) * step)
+    return alone + machine.work(4.0 * big + 3.0 * small, cfg.joint.steps * step)
 
 
 def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:

@@ -444,6 +444,7 @@ def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.
     ("setting", "says"),
     [("regime.temperature=0", "regime.temperature"), ("trainer.top=4", "trainer.top"), ("optimizer=muon", "optimizer"),
      ("joint.warm_steps=0", "joint.warm_steps"), ("draft=retrieval", "not trained"), ("minutes=5", "minutes"),
+     ("trainer.minutes=5", "trainer.minutes"),
      ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode"), ("rollout.held_out_texts=3", "at least 4"),
      ("trainer.strategy=fsdp2", "trainer.strategy"), ("rollout.rounds=2", "rollout.rounds"),
      ("data.on_target=true", "data.on_target"), ("joint.detach=1.5", "joint.detach"), ("joint.rank=0", "joint.rank"),
