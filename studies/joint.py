@@ -54,7 +54,9 @@ def settings(run: Path) -> dict[str, Any]:
     """Return the settings of a run that its figures depend on."""
     said = (read_marker(run) or {}).get("settings") or {}
     trainer = {key: said["trainer"][key] for key in ("steps", "batch", "seed")}
-    return {"trainer": trainer, "lr": said["optimizer"]["lr"]} | {key: said[key] for key in ("loss", "draft", "joint")}
+    draft = {key: value for key, value in said["draft"].items() if value not in (None, 0, []) and key != "path"}
+    rest = {key: said[key] for key in ("loss", "joint")}
+    return {"trainer": trainer, "lr": said["optimizer"]["lr"], "draft": draft} | rest
 
 
 def row(run: Path, frozen: Path) -> dict[str, Any]:
