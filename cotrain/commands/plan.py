@@ -131,7 +131,7 @@ def _best(drafts: list[Drafted]) -> Drafted:
 
 
 def _entries(cfg: PlanConfig, drafts: list[Drafted], texts: Mapping[float, Emitted]) -> dict[str, Any]:
-    cells = [_cell(one, t, rows, found) for one in drafts for (t, rows), found in one.by.items()]
+    cells = [_cell(one, t, rows, cell) for one in drafts for (t, rows), cell in one.by.items()]
     return {
         "environment": environment(),
         "settings": {"texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
@@ -144,17 +144,17 @@ def _entries(cfg: PlanConfig, drafts: list[Drafted], texts: Mapping[float, Emitt
     }  # fmt: skip
 
 
-def _cell(one: Drafted, t: float, rows: int, found: Forecast) -> dict[str, Any]:
+def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
     """Return the entry of a cell. iid: tau by the formula of equal acceptance at all depths, from the mean acceptance,
     beside the exact expectation."""
-    taus = [found.calls.tau(k) for k in range(len(found.seconds))]
+    taus = [cell.calls.tau(k) for k in range(len(cell.seconds))]
     return {
         "draft": one.path, "kind": one.kind, "rule": one.verify, "temperature": t, "rows": rows,
-        "k": found.k, "fastest": found.fastest, "undecided": found.undecided, "gain": found.gain,
-        "speedup": found.speedups[found.k], "speedups": list(found.speedups), "errors": list(found.errors),
-        "tau": taus, "tau_errors": [found.calls.error(k) for k in range(len(found.seconds))],
-        "iid": [independent(one.alpha[t], k) for k in range(len(found.seconds))], "alpha": one.alpha[t],
-        "seconds_per_round": list(found.seconds), "perfect": found.perfect, "break_even": found.break_even,
+        "k": cell.k, "fastest": cell.fastest, "undecided": cell.undecided, "gain": cell.gain,
+        "speedup": cell.speedups[cell.k], "speedups": list(cell.speedups), "errors": list(cell.errors),
+        "tau": taus, "tau_errors": [cell.calls.error(k) for k in range(len(cell.seconds))],
+        "iid": [independent(one.alpha[t], k) for k in range(len(cell.seconds))], "alpha": one.alpha[t],
+        "seconds_per_round": list(cell.seconds), "perfect": cell.perfect, "break_even": cell.break_even,
     }  # fmt: skip
 
 
@@ -184,17 +184,17 @@ def table(drafts: list[Drafted]) -> str:
     rows = [["draft", "temperature", "rows", "k", "tau", "speed-up", "95 % interval", "break-even", "perfect draft"]]
     lines = []
     for one in drafts:
-        for (t, count), found in one.by.items():
-            speedup, error = found.speedups[found.k], SIGMAS * found.errors[found.k]
-            rows.append([one.path, f"{t:g}", str(count), str(found.k), f"{found.calls.tau(found.k):.3f}",
-                         f"{speedup:.2f}x", f"[{speedup - error:.2f}, {speedup + error:.2f}]" if found.k else "",
-                         "-" if found.break_even is None else f"{found.break_even:.2f}",
-                         f"{found.perfect:.2f}x"])  # fmt: skip
-            if found.undecided:
-                lines.append(f"{one.path}, temperature {t:g}, {count} rows: k = {found.fastest} may be up to "
-                             f"{100 * found.gain:.0f} % faster than {found.k}: raise texts= to know")  # fmt: skip
+        for (t, count), cell in one.by.items():
+            speedup, error = cell.speedups[cell.k], SIGMAS * cell.errors[cell.k]
+            rows.append([one.path, f"{t:g}", str(count), str(cell.k), f"{cell.calls.tau(cell.k):.3f}",
+                         f"{speedup:.2f}x", f"[{speedup - error:.2f}, {speedup + error:.2f}]" if cell.k else "",
+                         "-" if cell.break_even is None else f"{cell.break_even:.2f}",
+                         f"{cell.perfect:.2f}x"])  # fmt: skip
+            if cell.undecided:
+                lines.append(f"{one.path}, temperature {t:g}, {count} rows: k = {cell.fastest} may be up to "
+                             f"{100 * cell.gain:.0f} % faster than {cell.k}: raise texts= to know")  # fmt: skip
         for t in one.alpha:
-            stop = stops_paying({count: found for (at, count), found in one.by.items() if at == t})
+            stop = stops_paying({count: cell for (at, count), cell in one.by.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
     lines.append("intervals are those of the texts; speed-ups are of full batches, on this machine")

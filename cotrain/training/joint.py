@@ -393,9 +393,9 @@ def move(cfg: TrainConfig, folder: Path) -> None:
         job = Job(stage, place, target, tokenizer, sources, signals=signals, loggers=loggers)
         _ = job.identity  # that of the original, also for texts that are sampled later
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
-            kept = replace(sampled(cfg, target, tokenizer, rollouts(cfg, folder)), identity=job.identity)
+            stored = replace(sampled(cfg, target, tokenizer, rollouts(cfg, folder)), identity=job.identity)
             for temperature in learnt(cfg):
-                kept.texts("train", sampling(cfg.regime, temperature), partial(job.source, "train"))
+                stored.texts("train", sampling(cfg.regime, temperature), partial(job.source, "train"))
         student = new_student(stage, target, job.vocabulary)
         job.reads = student.reads
         texts = held_out_texts(job)
