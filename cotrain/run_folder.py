@@ -31,7 +31,7 @@ STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are
 # Settings whose value is text but no path. All others count as paths, so that new settings are checked by default.
 WORDS = frozenset({
     "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
-    "objective", "optimizer.kind",
+    "objective", "optimizer.kind", "mode",
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
     "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",

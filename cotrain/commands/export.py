@@ -44,12 +44,12 @@ def run(cfg: ExportConfig) -> None:
         raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
+    _refuse(cfg)
     metadata = folder(cfg.draft.path).metadata
     kind = metadata.kind if metadata else "independent"
     if cfg.layout == "auto":
         cfg.layout = usual_layout(kind, cfg.engine)
     refuse_layout(cfg.engine, cfg.layout)
-    _refuse(cfg)
     if cfg.push_to_hub:
         publishing.require(cfg.push_to_hub)
     refuse_kind(cfg.engine, kind)

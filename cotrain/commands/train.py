@@ -27,8 +27,6 @@ from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
 from inference.report.table import comparison
 
-TRAINERS = {"distil": distil, "joint": joint.joint}  # by mode
-
 
 def run(cfg: TrainConfig) -> float | None:
     """Distil into `output` and print the table of the report. A finished run is not repeated, and only the table is
@@ -41,7 +39,7 @@ def run(cfg: TrainConfig) -> float | None:
         del settings[key]
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output):
-            TRAINERS[cfg.mode](cfg, Path(cfg.output))
+            _trained(cfg, Path(cfg.output))
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
@@ -54,7 +52,7 @@ def run(cfg: TrainConfig) -> float | None:
         return None
     with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
         if folder.state != "finished":
-            TRAINERS[cfg.mode](cfg, folder.path, known.sources if known else None, start)
+            _trained(cfg, folder.path, known.sources if known else None, start)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
@@ -68,6 +66,11 @@ def run(cfg: TrainConfig) -> float | None:
               "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+
+
+def _trained(cfg: TrainConfig, *rest: Any) -> None:
+    """Train as `mode` says. rest: the other arguments of `distil`, which `joint` takes too."""
+    (joint.joint if cfg.mode == "joint" else distil)(cfg, *rest)
 
 
 def swept(outputs: list[str]) -> None:

@@ -44,7 +44,7 @@ def headline(report: Mapping[str, Any]) -> str:
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
     )
-    if exact and exact["passed"] and (moved := report["extra"].get("moved")):
+    if exact and exact["passed"] and (moved := report.get("extra", {}).get("moved")):
         verdict = f"exact for the moved target, {moved['kl']:.4f} nats per token from {moved['original']}"
     if speedup is None:
         return f"verdict: no speed-up was measured; {verdict}"

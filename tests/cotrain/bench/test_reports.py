@@ -80,7 +80,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
         "kind": "independent", "target_quantisation": "none", "costs": asdict(MORE), "costs_alone": asdict(ALONE),
         "rounds": {"0": asdict(RealRound(0, 5, 6)), "4": asdict(RealRound(1, 2, 3))},
         "compiled": {"plain": False, "target": True, "draft": False}, "advice": "advice", "timing": asdict(REACHED),
-        "said": ["advice", *measurement.adaptive.lines(REACHED)], "prompts": "own", "parity": "parity",
+        "moved": None, "said": ["advice", *measurement.adaptive.lines(REACHED)], "prompts": "own", "parity": "parity",
         "greedy": "greedy", "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(), "own": 1,
     }  # fmt: skip
     assert list(extra["rounds"]) == ["0", "4"]

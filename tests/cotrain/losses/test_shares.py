@@ -15,6 +15,8 @@ ROWS, LENGTH, VOCABULARY = 2, 6, 5
 class Known:
     """A target whose log probabilities (B * T, V) are given."""
 
+    trained = False
+
     def __init__(self) -> None:
         self.table = torch.randn(ROWS * LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(1)).double()
 
