@@ -25,6 +25,7 @@ from typing import Any
 
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH
+from cotrain.bench.server_parity import figures_after
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.publishing import on_card
 from cotrain.students.base import DEFAULT
@@ -32,12 +33,10 @@ from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.gguf_target import gguf_file
 from inference.exactness.figures import expected, reach_of
-from inference.exactness.side_by_side import pair_figures
 from inference.measure.adaptive import Wanted, until_known
 from inference.measure.arms import Arm, ArmResult, refuse
 from inference.measure.timing import Timing, engine_arm, interleave, transformers_arm
-from inference.output import Counts, Emitted, Stats
-from inference.sampling.noise import row_ids
+from inference.output import Counts, Stats
 from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
 from inference.servers.worker import Worker
 from inference.verify import predict_chain
@@ -231,14 +230,12 @@ def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, 
 
     Standard errors are those of acceptance given the texts; by depth, of rounds that start independently.
     first_draft: acceptance of the first draft as sum_v min(p, q) predicts it, whatever token the text has there."""
-    size, first = copy.copy(plan.bench), served.first
+    size = copy.copy(plan.bench)
     size.draft_int8 = False  # other engines serve the weights of the folder
     plan = replace(plan, objective=served.objective, verify="token", tree=None, bench=size)
     draft = plan.proposer()
     engine = plan.engine(served.k, BATCH, proposer=draft)
-    starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, served.tokens, strict=True)]
-    texts = Emitted(starts, row_ids(starts), [text[first:] for text in served.tokens], [Counts() for _ in prompts])
-    figures = pair_figures(engine, draft, texts, plan.sampling, plan.bench.new_tokens, 0.0)
+    figures = figures_after(plan, engine, draft, prompts, served.tokens, served.first)
     forecast, reach = expected(figures, "token"), reach_of(figures, "token")
     assert forecast is not None and reach is not None
     own = engine_arm("own", engine, plan.sampling, plan.bench.new_tokens)

@@ -159,7 +159,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
         "greedy": greedy(plan, k, budget.over(1.0)),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
-    }  # fmt: skip
+    }
     return build(
         timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
         target=target, draft=draft, verdict=verdict, extra=entries | (extra or {}),

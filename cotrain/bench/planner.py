@@ -13,7 +13,7 @@ from typing import Any
 from cotrain.bench.plan import CompiledParts, Plan
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
-from inference.exactness.figures import Figures, reach_of
+from inference.exactness.figures import Figures, predictable_reach
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.costs import (
     Costs,
@@ -192,12 +192,8 @@ def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figu
 
 
 def tau_of(figures: Figures, verify: str, k: int) -> float:
-    """Return the predicted tokens per target call at draft length k. For a rule whose acceptance depends on the random
-    numbers that made the text, the prediction of the token rule is returned instead."""
-    reach = reach_of(figures, verify, k)
-    reach = reach_of(figures, "token", k) if reach is None else reach
-    assert reach is not None
-    return float(predict_chain.tau_from(reach, figures.lengths))
+    """Return the predicted tokens per target call at draft length k, see `predictable_reach`."""
+    return float(predict_chain.tau_from(predictable_reach(figures, verify, k), figures.lengths))
 
 
 def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:

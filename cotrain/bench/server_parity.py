@@ -13,7 +13,8 @@ import numpy as np
 
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH
-from inference.exactness.figures import reach_of
+from inference import Engine
+from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, engine_arm, interleave
 from inference.output import Counts, Emitted
@@ -114,14 +115,21 @@ def rounds_expected(
     """Return the expected number of rounds of each text (N,), without its first token. The standard deviation of the
     sum over all texts is returned with it.
     """
-    starts = [[*prompt, text[0]] for prompt, text in zip(prompts, tokens, strict=True)]
-    rest = Emitted(starts, row_ids(starts), [text[1:] for text in tokens], [Counts() for _ in tokens])
-    engine = plan.engine(k, BATCH, proposer=draft)
-    figures = pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
+    figures = figures_after(plan, plan.engine(k, BATCH, proposer=draft), draft, prompts, tokens)
     reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
     calls = predict_chain.calls_from(reach, figures.lengths)
     return calls.numpy(), float(predict_chain.variance_from(reach, figures.lengths).sum().sqrt())
+
+
+def figures_after(
+    plan: Plan, engine: Engine, draft: Proposer, prompts: list[list[int]], tokens: list[list[int]], first: int = 1
+) -> Figures:
+    """Return p and q on texts of another engine, from the token on that its first round begins with. first: the number
+    of tokens of each text that came without a round."""
+    starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, tokens, strict=True)]
+    rest = Emitted(starts, row_ids(starts), [text[first:] for text in tokens], [Counts() for _ in tokens])
+    return pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:

@@ -5,11 +5,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.acceptance import iid_tau
 from cotrain.bench import measurement
 from cotrain.bench.planner import MeasuredCosts, measured, plain_texts, text_figures
 from cotrain.commands.served_pair import load_network, prompts, refuse_pair, resolved, room_of
@@ -23,7 +25,6 @@ from cotrain.plan.forecast import (
     acceptance,
     expected,
     forecast,
-    independent,
     schedule,
     stops_paying,
 )
@@ -60,40 +61,57 @@ def run(cfg: PlanConfig) -> None:
     settle(cfg.threads, cfg.bench.seed)
     refuse(cfg.output, cfg.overwrite)
     began = time.monotonic()
-    with answering(cfg.json) as answer, claim(cfg.output, cfg.overwrite, command="plan") as folder:
-        texts: dict[float, Emitted] = {}
-        target: list[str] = []
-        drafts = [_drafted(cfg, path, texts, target) for path in dict.fromkeys(paths)]
-        plan = _entries(cfg, drafts, texts) | {"seconds": time.monotonic() - began}
-        best = _best(drafts)
-        write_atomic(folder.path / PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
-        for name, content in _files(cfg, best, plan).items():
-            write_atomic(folder.path / name, json.dumps(strict(content), indent=1) + "\n")
-        folder.finish()
-        answer(plan, f"{table(drafts)}\nplan: {folder.path / PLAN}, {PROFILE} and {SCHEDULE} beside it")
+    with answering(cfg.json) as answer:
+        settings = {path: _settings(cfg, path) for path in paths}
+        _refuse_others(settings)
+        target = models(settings[paths[0]])
+        with claim(cfg.output, cfg.overwrite, command="plan") as folder:
+            texts: dict[float, Emitted] = {}
+            drafts = [_drafted(mine, target, texts) for mine in settings.values()]
+            best = _best(drafts)
+            plan = _entries(cfg, drafts, best, texts) | {"seconds": time.monotonic() - began}
+            write_atomic(folder.path / PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
+            for name, content in _files(cfg, best, plan).items():
+                write_atomic(folder.path / name, json.dumps(strict(content), indent=1) + "\n")
+            folder.finish()
+            answer(plan, f"{table(drafts)}\nplan: {folder.path / PLAN}, {PROFILE} and {SCHEDULE} beside it")
 
 
-def _drafted(cfg: PlanConfig, path: str, texts: dict[float, Emitted], target: list[str]) -> Drafted:
-    """Forecast one draft. texts: those of the target by temperature, which the first draft fills. target: the path of
-    the first draft's target; others must have the same."""
+def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
+    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved` and
+    `measurement.refuse`."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
-    name = resolved(mine)
-    if target and target[0] != name:
-        raise UserError(f"drafts: {path} is for the target {name}, and the first draft is for {target[0]}: plan them "
-                        "one by one")  # fmt: skip
-    target[:] = [name]
+    resolved(mine)
     measurement.refuse(mine.bench)
-    draft_folder = measured_folder(path)
-    pair = refuse_pair(path, name, mine.target.trust_remote_code)
-    size = mine.bench
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair))
-    given = prompts(mine.data, size, pair.target, pair.tokenizer, None, draft_folder.path)
-    model, tokenizer = models(mine)
+    return mine
+
+
+def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
+    """Raise UserError unless all drafts are for the same target and regime, since they share it and its texts."""
+    (first, one), *others = settings.items()
+    for path, other in others:
+        for key in ("target.path", "target.adapter", "quantisation.kind", "regime.top_k", "regime.top_p"):
+            mine, theirs = (OmegaConf.select(cast(Any, cfg), key) for cfg in (one, other))
+            if mine != theirs:
+                raise UserError(f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by "
+                                "one")  # fmt: skip
+
+
+def _drafted(
+    cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase], texts: dict[float, Emitted]
+) -> Drafted:
+    """Forecast one draft. pair: the target and its tokenizer. texts: those of the target by temperature, which the
+    first draft fills."""
+    path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
+    model, tokenizer = pair
+    draft_folder, outline = measured_folder(path), refuse_pair(path, name, cfg.target.trust_remote_code)
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(outline))
+    given = prompts(cfg.data, size, outline.target, outline.tokenizer, None, draft_folder.path)
     draft, metadata = load_network(draft_folder, model, tokenizer), draft_folder.metadata
-    assert mine.verify is not None
+    assert cfg.verify is not None
     plan = measurement.Plan(
-        model, tokenizer, draft, sampling(mine.regime), mine.verify, size, (name, path),
+        model, tokenizer, draft, sampling(cfg.regime), cfg.verify, size, (name, path),
         metadata.objective if metadata else "sampled", given=given, kind=draft_folder.kind,
     )  # fmt: skip
     temperatures = list(cfg.temperatures) or [plan.sampling.temperature]
@@ -130,14 +148,14 @@ def _best(drafts: list[Drafted]) -> Drafted:
 # --- what is written and printed
 
 
-def _entries(cfg: PlanConfig, drafts: list[Drafted], texts: Mapping[float, Emitted]) -> dict[str, Any]:
+def _entries(cfg: PlanConfig, drafts: list[Drafted], best: Drafted, texts: Mapping[float, Emitted]) -> dict[str, Any]:
     cells = [_cell(one, t, rows, cell) for one in drafts for (t, rows), cell in one.by.items()]
     return {
         "environment": environment(),
         "settings": {"texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
                      "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
-                     "bench": OmegaConf.to_container(cfg.bench) if OmegaConf.is_config(cfg.bench) else {}},
-        "recommended": _best(drafts).path,
+                     "bench": OmegaConf.to_container(cast(Any, cfg.bench))},
+        "recommended": best.path,
         "cells": cells,
         "costs": {one.path: {str(rows): asdict(costs.costs) for rows, costs in one.costs.items()} for one in drafts},
         "acceptance": {one.path: {f"{t:g}": profile for t, profile in one.profiles.items()} for one in drafts},
@@ -153,7 +171,7 @@ def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
         "k": cell.k, "fastest": cell.fastest, "undecided": cell.undecided, "gain": cell.gain,
         "speedup": cell.speedups[cell.k], "speedups": list(cell.speedups), "errors": list(cell.errors),
         "tau": taus, "tau_errors": [cell.calls.error(k) for k in range(len(cell.seconds))],
-        "iid": [independent(one.alpha[t], k) for k in range(len(cell.seconds))], "alpha": one.alpha[t],
+        "iid": [iid_tau(one.alpha[t], k) for k in range(len(cell.seconds))], "alpha": one.alpha[t],
         "seconds_per_round": list(cell.seconds), "perfect": cell.perfect, "break_even": cell.break_even,
     }  # fmt: skip
 

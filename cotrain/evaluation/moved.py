@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,11 +44,6 @@ class Movement:
     text: Tensor
     domain: Sequence[str]
 
-    @property
-    def mean(self) -> float:
-        """Return the mean KL(original || moved) in nats per token."""
-        return float(self.kl.double().mean())
-
     def bound(self, confidence: float) -> float:
         """Return an upper confidence bound of the mean KL, see `upper_bound`."""
         return upper_bound(self.kl, self.text, confidence)
@@ -62,7 +58,8 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
         inside = texts.predicted[rows]
         both = [(read(ids.long(), places)[LAST][:, :-1][inside], head) for read, head in (original, moved)]
         token, text = ids[:, 1:][inside], rows.unsqueeze(1).expand(inside.shape)[inside]
-        for at in torch.arange(len(token)).split(positions(texts_vocabulary(moved[1], both[1][0]))):
+        vocabulary = moved[1](both[1][0][:1]).shape[-1]
+        for at in torch.arange(len(token)).split(positions(vocabulary)):
             p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
             x = token[at].long().unsqueeze(1).to(p.device)
             figures = [divergences.kl(p, new), divergences.kl(new, p), (p.argmax(-1) == new.argmax(-1)).to(p),
@@ -70,11 +67,6 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
             parts.append([*(one.cpu() for one in figures), token[at], text[at]])
     kl, reverse, same, one, other, tokens, text = (torch.cat(column) for column in zip(*parts, strict=True))
     return Movement(kl, reverse, same, one, other, tokens, text, texts.domain)
-
-
-def texts_vocabulary(head: Head, states: Tensor) -> int:
-    """Return the number of logits of a head."""
-    return int(head(states[:1]).shape[-1])
 
 
 def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
@@ -101,8 +93,7 @@ def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """Return Student's quantile at a confidence above .5, by bisection of the regularised incomplete beta function's
-    integral form: P(|t| <= x) is integrated numerically in double precision."""
+    """Return Student's quantile at a confidence above .5. P(|t| <= x) is integrated numerically in double precision."""
     angle = torch.linspace(0, math.pi / 2, 200_001, dtype=torch.float64)  # t = sqrt(freedom) * tan(angle)
     density = angle.cos().pow(freedom - 1)
     mass = torch.cumulative_trapezoid(density, angle)
@@ -133,7 +124,7 @@ def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
         "tokens": int(inside.sum()),
         "kl": float(kl.mean()),
         "reverse_kl": float(one.reverse[inside].double().mean()),
-        "kl_999": float(kl.quantile(0.999)) if len(kl) < 2**24 else float(kl.topk(len(kl) // 1000).values[-1]),
+        "kl_999": float(np.quantile(kl.numpy(), 0.999)),  # torch's quantile has a limit of 2**24 values
         "same_top": float(one.same[inside].double().mean()),
         "nats": [float(-logs[inside].double().mean()) for logs in (one.original, one.moved)],
     }

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.exactness.figures import Figures, reach_of
+from cotrain.acceptance import iid_tau
+from inference.exactness.figures import Figures, predictable_reach
 from inference.measure.costs import Costs
 from inference.verify import predict_chain
 
@@ -29,10 +30,6 @@ class Calls:
     calls: Tensor
     lengths: Tensor
 
-    @property
-    def longest(self) -> int:
-        return len(self.calls) - 1
-
     def tau(self, k: int) -> float:
         """Return the expected tokens per target call at draft length k."""
         return float(self.lengths.sum() / self.calls[k].sum())
@@ -44,15 +41,11 @@ class Calls:
 
 
 def expected(figures: Figures, verify: str, longest: int) -> Calls:
-    """Return the expected calls of the texts of `figures` for draft lengths 0 .. longest under a rule. For a rule whose
-    acceptance depends on the random numbers that made the text, those of the token rule are returned."""
-    rows = [figures.lengths.double()]
-    for k in range(1, longest + 1):
-        reach = reach_of(figures, verify, k)
-        reach = reach_of(figures, "token", k) if reach is None else reach
-        assert reach is not None
-        rows.append(predict_chain.calls_from(reach, figures.lengths).double())
-    return Calls(torch.stack(rows), figures.lengths.double())
+    """Return the expected calls of the texts of `figures` for draft lengths 0 .. longest under a rule, see
+    `predictable_reach`."""
+    reaches = (predictable_reach(figures, verify, k) for k in range(1, longest + 1))
+    rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
+    return Calls(torch.stack([row.double() for row in rows]), figures.lengths.double())
 
 
 @dataclass(frozen=True)
@@ -61,11 +54,10 @@ class Forecast:
     together. k: the recommended draft length, 0 for plain decoding. fastest: the length of the least expected time,
     which the texts may not tell apart from k. speedups[k], errors[k]: over plain decoding, with the standard error that
     the texts leave. gain: by how much, at most, `fastest` may beat k (upper end of a 95 % interval), as a share of the
-    speed. rows: the batch size."""
+    speed."""
 
     calls: Calls
     seconds: tuple[float, ...]
-    rows: int
     k: int
     fastest: int
     speedups: tuple[float, ...]
@@ -91,7 +83,7 @@ class Forecast:
         low, high = 0.0, 1.0
         for _ in range(40):
             middle = (low + high) / 2
-            pays = any(self.seconds[0] * independent(middle, k) > seconds
+            pays = any(self.seconds[0] * iid_tau(middle, k) > seconds
                        for k, seconds in enumerate(self.seconds) if k)  # fmt: skip
             low, high = (low, middle) if pays else (middle, high)
         return high
@@ -104,7 +96,7 @@ def forecast(calls: Calls, costs: Costs) -> Forecast:
     difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
     Regression Trees, 1984, 3.4.3).
     """
-    longest = min(calls.longest, len(costs.target) - 1)
+    longest = min(len(calls.calls) - 1, len(costs.target) - 1)
     seconds = tuple(costs.round(k) for k in range(longest + 1))
     times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * calls.calls[: longest + 1]  # (K+1, N)
     totals = times.sum(1)
@@ -115,19 +107,13 @@ def forecast(calls: Calls, costs: Costs) -> Forecast:
     speedups = tuple(float(totals[0] / total) for total in totals)
     errors = tuple(speedup * _error(times[0] - speedup * times[k]) / float(totals[0])
                    for k, speedup in enumerate(speedups))  # fmt: skip
-    return Forecast(calls, seconds, costs.rows, k, fastest, speedups, errors, gain)
+    return Forecast(calls, seconds, k, fastest, speedups, errors, gain)
 
 
 def _error(values: Tensor) -> float:
     """Return the standard error of the sum of values (N,), each of one text; infinite for one text."""
     count = len(values)
     return math.inf if count < 2 else float(values.std() * math.sqrt(count))
-
-
-def independent(alpha: float, k: int) -> float:
-    """Return tokens per call if each draft is accepted with the same probability: (1 - alpha^(k+1)) / (1 - alpha)
-    (Leviathan et al. 2023, arXiv 2211.17192, equation 1)."""
-    return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:
@@ -155,13 +141,7 @@ def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
 def acceptance(figures: Figures, verify: str, k: int) -> dict[str, Sequence[float]]:
     """Return prefix and conditional acceptance at depths 1 .. k, and the probability that a round accepts 0 .. k
     drafts, all over the expected rounds."""
-    reach = reach_of(figures, verify, k)
-    reach = reach_of(figures, "token", k) if reach is None else reach
-    assert reach is not None
+    reach = predictable_reach(figures, verify, k)
     prefix, conditional = predict_chain.depths_from(reach, k, figures.lengths)
-    starts = predict_chain.starts(reach)
-    inside = torch.arange(starts.shape[1]) < figures.lengths[:, None]
-    weights = (starts * inside).unsqueeze(-1)
-    exactly = reach - torch.nn.functional.pad(reach[..., 1:], (0, 1))
-    histogram = (weights * exactly).sum((0, 1)) / weights.sum()
+    histogram = predict_chain.histogram_from(reach, figures.lengths)
     return {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}

@@ -58,6 +58,7 @@ from cotrain.training.job import Job, models, sample_prompts, sampled, settle, s
 from cotrain.training.module import Distillation
 from cotrain.training.preconditions import RunOutline, require_texts
 from inference import Engine
+from inference.drafts import moved_target
 from inference.drafts.atomic import new_folder, write_atomic
 from inference.drafts.moved_target import IDENTITY, MOVED, said
 from inference.models.passes import LAST
@@ -164,7 +165,8 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
     """Raise UserError if the moved target in a folder is not certified and the user did not ask for it."""
-    about = json.loads((place / MOVED).read_text(encoding="utf-8"))
+    about = moved_target.about(str(place))
+    assert about is not None
     if not about["certified"] and not cfg.joint.uncertified:
         raise UserError(f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
                         f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
@@ -191,7 +193,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
     second.trainer.ema, second.trainer.corpus_steps, second.init.cosine = 0.0, 0, 0.0
     second.draft.quantisation, second.trainer.minutes, second.trainer.cache = "none", None, None
-    second.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
+    second.loss = _last_loss(cfg)
     if cfg.joint.warm_steps:
         _begins_with(second, folder / WARM / "draft")
     if cfg.joint.every > 1 and cfg.trainer.strategy == "ddp":  # in other steps the adapter has no gradient
@@ -205,7 +207,7 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     """Return the settings of the last stage: the draft learns trainer.steps= from the moved target."""
     last = copy.deepcopy(cfg)
     last.mode, last.init.cosine = "distil", 0.0
-    last.loss = Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
+    last.loss = _last_loss(cfg)
     last.target.adapter, last.rollout.rounds, last.rollout.on_draft = None, 1, 0.0
     last.rollout.folder, last.trainer.cache = None, None  # shared folders are for the original's texts and states
     if (folder / TARGET / "config.json").is_file():
@@ -214,6 +216,11 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
         last.target.adapter = str(folder / TARGET)
     _begins_with(last, folder / MOVING / "draft")
     return last
+
+
+def _last_loss(cfg: TrainConfig) -> Loss:
+    """Return the last loss of the training, from the first step on."""
+    return Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
 
 
 def _begins_with(cfg: TrainConfig, folder: Path) -> None:
@@ -232,15 +239,10 @@ class MovingTeacher(MemoryCache):
     """
 
     def __init__(self, live: Reader, target: nn.Module, limit: int) -> None:
-        super().__init__(live, limit)
-        self.live, self.target = live, target
+        super().__init__(unadapted(live, target), limit)
+        self.live = live
         self.record: Record = {}
         self.moves = True
-        self.read = self._original
-
-    def _original(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        with without_adapter(self.target):
-            return self.live(ids, position_ids)
 
     def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
         with torch.set_grad_enabled(self.moves and torch.is_grad_enabled()):
@@ -383,6 +385,16 @@ def without_adapter(target: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def unadapted(live: Reader, target: nn.Module) -> Reader:
+    """Return a reader of the target without its adapter. live: the reader of the target as it is."""
+
+    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+        with without_adapter(target):
+            return live(ids, position_ids)
+
+    return read
+
+
 def move(cfg: TrainConfig, folder: Path) -> None:
     """Train draft and adapter together, and write the moved target and the draft."""
     stage, place = moving(cfg, folder), folder / MOVING
@@ -467,10 +479,7 @@ def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts
     layers = adapters(target)
     ups = [up.weight for layer in layers for up in layer.lora_B.values()]
     whole = [up.detach().clone() for up in ups]
-
-    def original(ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        with without_adapter(target):
-            return live(ids, position_ids)
+    original = unadapted(live, target)
 
     def bound(scale: float) -> float:
         _scaled(ups, whole, scale)

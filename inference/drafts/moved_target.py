@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-IDENTITY = "identity"  # in that file: the fingerprint of the original target
 MOVED = "moved.json"  # in the folder of a moved target or of its adapter: the original, and how far the target moved
+IDENTITY = "identity"  # in that file: the fingerprint of the original target
 
 
 def about(path: str, adapter: str | None = None) -> dict[str, Any] | None:

@@ -226,6 +226,16 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
+def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
+    """Return `reach_of` chains of at most `most` drafts. For a rule whose acceptance depends on the random numbers that
+    made the text, return that of the token rule."""
+    reach = reach_of(figures, rule, most)
+    if reach is None:
+        reach = reach_of(figures, "token", most)
+    assert reach is not None
+    return reach
+
+
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
     """Return the mean of `reach_of` over random changes of log q - log p as large as the rounding of the run. If the
     draft is nearly the target, rounding alone decides whether drafts can be rejected. For trees, return `reach_of`

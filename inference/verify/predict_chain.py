@@ -28,6 +28,7 @@ __all__ = [
     "depths_from",
     "expected_calls",
     "expected_calls_block",
+    "histogram_from",
     "l_from",
     "prefix",
     "r_from",
@@ -168,6 +169,15 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
     s = starts(reach)[..., None] * drafts
     accepted, drafted, tried = (s * reach[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * reach[..., :-1]).sum((0, 1))
     return accepted / drafted, accepted / tried
+
+
+def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Return P(a round accepts exactly n drafts), n = 0..K, over the expected rounds -> (K+1,), from `reach`
+    (B,T,K+1)."""
+    s = starts(reach)
+    inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
+    weights = (s * inside)[..., None]
+    return (weights * _jumps(reach)).sum((0, 1)) / weights.sum()
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -188,7 +188,9 @@ def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyP
     assert rest == ["texts", REGIME, 6, 0.5]
     figures = SimpleNamespace(lengths="lengths")
     monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or figures)
-    monkeypatch.setattr(planner, "reach_of", lambda figures, *rule: None if rule[0] == "match" else rule)
+    monkeypatch.setattr(
+        "inference.exactness.figures.reach_of", lambda figures, *rule: None if rule[0] == "match" else rule
+    )
     monkeypatch.setattr(
         planner.predict_chain, "tau_from", lambda reach, lengths: reach[1] + 0.5 * (reach[0] == "block")
     )

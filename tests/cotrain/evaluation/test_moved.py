@@ -42,7 +42,7 @@ def test_figures_agree_with_passes_by_hand() -> None:
 
 def test_a_target_that_did_not_move_is_at_zero() -> None:
     same = movement(served(tiny()), served(tiny()), texts([9, 14], [2, 5], ["a", "a"]))
-    assert same.mean == 0 and same.bound(0.95) == 0 and bool(same.same.all())
+    assert float(same.kl.mean()) == 0 and same.bound(0.95) == 0 and bool(same.same.all())
 
 
 @pytest.mark.parametrize(

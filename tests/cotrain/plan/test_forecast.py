@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain.plan.forecast import Calls, acceptance, expected, forecast, independent, schedule, stops_paying
+from cotrain.acceptance import iid_tau
+from cotrain.plan.forecast import Calls, acceptance, expected, forecast, schedule, stops_paying
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 
@@ -22,7 +23,7 @@ def calls(alpha: float | Tensor, texts: int = 40, tokens: int = 400) -> Calls:
     """Long texts whose drafts are accepted with the same probability at every depth; alpha (N,) for each text."""
     each = torch.as_tensor(alpha, dtype=torch.float64).expand(texts)
     lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
-    rows = [lengths / torch.tensor([independent(float(a), k) for a in each], dtype=torch.float64) for k in range(K + 1)]
+    rows = [lengths / torch.tensor([iid_tau(float(a), k) for a in each], dtype=torch.float64) for k in range(K + 1)]
     return Calls(torch.stack(rows), lengths)
 
 
@@ -54,12 +55,12 @@ def test_expected_calls_are_those_of_simulated_rounds() -> None:
 
 def test_seconds_per_token_decide() -> None:
     one = forecast(calls(0.8), costs())
-    speed = [independent(0.8, k) * 1.02 / (k * 0.1 + 1 + 0.05 * k + 0.02) for k in range(K + 1)]
+    speed = [iid_tau(0.8, k) * 1.02 / (k * 0.1 + 1 + 0.05 * k + 0.02) for k in range(K + 1)]
     assert one.speedups == pytest.approx(speed) and one.k == one.fastest == max(range(K + 1), key=speed.__getitem__)
     assert one.perfect == pytest.approx(5 * 1.02 / 1.62)
     edge = one.break_even
     assert edge is not None
-    at, below = (max(independent(edge + d, k) * 1.02 / one.seconds[k] for k in range(1, K + 1)) for d in (1e-6, -1e-3))
+    at, below = (max(iid_tau(edge + d, k) * 1.02 / one.seconds[k] for k in range(1, K + 1)) for d in (1e-6, -1e-3))
     assert at == pytest.approx(1, abs=1e-4) and below < 1
 
 
@@ -122,5 +123,5 @@ def test_the_profile_is_that_of_the_expected_rounds() -> None:
 
 
 def test_equal_acceptance_at_all_depths() -> None:
-    assert independent(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert independent(1.0, 3) == 4 and independent(0.0, 3) == 1
+    assert iid_tau(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert iid_tau(1.0, 3) == 4 and iid_tau(0.0, 3) == 1

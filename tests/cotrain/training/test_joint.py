@@ -133,7 +133,7 @@ def test_the_adapter_has_the_slope_of_the_loss(kind: str) -> None:
 
 def test_the_kl_is_that_between_the_models() -> None:
     module, given = training(), batch()
-    original, moved = tiny(32), merged(module.moving.target)
+    original, moved = tiny(32), merged(module.student.target)
     with torch.no_grad():
         p, q = (model(given["ids"]).logits[:, :-1].log_softmax(-1) for model in (original, moved))
     inside = given["predicted"]
@@ -159,7 +159,7 @@ def test_the_original_is_read_as_it_was_also_after_the_adapter_has_moved() -> No
     module, given = training("eagle", remember=0), batch()
     plain = served(tiny(32), layers=module.student.reads)[0](given["ids"])
     module.learn(given)
-    for layer in adapters(module.moving.target):
+    for layer in adapters(module.student.target):
         layer.lora_B["default"].weight.data += 1.0
     record = module.moving.original(given["ids"], given["key"])
     for layer, states in plain.items():
@@ -236,7 +236,7 @@ def test_the_batches_of_a_step_change_the_multiplier_as_one_batch_would() -> Non
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 1e9])
 def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
     module = training()
-    target, live, head = module.moving.target, module.live, module.head_target
+    target, live, head = module.student.target, module.live, module.head_target
     some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
     whole = [up.weight.clone() for layer in adapters(target) for up in layer.lora_B.values()]
     scale = choose_scale(target, live, head, some, epsilon)  # type: ignore[arg-type]
