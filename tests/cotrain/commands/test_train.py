@@ -32,7 +32,7 @@ optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 b
 bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and own texts."""
     place = tmp_path_factory.mktemp("train")
@@ -46,7 +46,7 @@ def job(place: Path, output: str, *settings: str, target: str = "target") -> int
     return main(["train", *paths, *SIZES, *settings])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """The folder of a finished run."""
     assert job(place, "run", "overwrite=true") == 0
@@ -523,7 +523,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template, and logs that it did not write."""
     place = tmp_path_factory.mktemp("chats")
