@@ -117,7 +117,7 @@ class CallDecisions:
         """Return 0 if no draft length has a higher expected rate than plain decoding. Else return the longest draft, or
         the best one if the proposer does not ask."""
         self.rows, self.asks, self.seen = rows, asks, []
-        self.rates = np.array([self._rate(row) for row in rows])
+        self.rates = np.array([self.rate(row) for row in rows])
         self.seconds = seconds_of(self.policy.seconds, len(rows))
         lengths = np.arange(len(self.seconds))[:, None]
         tokens = ((1 - self.rates ** (lengths + 1)) / (1 - self.rates)).sum(1)  # a geometric series per row -> (K+1,)
@@ -143,12 +143,12 @@ class CallDecisions:
         return bool(gain.sum() >= self.best * (self.seconds[depth + 2] - self.seconds[depth + 1]))
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
-        for row, (made, good) in zip(self.rows, drafts, strict=True):
-            recent, weight = self.recent.setdefault(row, Recent()), DISCOUNT ** (good + 1)
-            recent.tried = weight * recent.tried + min(made, good + 1)
-            recent.accepted = weight * recent.accepted + min(made, good)
+        for row, (drafted, accepted) in zip(self.rows, drafts, strict=True):
+            recent, weight = self.recent.setdefault(row, Recent()), DISCOUNT ** (accepted + 1)
+            recent.tried = weight * recent.tried + min(drafted, accepted + 1)
+            recent.accepted = weight * recent.accepted + accepted
 
-    def _rate(self, row: int) -> float:
+    def rate(self, row: int) -> float:
         """Return a row's recent acceptance, shrunk to the mean."""
         recent = self.recent.get(row, Recent())
         rate = (recent.accepted + PRIOR * self.policy.estimates.mean) / (recent.tried + PRIOR)

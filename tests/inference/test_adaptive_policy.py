@@ -20,6 +20,7 @@ from inference import Engine, Sampling
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates, estimate, seconds_of
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.round import DecodingRound
 from inference.verify import block, token
 from tests.exact import F64, Tree, chi_square, inside, thresholds
 from tests.inference.test_distribution import joint, pooled, small
@@ -70,7 +71,8 @@ class Scripted:
     """Decisions that read the drafts' logits as `CallDecisions` do, and end rounds often and unevenly."""
 
     script: Sequence[int] = ()  # the longest draft of each round; 3 after its end
-    stops: bool = True
+    ended: int = 0  # of the first rounds, all of which end after one draft
+    stops: bool = True  # whether other rounds may end early
     round: int = 0
     seen: list[Tensor] = field(default_factory=list)
 
@@ -83,11 +85,11 @@ class Scripted:
             self.seen.append(logits)
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        return (
-            not self.stops
-            or depth >= len(self.seen)
-            or int(1000 * float(self.seen[depth].softmax(-1).amax(-1).sum())) % 3 > 0
-        )
+        if self.round <= self.ended:
+            return False
+        if not self.stops or depth >= len(self.seen):
+            return True
+        return int(1000 * float(self.seen[depth].softmax(-1).amax(-1).sum())) % 3 > 0
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
         assert all(0 <= accepted <= drafted <= 3 for drafted, accepted in drafts)
@@ -96,13 +98,14 @@ class Scripted:
 @dataclass(frozen=True)
 class Script:
     script: Sequence[int] = ()
+    ended: int = 0
     stops: bool = True
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [3] * len(texts)
 
     def begin(self) -> Scripted:
-        return Scripted(self.script, self.stops)
+        return Scripted(self.script, self.ended, self.stops)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -137,17 +140,21 @@ def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
 # --- drafting nothing
 
 
+@pytest.mark.parametrize("script", [Script([0] * 40, stops=False), Script(ended=20, stops=False)], ids=["none", "one"])
 @pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].drawn])
-def test_rounds_without_drafts_leave_no_gap(kind: str) -> None:
-    """After many rounds without drafts a row drafts, round by round, what it would in an engine that has just begun."""
+def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
+    """After rounds without drafts, or that ended after one draft, a row drafts what it would in an engine that has just
+    begun, round by round."""
     target, whole = tiny(positions=128), {"sampling": Sampling(0), "ignore_eos": True}
     made, wanted = Drafts(), Drafts()
-    rare = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Script([0] * 40, stops=False), record=made)
+    rare = Engine(target, KINDS[kind].proposer(target), rows=1, policy=script, record=made)
     often = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3), record=wanted)
+    first = len(script.script) + script.ended
     for prompt in PROMPTS[:2]:
-        text = rare.generate([prompt], max_new_tokens=60, **whole).tokens[0]  # type: ignore[arg-type]
-        often.generate([prompt + text[:40]], max_new_tokens=20, **whole)  # type: ignore[arg-type]
-        assert made.rounds[:40] == [[]] * 40 and made.rounds[40:] == wanted.rounds
+        out = rare.generate([prompt], max_new_tokens=60, **whole)  # type: ignore[arg-type]
+        begin = out.stats.rows[0].starts[first]
+        often.generate([prompt + out.tokens[0][:begin]], max_new_tokens=60 - begin, **whole)  # type: ignore[arg-type]
+        assert max(map(len, made.rounds[:first])) <= min(script.ended, 1) and made.rounds[first:] == wanted.rounds
 
 
 class Drafts:
@@ -169,6 +176,23 @@ def test_nothing_is_drafted_if_nothing_pays() -> None:
     draft.propose = None  # type: ignore[assignment,method-assign]
     out = engine.generate(PROMPTS, max_new_tokens=9, seed=3)
     assert out.stats.drafted == [] and out.stats.tokens == out.stats.target_calls
+
+
+@pytest.mark.parametrize("kind", ["independent", "eagle"])
+def test_no_pass_follows_the_decision_to_stop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that makes one pass per token makes one in a round that ends after one draft."""
+    target = tiny()
+    passes = [0]
+    engine = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Script(ended=99))
+    probs = DecodingRound.probs
+
+    def counted(self: DecodingRound, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        passes[0] += 1
+        return probs(self, logits, drafted)
+
+    monkeypatch.setattr(DecodingRound, "probs", counted)
+    out = engine.generate([PROMPTS[0]], max_new_tokens=12, sampling=Sampling(0.9), seed=1)
+    assert passes[0] == out.stats.drafted[0] and len(out.stats.drafted) == 1
 
 
 # --- decisions
