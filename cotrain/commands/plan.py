@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from cotrain.commands.served_pair import measured as measured_folder
 from cotrain.config.settings import PlanConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
+from cotrain.plan.drift import Drift, drift, served
 from cotrain.plan.forecast import (
     SIGMAS,
     Forecast,
@@ -64,6 +66,11 @@ class Drafted:
 
 def run(cfg: PlanConfig) -> None:
     """Forecast, write plan.json and the files for other programs to `output`, and print a table."""
+    if cfg.log is not None:
+        with answering(cfg.json) as answer:
+            compared = _compared(Path(cfg.log), Path(cfg.output) / PLAN)
+            answer(asdict(compared), compared.line)
+        return
     paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
     if not paths:
         raise UserError("name a draft folder with draft.path=, or several with drafts=[a,b]")
@@ -91,6 +98,15 @@ def run(cfg: PlanConfig) -> None:
             folder.finish()
             lines.append(f"plan: {folder.path / PLAN}, with {PROFILE}, {SCHEDULE} and {POLICY} beside it")
             answer(plan, "\n".join(lines))
+
+
+def _compared(log: Path, plan: Path) -> Drift:
+    """Compare a server's counters with a plan. Raises UserError for files that are missing or something else."""
+    try:
+        given = json.loads(plan.read_text(encoding="utf-8"))
+        return drift(given, served(log))
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"output: {plan} is no plan to compare with: {error!r}") from error
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:

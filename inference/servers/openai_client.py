@@ -97,20 +97,8 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def counted(self) -> Served | None:
-        """Return the drafting counters since the server started, from its Prometheus page, or None if the page shows
-        none."""
-        counts: dict[str, int] = {}
-        depths: dict[int, int] = {}
-        for name, labels, value in COUNTER.findall(self._read("/metrics")):
-            at = POSITION.search(labels)
-            if name == "num_accepted_tokens_per_pos" and at:
-                depths[int(at[1])] = depths.get(int(at[1]), 0) + int(float(value))
-            elif not at:
-                counts[name] = counts.get(name, 0) + int(float(value))  # summed over engines of one server
-        if "num_drafts" not in counts:
-            return None
-        return Served(counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"],
-                      tuple(depths[depth] for depth in sorted(depths)))  # fmt: skip
+        """Return the drafting counters since the server started, or None if its page shows none."""
+        return counted_in(self._read("/metrics"))
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -125,6 +113,22 @@ class Client:
             raise ConnectionError(f"{self.root}{path} answered {error.code}: {answer}") from error
         except (urllib.error.URLError, TimeoutError) as error:
             raise ConnectionError(f"{self.root}{path}: {error}") from error
+
+
+def counted_in(page: str) -> Served | None:
+    """Return the drafting counters of a Prometheus page of vLLM, or None if it shows none."""
+    counts: dict[str, int] = {}
+    depths: dict[int, int] = {}
+    for name, labels, value in COUNTER.findall(page):
+        at = POSITION.search(labels)
+        if name == "num_accepted_tokens_per_pos" and at:
+            depths[int(at[1])] = depths.get(int(at[1]), 0) + int(float(value))
+        elif not at:
+            counts[name] = counts.get(name, 0) + int(float(value))  # summed over engines of one server
+    if "num_drafts" not in counts:
+        return None
+    return Served(counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"],
+                  tuple(depths[depth] for depth in sorted(depths)))  # fmt: skip
 
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:

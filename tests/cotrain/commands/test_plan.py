@@ -119,3 +119,20 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
     file.write_text(json.dumps(metadata))
     assert plan(run, f"drafts=[{tmp_path / 'other'}]") != 0
     assert "quantisation.kind" in capsys.readouterr().err
+
+
+def test_a_servers_counters_are_compared_with_the_plan(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(run) == 0
+    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    (profile,) = found["acceptance"][str(run / "draft")].values()
+    log = tmp_path / "log.json"
+    log.write_text(
+        json.dumps({"rounds": 1000, "accepted_by_depth": [int(1000 * share) for share in profile["prefix"]]})
+    )
+    capsys.readouterr()
+    assert main(["plan", f"log={log}", f"output={run.parent / 'plan'}"]) == 0
+    assert "as forecast" in capsys.readouterr().out
+    assert main(["plan", f"log={log}", f"output={tmp_path / 'nowhere'}"]) != 0
+    assert "no plan to compare with" in capsys.readouterr().err

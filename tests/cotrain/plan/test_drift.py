@@ -1,0 +1,74 @@
+"""What `cotrain plan log=` says of a server's counters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain.errors import UserError
+from cotrain.plan.drift import drift, served
+
+PREFIX = {"1": [0.6, 0.36, 0.22, 0.13], "0.3": [0.8, 0.64, 0.51, 0.41]}
+PLAN: dict[str, Any] = {
+    "recommended": "d",
+    "acceptance": {"d": {t: {"prefix": prefix} for t, prefix in PREFIX.items()}},
+    "cells": [{"draft": "d", "temperature": float(t), "tau_errors": [0.0, 0.01, 0.01, 0.01, 0.01]} for t in PREFIX],
+}
+
+
+def counters(tmp_path: Path, shares: list[float], rounds: int = 20_000) -> Any:
+    file = tmp_path / "log.json"
+    file.write_text(json.dumps({"rounds": rounds, "accepted_by_depth": [round(rounds * share) for share in shares]}))
+    return served(file)
+
+
+def test_what_was_forecast_is_no_drift(tmp_path: Path) -> None:
+    found = drift(PLAN, counters(tmp_path, PREFIX["1"][:3]))
+    assert (
+        found.cause is None and found.tau == pytest.approx(2.18) == pytest.approx(found.forecast) and found.depths == 3
+    )
+    few = drift(PLAN, counters(tmp_path, [0.5, 0.3, 0.2], rounds=40))  # so few rounds may be anything
+    assert few.cause is None and abs(few.z) < 3
+
+
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        ([0.8, 0.64, 0.51], "that of temperature 0.3"),
+        ([0.45, 0.2, 0.09], "served prompts differ"),
+        ([0.6, 0.1, 0.02], "other states or positions"),
+        ([0.95, 0.9, 0.85], "a longer draft may pay"),
+    ],
+)
+def test_a_difference_has_its_likely_cause(shares: list[float], says: str, tmp_path: Path) -> None:
+    found = drift(PLAN, counters(tmp_path, shares))
+    assert found.cause and says in found.cause and "drift" in found.line
+
+
+def test_the_score_is_that_of_the_rounds_and_of_the_texts(tmp_path: Path) -> None:
+    """By hand for one draft: a share of 0.55 in 400 rounds, 0.6 forecast with a standard error of 0.01."""
+    found = drift(PLAN, counters(tmp_path, [0.55], rounds=400))
+    assert found.z == pytest.approx(-0.05 / (0.55 * 0.45 / 400 + 0.01**2) ** 0.5)
+
+
+def test_the_page_of_a_server_is_read(tmp_path: Path) -> None:
+    depth = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="%d"} %.1f'
+    totals = {"num_drafts": 100, "num_draft_tokens": 200, "num_accepted_tokens": 90}
+    page = [f"vllm:spec_decode_{name}_total {value}.0" for name, value in totals.items()]
+    page += [depth % pair for pair in ((0, 60.0), (1, 30.0))]
+    (tmp_path / "metrics").write_text("\n".join(page) + "\n")
+    found = served(tmp_path / "metrics")
+    assert found.rounds == 100 and found.by_depth == (60, 30) and found.tau == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"rounds": 0, "accepted_by_depth": [1]}', "# nothing of drafts\n"])
+def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(content)
+    with pytest.raises(UserError, match="log="):
+        served(tmp_path / "log")
+
+
+def test_longer_drafts_than_the_plans_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="drafts 5 tokens"):
+        drift(PLAN, counters(tmp_path, [0.6, 0.4, 0.3, 0.2, 0.1]))
