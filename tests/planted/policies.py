@@ -19,5 +19,5 @@ ROWS_OF_BUGS = [
     ('tail_in_the_wrong_order', 'cotrain/plan/forecast.py', 'alone', 'descending=True', 'descending=False', ['tests/cotrain/plan/test_forecast.py::test_a_batch_alone_pays_for_the_rows_that_are_left'], 'the last rounds have the most rows'),
     ('sampled_rounds_without_the_last_token', 'cotrain/plan/forecast.py', 'sampled', 'at + 1 + (u', 'at + (u', ['tests/cotrain/plan/test_forecast.py::test_samples_of_rounds_have_the_expected_number'], 'a round that accepts nothing emits nothing'),
     ('drift_by_the_error_of_the_rounds_alone', 'cotrain/plan/drift.py', 'drift', 'math.hypot(_error(shares, counters.rounds), _planned_error(cell, k))', '_error(shares, counters.rounds)', ['tests/cotrain/plan/test_drift.py::test_the_score_is_that_of_the_rounds_and_of_the_texts'], 'the texts of the plan are taken as all texts'),
-    ('drift_of_conditional_shares', 'cotrain/plan/drift.py', 'drift', 'accepted / counters.rounds for', 'accepted / max(counters.by_depth) for', ['tests/cotrain/plan/test_drift.py::test_what_was_forecast_is_no_drift'], 'shares of another total'),
+    ('drift_of_conditional_shares', 'cotrain/plan/drift.py', 'drift', 'accepted / counters.rounds for', 'accepted / max(counters.by_depth) for', ['tests/cotrain/plan/test_drift.py::test_a_difference_has_its_likely_cause'], 'shares of another total'),
 ]
