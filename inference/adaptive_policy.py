@@ -27,7 +27,7 @@ EDGE = 1e-3  # no acceptance is taken to be nearer to 0 or 1
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of acceptance for one draft model, fitted to real rounds (`measure.acceptance_fit`). mean: the share of
+    """Estimates of acceptance for one draft model, fitted to real rounds (`cotrain plan`). mean: the share of
     drafts that were accepted if all before them were. here: weights (INPUTS,) of the log odds that a draft is accepted.
     ahead: of the log odds that the draft after it is accepted, given that it is itself accepted."""
 
