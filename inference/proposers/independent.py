@@ -18,6 +18,7 @@ from inference.models.pretrained import widened
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShape, trees_of
 from inference.sampling import certain
+from inference.source import like
 
 
 class Independent(Proposer):
@@ -84,7 +85,7 @@ class Independent(Proposer):
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        store_prompts(self.lm, low, [prompt[: self.lm.context] for prompt in prompts])
+        store_prompts(self.lm, low, [like(prompt, prompt[: self.lm.context]) for prompt in prompts])
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         length = min(len(prompt), self.lm.context) - 1
