@@ -186,11 +186,11 @@ class PromptReader:
                              f"{type(sampling).__name__}")  # fmt: skip
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
-        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.stop_ids}
+        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.banned_first, *sampling.stop_ids}
         foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
         if foreign:
-            raise ValueError(f"{who}: Sampling.logit_bias, banned or stop_ids has ids {sorted(foreign)[:5]}, the "
-                             f"vocabulary size is {self.target.vocabulary}")  # fmt: skip
+            raise ValueError(f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
+                             f"{sorted(foreign)[:5]}, the vocabulary size is {self.target.vocabulary}")  # fmt: skip
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
@@ -460,6 +460,6 @@ def _start_of(model: PreTrainedModel) -> tuple[int, ...] | None:
         settings |= {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     start, bos = settings.get("decoder_start_token_id"), settings.get("forced_bos_token_id")
     forced = settings.get("forced_decoder_ids") or ([[1, bos]] if bos is not None else [])
-    if not is_whole(start) or [place for place, _ in forced] != list(range(1, len(forced) + 1)):
-        return None
-    return (start, *(id for _, id in forced)) if all(is_whole(id) for _, id in forced) else None
+    ids = [start, *(token for _, token in forced)]
+    in_order = [place for place, _ in forced] == list(range(1, len(ids)))
+    return tuple(int(token) for token in ids) if in_order and all(map(is_whole, ids)) else None

@@ -40,6 +40,17 @@ def source_ids(text: Sequence[int]) -> list[int]:
     return [] if source is None or isinstance(source, Tensor) else list(source)
 
 
+def searched(text: list[int]) -> list[int]:
+    """Return the ids that look-up searches for what followed: those of the source, then `BETWEEN` and the text."""
+    before = source_ids(text)
+    return [*before, BETWEEN, *text] if before else text
+
+
+def until_between(ids: list[int]) -> list[int]:
+    """Return the ids before `BETWEEN`, all if it is not among them."""
+    return ids[: ids.index(BETWEEN)] if BETWEEN in ids else ids
+
+
 def words(text: Sequence[int]) -> tuple[int, ...]:
     """Return whole numbers of 64 bits that identify a text and its source: the ids, then those of the source or a hash
     of its features."""

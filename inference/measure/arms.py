@@ -16,7 +16,7 @@ from inference.output import Counts, Stats, pooled
 from inference.sampling import Sampling
 
 ENDS = ("stop", "stop_ids")
-UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "processors")
+UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "banned_first", "processors")
 
 
 @dataclass(frozen=True)

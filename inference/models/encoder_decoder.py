@@ -179,8 +179,8 @@ def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjection
         return CrossProjections(bart.k_proj, bart.v_proj, bart.head_dim)
     if t5 := modules.get("layer.1.EncDecAttention"):
         return CrossProjections(t5.k, t5.v, t5.key_value_proj_dim)
-    raise ValueError(f"{type(model).__name__}: a decoder of {type(layer).__name__} is not known here; those of T5, BART, "
-                     "Marian and Whisper are")  # fmt: skip
+    raise ValueError(f"{type(model).__name__}: decoder layers of {type(layer).__name__} are not known here; those of "
+                     "T5, BART, Marian and Whisper are")  # fmt: skip
 
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
@@ -268,3 +268,14 @@ def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
     if shape is None:
         return tuple(torch.randint(model.config.vocab_size, (length,), generator=made).tolist())
     return torch.randn(shape, generator=made)
+
+
+def same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Return whether both models have an encoder, with equal weights."""
+    if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder):
+        return False
+    ours, theirs = (model.get_encoder().state_dict() for model in (draft, target))
+    return ours.keys() == theirs.keys() and all(
+        one.dtype == theirs[name].dtype and one.device == theirs[name].device and torch.equal(one, theirs[name])
+        for name, one in ours.items()
+    )

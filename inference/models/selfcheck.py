@@ -358,8 +358,8 @@ class Probe:
             )  # fmt: skip
             ids = self.ids[row : row + 1, : start + self.later]
             with torch.no_grad():
-                parts = [self.model(**own_inputs(self.model, part, source), past_key_values=cache, use_cache=True).logits
-                         for part in (ids[:, :start], ids[:, start:])]  # fmt: skip
+                inputs = [own_inputs(self.model, part, source) for part in (ids[:, :start], ids[:, start:])]
+                parts = [self.model(**part, past_key_values=cache, use_cache=True).logits for part in inputs]
             rows.append(torch.cat(parts, 1)[0])
         return rows
 
