@@ -212,7 +212,7 @@ def spare_slots(rows: int) -> int:
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
-    attention.
+    attention. Those of cross-attention, which depend on the sources, are not among them.
 
     All slots, spare ones too, have the same size. It is doubled until the tokens fit, up to the model's context.
     """

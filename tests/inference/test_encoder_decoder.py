@@ -126,27 +126,34 @@ def joint(model: Any, start: SourcedText, tokens: int, temperature: float) -> to
     return probs
 
 
-def small(seed: int = 3) -> Any:
-    return t5(seed, vocab=5, layers=1, encoder=1, eos=None).float()
+def small(family: str) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 5, "decoder_layers": 1}
+    model = t5(3, vocab=5, layers=1, encoder=1) if family == "t5" else FAMILIES[family](3, **sizes)
+    model.generation_config.forced_decoder_ids = None
+    return model.float()
 
 
 KINDS = ("independent", "shared encoder")
-CASES: list[tuple[str, str, Any]] = [
-    (kind, rule, None) for kind in KINDS for rule in ("token", "block", "match", "coupled")
+CASES: list[tuple[str, str, str, Any]] = [
+    ("t5", kind, rule, None) for kind in KINDS for rule in ("token", "block", "match", "coupled")
 ]
-CASES += [("shared encoder", rule, SHAPE) for rule in ("tree", "traversal", "coupled")]
+CASES += [("t5", "shared encoder", rule, SHAPE) for rule in ("tree", "traversal", "coupled")]
+CASES += [(family, "shared encoder", "block", None) for family in ("bart", "marian", "whisper")]
+CASES += [(family, "independent", "traversal", SHAPE) for family in ("bart", "marian", "whisper")]
 
 
-@pytest.mark.parametrize(("kind", "rule", "shape"), CASES)
-def test_the_joint_distribution_of_the_text_is_the_targets(kind: str, rule: str, shape: Any) -> None:
+@pytest.mark.parametrize(("family", "kind", "rule", "shape"), CASES)
+def test_the_joint_distribution_of_the_text_is_the_targets(family: str, kind: str, rule: str, shape: Any) -> None:
     """Three tokens of several rounds, for rows of two sources in one batch, by chi-square over all texts."""
-    target = small()
+    target = small(family)
     draft = near(target, 0.2) if kind == "independent" else with_encoder_of(target, 0.2)
     engine = Engine(target, Independent(draft, shape=shape), verify=rule, policy=Fixed(2), rows=ROWS)
-    starts, V, counts = engine.starts(TWO), 5, torch.zeros(2, 125)
+    prompts = sources(target, 2) if family == "whisper" else TWO
+    starts, V, counts = engine.starts(prompts), 5, torch.zeros(2, 125)
+    whole: Any = {"max_new_tokens": 3, "sampling": Sampling(0.9), "ignore_eos": True}
     with uncollected():
         for seed in range(4):
-            out = engine.generate(TWO * (ROWS // 2), max_new_tokens=3, sampling=Sampling(0.9), seed=seed)
+            out = engine.generate(prompts * (ROWS // 2), **whole, seed=seed)
             numbers = torch.tensor(out.tokens) @ V ** torch.arange(2, -1, -1)
             counts += torch.stack([numbers[row::2].bincount(minlength=125) for row in (0, 1)])
     assert sum(out.stats.accepted) > 100
