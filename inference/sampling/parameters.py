@@ -63,11 +63,11 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     banned: tuple[tuple[int, ...], ...] = ()
-    banned_first: tuple[int, ...] = ()
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     processors: tuple[Processor, ...] = ()
+    banned_first: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, lambda t: t == 0 or COLDEST <= t < math.inf, "0 or >= 1e-5")

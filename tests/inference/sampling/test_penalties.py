@@ -32,7 +32,7 @@ SETTINGS = [
     (Sampling(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
     (Sampling(logit_bias={7: 3.5, 11: -20}), {"sequence_bias": [[[7], 3.5], [[11], -20.0]]}),
     (Sampling(min_new_tokens=6), {"min_new_tokens": 6}),
-    (Sampling(banned_first=(3, 8)), {"begin_suppress_tokens": [3, 8]}),
+    (Sampling(banned_first=(3, 11)), {"begin_suppress_tokens": [3, 11]}),
     (Sampling(processors=(keep_even,)), {"logits_processor": [keep_even]}),
 ]
 
