@@ -33,7 +33,7 @@ from inference.models.pretrained import load_model, move
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
-from inference.request import Prompt, PromptReader, ends_of, pads_of, single, vocabulary_of
+from inference.request import Prompt, PromptReader, ends_of, pads_of, single, source_limits, vocabulary_of
 from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.sampling.parameters import is_whole
@@ -46,7 +46,8 @@ from inference.verify.rules import Rule, rule_of
 class Engine:
     """An engine for speculative decoding of many rows at once. The distribution of its text is exactly the target's.
 
-    target: a transformers causal LM or a PEFT model of one, used without a change; or a path or hub id to load. dtype:
+    target: a transformers causal LM, an encoder-decoder (T5, BART, Marian, Whisper and models built like them) or a
+    PEFT model of one, used without a change; or a path or hub id to load. dtype:
     dtype of a loaded target; None for the checkpoint's dtype, or float32 on a CPU that would emulate it. device: device
     of a loaded target; None for the CPU. Only the end tokens of the target's generation_config are read, see
     `Sampling.of`. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
@@ -107,7 +108,8 @@ class Engine:
         self.target = self._new_target(vocabulary=vocabulary_of(self._new_target.args[0], self.tokenizer))
         self.graphs = Graphs(self.target.device) if self.target.uses_graphs else None
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
-        self.pads = pads_of(self.target.model, self.tokenizer)
+        pads, encoder = pads_of(self.target.model, self.tokenizer), source_limits(self.target.model)
+        self.reader = PromptReader(self.target, self.ends, self.tokenizer, pads, encoder)
 
     def generate(
         self,
@@ -125,6 +127,11 @@ class Engine:
         content, which the tokenizer's template renders). It may also be the tokenizer's output for several texts; then
         ids that the attention mask excludes are dropped. Text is encoded by the tokenizer, with at most one start
         token.
+
+        For an encoder-decoder a prompt is a source: the same, or a dict of input_ids or input_features (a processor's
+        output) with decoder_input_ids if the decoder's text is to begin with more than its start token and the forced
+        ids of the generation config. `Output.tokens` has none of these first ids. Its row's text, which the settings
+        and the draft read, is the decoder's.
 
         max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers. By
         default `ids` are hashes of the prompts, so a prompt gives the same tokens alone or in a batch. This holds
@@ -161,6 +168,11 @@ class Engine:
         if call.rows[0].error:
             raise RequestError(f"Engine.stream: {call.rows[0].error}")
 
+    def starts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
+        """Return the ids that the text of each prompt begins with, as prompts that are read alike: the prompt's own, or
+        the decoder's first ids, which carry their source. Checks of texts need these."""
+        return self.reader.texts(prompts)
+
     def begin(
         self, prompts: Sequence[Prompt] | Mapping[str, Any], max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling],
@@ -173,9 +185,7 @@ class Engine:
         with ALONE:
             if self.target.stale:
                 self._open()
-            rows = PromptReader(self.target, self.ends, self.tokenizer, self.pads).requests(
-                prompts, max_new_tokens, sampling, ids, ignore_eos
-            )
+            rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
             if self.record:
                 self.record.begin(self.rule.name, rows)
             call = self.slots.begin(rows, self.proposer, seed)

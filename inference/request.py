@@ -10,12 +10,16 @@ from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.models.encoder_decoder import features_shape
+from inference.models.pretrained import length_of
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole
+from inference.source import Source, SourcedText, source_of
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Tensor | np.ndarray
@@ -24,7 +28,8 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 @dataclass
 class Request:
-    """One row while it is decoded. Prompt and emitted tokens are one list; the other fields say when the row ends.
+    """One row while it is decoded. Prompt and emitted tokens are one list; the other fields say when the row ends. For
+    an encoder-decoder the text is the decoder's, and carries its source.
 
     index: of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new tokens.
     ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the message.
@@ -46,6 +51,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = len(self.text)
+
+    @property
+    def source(self) -> Source | None:
+        """Return what the encoder reads, None for a causal LM."""
+        return source_of(self.text)
 
     @property
     def new(self) -> list[int]:
@@ -110,14 +120,34 @@ class TextLimits(Protocol):
 
 
 @dataclass(frozen=True)
+class SourceLimits:
+    """What an encoder reads, and how the decoder begins. start: the ids that a text begins with, None if its generation
+    config does not say. vocabulary: source ids are in [0, vocabulary). longest: the largest number of source ids, None
+    for no limit. features: the shape (F, T) of features, None for token ids."""
+
+    start: tuple[int, ...] | None
+    vocabulary: int
+    longest: int | None
+    features: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class PromptReader:
     """A maker of requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a
-    text. tokenizer: None to reject strings. pads: ids that pad rows of a tensor."""
+    text. tokenizer: None to reject strings. pads: ids that pad rows of a tensor. encoder: of an encoder-decoder, whose
+    prompts are sources."""
 
     target: TextLimits
     ends: frozenset[int]
     tokenizer: PreTrainedTokenizerBase | None
     pads: frozenset[int] = frozenset()
+    encoder: SourceLimits | None = None
+
+    def texts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
+        """Return the ids that the text of each prompt begins with; those of an encoder-decoder carry their source."""
+        if self.encoder and isinstance(prompts, Mapping):
+            prompts = _separate("prompts", prompts)
+        return [self._text(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
 
     def requests(
         self,
@@ -128,7 +158,7 @@ class PromptReader:
         ignore_eos: bool,
     ) -> list[Request]:
         """Return one request per prompt. Arguments and errors as in `Engine.generate`."""
-        texts = [self._encode(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
+        texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
         keys = _each("ids", row_ids(texts) if ids is None else ids, len(texts))
@@ -156,13 +186,64 @@ class PromptReader:
                              f"{type(sampling).__name__}")  # fmt: skip
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
-        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.stop_ids}
+        named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.banned_first, *sampling.stop_ids}
         foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
         if foreign:
-            raise ValueError(f"{who}: Sampling.logit_bias, banned or stop_ids has ids {sorted(foreign)[:5]}, the "
-                             f"vocabulary size is {self.target.vocabulary}")  # fmt: skip
+            raise ValueError(f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
+                             f"{sorted(foreign)[:5]}, the vocabulary size is {self.target.vocabulary}")  # fmt: skip
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
+
+        self._validate_source(who, source_of(text))
+
+    def _validate_source(self, who: str, source: Source | None) -> None:
+        """Raise ValueError for a source that the encoder cannot read."""
+        if self.encoder is None or source is None:
+            return
+        if isinstance(source, Tensor):
+            if source.shape != self.encoder.features:
+                raise ValueError(f"{who}: features of shape {tuple(source.shape)}; the encoder reads "
+                                 f"{self.encoder.features or 'token ids'}")  # fmt: skip
+            return
+        if self.encoder.features:
+            raise ValueError(f"{who}: token ids, but the encoder reads input_features of shape {self.encoder.features}")
+        if not source:
+            raise ValueError(f"{who}: the source is empty")
+        if min(source) < 0 or max(source) >= self.encoder.vocabulary:
+            raise ValueError(f"{who}: source ids from {min(source)} to {max(source)} are not all in "
+                             f"[0, {self.encoder.vocabulary})")  # fmt: skip
+        if self.encoder.longest is not None and len(source) > self.encoder.longest:
+            raise ValueError(f"{who}: a source of {len(source)} tokens; the encoder reads {self.encoder.longest}")
+
+    def _text(self, who: str, prompt: Any) -> list[int]:
+        """Return the ids that the text of a prompt begins with."""
+        if self.encoder is None:
+            if isinstance(prompt, SourcedText):
+                raise ValueError(f"{who}: it has a source, and the target has no encoder")
+            return self._encode(who, prompt)
+        if isinstance(prompt, SourcedText):
+            return SourcedText(prompt, prompt.source)
+        start: Sequence[int] | None = None
+        if isinstance(prompt, Mapping):
+            rows = _separate(who, prompt)
+            if len(rows) != 1:
+                raise ValueError(f"{who}: {len(rows)} rows in one prompt; give the tokenizer's output as the prompts")
+            (prompt,) = rows
+            start = prompt.get("decoder_input_ids")
+        read = isinstance(prompt, Mapping) and "input_features" in prompt
+        source = prompt["input_features"] if read else tuple(self._encode(who, prompt))
+        return SourcedText(self._first_ids(who, start), source)
+
+    def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
+        """Return the decoder's first ids: those of the generation config, or the `decoder_input_ids` of a prompt, with
+        the start token before them as in transformers."""
+        start = self.encoder.start if self.encoder else None
+        if ids:
+            return ids if not start or ids[0] == start[0] else [start[0], *ids]
+        if not start:
+            raise ValueError(f"{who}: the target's generation config names no decoder_start_token_id, or leaves one of "
+                             "forced_decoder_ids open, such as the language; give decoder_input_ids")  # fmt: skip
+        return start
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
         """Return the token ids of one prompt. Text is encoded by the tokenizer; if it begins with the start token, as a
@@ -288,6 +369,22 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
             for row, own in zip(rows, masks, strict=True)]  # fmt: skip
 
 
+def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: its rows of `input_ids` or
+    `input_features`, each with its row of `decoder_input_ids`."""
+    if "input_features" in encoding:
+        features = torch.as_tensor(encoding["input_features"])
+        rows: list[dict[str, Any]] = [{"input_features": one} for one in features.view(-1, *features.shape[-2:])]
+    else:
+        rows = [{"input_ids": ids} for ids in _unpadded(who, encoding)]
+    if encoding.get("decoder_input_ids") is None:
+        return rows
+    starts = _rows(encoding["decoder_input_ids"])
+    if len(starts) != len(rows):
+        raise ValueError(f"{who}: {len(starts)} rows of decoder_input_ids for {len(rows)} sources")
+    return [row | {"decoder_input_ids": _ids(who, ids)} for row, ids in zip(rows, starts, strict=True)]
+
+
 def _rows(values: Any) -> list[list[Any]]:
     """Return the rows of a tensor, an array or lists. Values without a second dimension are one row."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
@@ -338,3 +435,31 @@ def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
     """Return the ids that pad rows of a tensor, from the tokenizer and from the model's config."""
     ids = (model.config.get_text_config().pad_token_id, tokenizer.pad_token_id if tokenizer else None)
     return frozenset(id for id in ids if id is not None)
+
+
+def source_limits(model: PreTrainedModel) -> SourceLimits | None:
+    """Return what the encoder of a model reads and how its decoder begins, or None for a causal LM.
+
+    A text begins with the generation config's decoder_start_token_id, then its forced_bos_token_id or
+    forced_decoder_ids. Raises ValueError for a decoder whose ids are not those of the encoder.
+    """
+    config: Any = model.config
+    if not config.is_encoder_decoder:
+        return None
+    if (getattr(config, "decoder_vocab_size", None) or config.vocab_size) != config.vocab_size:
+        raise ValueError(f"{type(model).__name__}: decoder_vocab_size={config.decoder_vocab_size} is not vocab_size="
+                         f"{config.vocab_size}; the ids of sources and texts must be the same here")  # fmt: skip
+    table = hasattr(model.get_decoder(), "embed_positions")  # relative positions have no end
+    longest = length_of(config) if table else None
+    return SourceLimits(_start_of(model), config.vocab_size, longest, features_shape(model))
+
+
+def _start_of(model: PreTrainedModel) -> tuple[int, ...] | None:
+    settings: dict[str, Any] = {**model.config.to_dict()}
+    if model.generation_config is not None:
+        settings |= {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
+    start, bos = settings.get("decoder_start_token_id"), settings.get("forced_bos_token_id")
+    forced = settings.get("forced_decoder_ids") or ([[1, bos]] if bos is not None else [])
+    ids = [start, *(token for _, token in forced)]
+    in_order = [place for place, _ in forced] == list(range(1, len(ids)))
+    return tuple(int(token) for token in ids) if in_order and all(map(is_whole, ids)) else None

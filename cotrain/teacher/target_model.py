@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -26,7 +25,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
-from inference.models.pretrained import head_of, quantised, widened
+from inference.models.pretrained import auto_class, head_of, quantised, widened
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -64,9 +63,10 @@ def load_target(
     quantised. adapter: a PEFT folder, see `adapted`. Raises ValueError for an unknown quantisation, a quantisation of a
     checkpoint that is quantised already, and weights that are missing or not finite, and the errors of `adapted`.
     """
-    refuse_quantisation(path, quantisation, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    refuse_quantisation(path, quantisation, config)
     options = QUANTISATIONS[quantisation]
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(config).from_pretrained(
         path,
         dtype=dtype,
         use_safetensors=True,

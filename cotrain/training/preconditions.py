@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.connector import _PRECISION_INPUT
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.bench import measurement
@@ -45,7 +45,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import quantisation_of
+from inference.models.pretrained import auto_class, quantisation_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -116,7 +116,7 @@ def sketch(
     folder = Path(resolve(path))
     _weights(key, folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if (folder / GENERATION).is_file():  # it names the ids that end a text
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

@@ -14,10 +14,11 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import weight_files
 from inference.models.markov import MARKOV, put_markov_head
+from inference.models.pretrained import auto_class
 from inference.models.small_heads import RANK, VOCABULARY, is_small, put_small_head
 
 GENERATION = "generation_config.json"
@@ -41,15 +42,15 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders that hold a causal LM (see `Proposer.network_class`). The networks it makes
-    belong to transformers' own classes."""
+    """The network class of draft folders that hold a causal LM or an encoder-decoder (see `Proposer.network_class`).
+    The networks it makes belong to transformers' own classes."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
 
     def __new__(cls, config: PretrainedConfig) -> Any:
         """Return an untrained network with this config."""
-        network = AutoModelForCausalLM.from_config(config)
+        network = auto_class(config).from_config(config)
         cls.put(network)
         return network
 
@@ -81,9 +82,9 @@ class CausalLM:
         config = AutoConfig.from_pretrained(path, **code)
         if not cls.has_parts(config):
             reported: Any = {"output_loading_info": True} if output_loading_info else {}
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **reported, **options)
+            return auto_class(config).from_pretrained(path, dtype=dtype, **reported, **options)
         with torch.device("meta"):
-            sketch = AutoModelForCausalLM.from_config(config, **code)
+            sketch = auto_class(config).from_config(config, **code)
             own = tuple(f"{name}." for name in cls.put(sketch))
         folder = folder_of(path)
         tensors = tensors_of(folder)

@@ -16,7 +16,7 @@ CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
     "rope_parameters", "sliding_window", "tie_word_embeddings",
-    "num_experts", "num_local_experts", "num_experts_per_tok",
+    "num_experts", "num_local_experts", "num_experts_per_tok", "num_decoder_layers",
 )  # fmt: skip
 
 

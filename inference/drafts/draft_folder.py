@@ -39,6 +39,7 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 PROMPTS = "prompts.jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+BEGINNINGS = ("decoder_start_token_id", "forced_bos_token_id", "forced_decoder_ids")  # of encoder-decoders
 OBJECTIVES = ("sampled", "greedy")
 LATER = {"tree"}  # keys that older folders of this format lack
 
@@ -223,8 +224,11 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """Return the generation config for transformers' assisted generation with exactly k drafts per round."""
+    """Return the generation config for transformers' assisted generation with exactly k drafts per round. Texts begin
+    and end as the model's own do."""
+    own = model.generation_config.to_dict()
     return GenerationConfig(
+        **{key: own[key] for key in BEGINNINGS if own.get(key) is not None},
         bos_token_id=model.generation_config.bos_token_id,
         eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=model.generation_config.pad_token_id,

@@ -7,15 +7,18 @@ rounding therefore has a larger tolerance. The dtype sets an upper bound.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.exactness.teacher_forced import Parents, depth_of, rms, teacher_forced
+from inference.models.encoder_decoder import own_inputs
 from inference.models.lm import LM
 from inference.models.pretrained import own_logits
 from inference.sampling import Sampling
+from inference.source import source_of
 
 # the most that rounding may change logits: mean over the tokens of a text, in units of the logits' root mean square
 MOST = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -108,12 +111,20 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: lis
     """Return the logits (n, V) of the text's tokens `at`. They come from transformers' own forward of the whole text,
     without a cache. moved: change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
+    at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_of(prompt))
     if not moved:
-        return own_logits(model, at=[len(prompt) - 1 + token for token in at], input_ids=ids)
-    embeddings = model.get_input_embeddings()(ids)
-    signs = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    shifted = embeddings * (1 + step(model) * signs.to(embeddings))
-    return own_logits(model, at=[len(prompt) - 1 + token for token in at], inputs_embeds=shifted)
+        return own_logits(model, at, **inputs)
+
+    def shifted(_: Any, __: Any, embeddings: Tensor) -> Tensor:
+        signs = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        return embeddings * (1 + step(model) * signs.to(embeddings))
+
+    body: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    hook = body.get_input_embeddings().register_forward_hook(shifted)
+    try:
+        return own_logits(model, at, **inputs)
+    finally:
+        hook.remove()
 
 
 def _passes(

@@ -18,12 +18,14 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from inference.engine import Engine
+from inference.models.encoder_decoder import own_inputs
 from inference.models.lm import LM, store_prompts
 from inference.models.pretrained import own_logits
 from inference.proposers.base import Proposal
 from inference.request import Request
 from inference.sampling import Sampling, wide
 from inference.sampling.penalties import needs_history, process
+from inference.source import source_of
 from inference.trace import traced_rows
 from inference.verify.rules import RULES
 from inference.verify.tree import Tree, chain, depths_of
@@ -59,7 +61,7 @@ def teacher_forced(
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
     """Yield the logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
-    it.
+    it. Prompts of an encoder-decoder carry their sources, see `Engine.starts`.
 
     A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
     are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for `block`), or
@@ -222,7 +224,8 @@ def whole_texts(
         for start in range(0, len(text), n):
             x = torch.tensor([text[start : start + n]], device=model.device)
             at = [len(prompt) - 1 + start + j for j in range(x.shape[1])]
-            logits = own_logits(model, at, input_ids=ids)[:, :vocabulary].unsqueeze(0)
+            inputs = own_inputs(model, ids, source_of(prompt))
+            logits = own_logits(model, at, **inputs)[:, :vocabulary].unsqueeze(0)
             scale = rms(logits)
             if needs_history(sampling):
                 logits = _processed(logits, [prompt], [text], start, sampling)

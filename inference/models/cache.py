@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.models.passes import Branches
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import layers_of, positions_of
 from inference.verify.tree import Tree
 
 FIRST_SLOTS = 256  # of a row, until its text needs more
@@ -121,12 +121,12 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, slots: int) -> None:
         if self.is_initialized:
-            self.keys = _grown(self.keys, slots)  # one after the other: the old keys are freed first
-            self.values = _grown(self.values, slots)
+            self.keys = grown(self.keys, slots)  # one after the other: the old keys are freed first
+            self.values = grown(self.values, slots)
         self.slots = slots
 
 
-def _grown(store: Tensor, slots: int) -> Tensor:
+def grown(store: Tensor, slots: int) -> Tensor:
     rows, heads, width, size = store.shape
     new = store.new_zeros(rows, heads, slots, size)
     new[:, :, :width] = store
@@ -212,7 +212,7 @@ def spare_slots(rows: int) -> int:
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
-    attention.
+    attention. Those of cross-attention, which depend on the sources, are not among them.
 
     All slots, spare ones too, have the same size. It is doubled until the tokens fit, up to the model's context.
     """
@@ -241,7 +241,7 @@ def _stored(config_class: Any, settings: str) -> int:
     config = config_class.from_dict(json.loads(settings))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(config).eval()
-        cache = SlotCache(config.get_text_config().num_hidden_layers, 1, 1)
+        cache = SlotCache(layers_of(config), 1, 1)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         cache.aim(Window(0, 1, ids, 0, 1))
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -254,4 +254,4 @@ def _by_config(config: PreTrainedConfig) -> int:
     """Return the same number as `_stored`, computed from the config alone."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size)
+    return int(2 * layers_of(config) * heads * size)

@@ -263,13 +263,24 @@ def seen_on_paths(
 ) -> Tensor:
     """Return what the nodes of a tree see, (A, 1, n, L): the text up to the anchor, their ancestors and themselves.
     positions (A, n): of the nodes. slots (L,). Widths and chunks count positions along a node's path, not slots."""
-    column = (slots - branches.anchor).clamp(0, MOST_NODES + 1)  # (A, L); 0: the text up to the anchor
+    column = _columns(slots, branches)
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
-        depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
-        at = torch.where(column > 0, branches.anchor + depths, slots)  # the position of each slot's token
-        seen &= seen_from(positions, at.unsqueeze(1), width, chunk)
+        seen &= seen_from(positions, positions_on_paths(slots, branches), width, chunk)
     return seen
+
+
+def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
+    """Return the positions (A, 1, L) of the tokens in slots (L,), in a pass over a tree whose depths are known."""
+    assert branches.depths is not None
+    column = _columns(slots, branches)
+    depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
+    return torch.where(column > 0, branches.anchor + depths, slots).unsqueeze(1)
+
+
+def _columns(slots: Tensor, branches: Branches) -> Tensor:
+    """Return the column of the tree that each slot holds, (A, L); 0: the text up to the anchor."""
+    return (slots - branches.anchor).clamp(0, MOST_NODES + 1)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-"""Causal LMs of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts are
-stored in them.
+"""Language models of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts
+are stored in them, and the sources of an encoder-decoder.
 """
 
 import math
@@ -14,14 +14,16 @@ from inference.models import llama
 from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
 from inference.models.compiled import CompiledForward
+from inference.models.encoder_decoder import Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.graphs import GraphForward
 from inference.models.llama import applies, can_round
 from inference.models.markov import Term
 from inference.models.passes import ALONE, Layers, Pass, States
-from inference.models.pretrained import positions_of, quantisation_of, refuse_unsupported
+from inference.models.pretrained import layers_of, positions_of, quantisation_of, refuse_unsupported
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
 from inference.models.step import Drafts, Draws, Masked
+from inference.source import Source, source_of
 from inference.verify.tree import Tree
 
 
@@ -32,7 +34,8 @@ def takes_int8(model: PreTrainedModel) -> bool:
 
 
 class LM:
-    """A causal LM with slots for `rows` sequences. The model is used unchanged; it is never cast or moved.
+    """A causal LM or an encoder-decoder with slots for `rows` sequences. The model is used unchanged; it is never cast
+    or moved. The texts of an encoder-decoder are those of its decoder; `encode` gives slots their sources.
 
     vocabulary: ids in [0, V) have mass. Logits past V (padded vocabulary rows) are cut, and missing logits are -inf.
     Ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
@@ -73,8 +76,9 @@ class LM:
         positions = positions_of(config)
         self.context = min(context or positions, positions)
         slots = min(FIRST_SLOTS, self.context)
-        self.cache = cache or SlotCache(config.num_hidden_layers, rows + spare, slots, self.context)
-        self.rows, self.spare, self.depth = rows, spare, config.num_hidden_layers
+        self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
+        self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
+        self.encoded: Encoded | None = None  # by the latest `encode`
         with ALONE, unchanged(model):
             self.run = self._forward(stock, compile, int8)
             lean = isinstance(self.run, Lean)
@@ -129,12 +133,28 @@ class LM:
                 f"which takes longer; compile=False does the same without this warning",
                 stacklevel=4,
             )
+        if self.model.config.is_encoder_decoder:
+            run = EncoderDecoder(self.model, self.cache, self.context, self.rows + self.spare)
+            form_of(self.model, self.context)
+            return run
         return Stock(self.model, self.cache, self.context, form_of(self.model, self.context))
 
     @property
     def held(self) -> torch.dtype:
         """Return the dtype of keys and values."""
         return self.run.shape.held if isinstance(self.run, Lean) else self.dtype
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the model is an encoder-decoder."""
+        return isinstance(self.run, EncoderDecoder)
+
+    def encode(self, low: int, sources: Sequence[Source], encoded: Encoded | None = None) -> None:
+        """Make `sources` those of slots low, low + 1, ... The encoder runs once for all of them, and the decoder's
+        cross-attention keys and values are stored. encoded: the states of an equal encoder, which then does not run."""
+        assert isinstance(self.run, EncoderDecoder), "LM.encode of a model without an encoder"
+        self.encoded = self.run.encode(sources) if encoded is None else encoded
+        self.run.store_source(low, self.encoded)
 
     def forward(
         self,
@@ -294,6 +314,8 @@ class LM:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy slot `source` (its first `length` tokens) to slot `target`."""
         self.cache.move(source, target, length)
+        if isinstance(self.run, EncoderDecoder):
+            self.run.cross.move(source, target)
 
     def clear(self, slot: int) -> None:
         """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
@@ -301,6 +323,8 @@ class LM:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
                 layer.values[slot].zero_()
+        if isinstance(self.run, EncoderDecoder):
+            self.run.cross.clear(slot)
 
 
 def at_once(
@@ -320,12 +344,27 @@ def at_once(
     return None
 
 
-def store_prompts(lm: LM, low: int, prompts: Sequence[list[int]], chunk: int = 512, *, states: Layers = ()) -> States:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions per pass.
+def store_prompts(
+    lm: LM,
+    low: int,
+    prompts: Sequence[list[int]],
+    chunk: int = 512,
+    *,
+    states: Layers = (),
+    encoded: Encoded | None = None,
+) -> States:
+    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions per pass. An
+    encoder-decoder first encodes the sources that the prompts carry. encoded: see `LM.encode`.
 
     Returns the states (A, n, D) of the layers `states`. Column j is the state of token j of a prompt; columns past its
-    tokens have no meaning.
+    tokens have no meaning. Raises ValueError if an encoder-decoder gets a text without a source.
     """
+    if lm.encodes:
+        sources = [source for prompt in prompts if (source := source_of(prompt)) is not None]
+        if len(sources) < len(prompts):
+            raise ValueError(f"{type(lm.model).__name__}: a text without its source; `Engine.starts` makes texts that "
+                             "have one")  # fmt: skip
+        lm.encode(low, sources, encoded)
     parts = [lm.no_states(len(prompts), states)]
     for start in range(0, max(map(len, prompts)) - 1, chunk):
         tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from inference.models.passes import LAST
 
@@ -23,20 +31,37 @@ SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mk
 MASKED_ATTENTION = ("sdpa", "eager")
 # layer types, of `layer_types` or `attention_layers`, for which masks can be made
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # config keys
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")  # config keys
 UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
 TIED = "tied"  # a key of quantization_config: tie_word_embeddings before quantisation, if that has changed it
 
 
 def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return a causal LM from a folder or hub id, from safetensors only. dtype: None for the checkpoint's own, or
-    float32, see `widened`. Raises ValueError for a dtype that torch does not have."""
+    """Return a causal LM or an encoder-decoder from a folder or hub id, from safetensors only. dtype: None for the
+    checkpoint's own, or float32, see `widened`. Raises ValueError for a dtype that torch does not have."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
-    ).eval()
+    model: PreTrainedModel = (
+        _auto_class_at(path, trust_remote_code)
+        .from_pretrained(path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code)
+        .eval()
+    )
     return model if dtype else widened(model)
+
+
+def _auto_class_at(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    except OSError:  # the folder of an adapter has no config of a model; of any other, loading says what is missing
+        return AutoModelForCausalLM
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that makes the language model of a config."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    return AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
 
 
 # Dtypes and quantisation
@@ -111,12 +136,19 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
     if config._attn_implementation not in MASKED_ATTENTION:
         raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
                          f"load it with attn_implementation='sdpa'")  # fmt: skip
-    if model._is_stateful or config.is_encoder_decoder:
+    if model._is_stateful:
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
     if types - LAYER_TYPES:
         raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
                          f"per row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
+
+
+def layers_of(config: PreTrainedConfig) -> int:
+    """Return the number of decoder layers of a model with this config."""
+    own = config.get_text_config()
+    keys = ("num_decoder_layers", "decoder_layers") if own.is_encoder_decoder else ()
+    return int(next((count for key in keys if (count := getattr(own, key, None))), own.num_hidden_layers))
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
@@ -162,15 +194,19 @@ def length_of(config: PreTrainedConfig) -> int:
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return a function from states (..., D) after the final norm to logits (..., V). It caps and scales them as the
-    model's config says."""
+    model's config says, and adds BART's bias of each token."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
+    before = config["d_model"] ** -0.5 if config.get("scale_decoder_outputs") else 1.0  # T5's, of the states
+    bias: Tensor | None = getattr(model, "final_logits_bias", None)
 
     def logits(states: Tensor) -> Tensor:
+        states = states if before == 1.0 else states * before
         out: Tensor = head(
             states.to(head.weight.dtype) if not torch.is_autocast_enabled(states.device.type) else states
         )
+        out = out if bias is None else out + bias[0]
         out = out if scale == 1.0 else out * scale
         return torch.tanh(out / cap) * cap if cap else out
 
@@ -266,8 +302,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
     Raises ValueError if there is no such list.
     """
-    count = model.config.get_text_config().num_hidden_layers
-    lists = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    count = layers_of(model.config)
+    body = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+    lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     layers = next(lists, None)
     if layers is None:
         raise ValueError(f"{type(model).__name__}: no list of {count} decoder layers, whose states could be read")

@@ -24,18 +24,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import fingerprint
+from inference.models.encoder_decoder import EncoderDecoder, any_source, own_inputs
 from inference.models.forward import FORMS, Forward, Lean, Stock
 from inference.models.passes import ALONE, LAST, Layers, Pass
-from inference.models.pretrained import biased_by_slots, own_logits, quantised, sliding_window, tapped
+from inference.models.pretrained import biased_by_slots, layers_of, own_logits, quantised, sliding_window, tapped
+from inference.source import Source
 from inference.verify.tree import Tree
 
 NARROW = 4  # the window during the check
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
 LENGTH, LATER = 12, 5  # ids of a row, ids of its second pass
+SOURCES = 5, 9  # ids of the sources of both rows
 # ids of a longer row; its last ids, which occur nowhere before, so that a pass that misses them is detected
 LATE, TAIL = 384, 96
 HEAVY = 6e8  # parameters of a model whose pass over the longer row takes too long on a CPU
@@ -118,7 +121,7 @@ def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
     with narrow(config, context) as narrowed:
         probe = Probe(model, context)
         for form in FORMS if narrowed else ("one",):
-            result = probe.logits(lambda cache, form=form: Stock(model, cache, context, form))  # type: ignore[misc]
+            result = probe.logits(partial(probe.stock, form=form))
             if (result.agrees or result.late) and form == "one" and narrowed and sliding_window(config):
                 return None, f"its window of {sliding_window(config)} is not read from config.sliding_window"
             if result.agrees:
@@ -139,7 +142,7 @@ class SelfCheck:
         """Return the layers. Raises ValueError for a layer that the model lacks, and if states differ from the model's
         own."""
         if layers not in self.agreed:
-            depth, name = self.model.config.get_text_config().num_hidden_layers, type(self.model).__name__
+            depth, name = layers_of(self.model.config), type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
             if unknown:
                 raise ValueError(f"states: {name} has layers 0 .. {depth}, and {LAST} for what its head reads; "
@@ -161,7 +164,7 @@ class SelfCheck:
             form = "" if self.lean else form_of(model, context)
             with narrow(model.config.get_text_config(), context):
                 probe = Probe(model, context)
-                return compare(probe, lambda c: Lean(model, c) if self.lean else Stock(model, c, context, form))
+                return compare(probe, lambda c: Lean(model, c) if self.lean else probe.stock(c, form))
 
         result: CheckResult = _once(model, (f"{feature} {self.lean}", context), check)
         if not result.agrees:
@@ -221,11 +224,22 @@ class Probe:
         self.later = min(LATER, T // 2)
         self.starts = max(1, (T - self.later) // 2), T - self.later
         size = model.config.get_text_config().vocab_size
+        sourced = model.config.is_encoder_decoder
+        self.sources = [any_source(model, length, length) for length in SOURCES] if sourced else None
         mixed = torch.arange(2 * T, device=model.device).view(2, T) * 7919 + 31
         self.ids = mixed % 1009 % size
         self.own = self._own(self.ids)
         heavy = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) > HEAVY
         self.late = context > LENGTH and not heavy
+
+    def stock(self, cache: SlotCache, form: str) -> Stock:
+        """Return transformers' forward, with both sources encoded if there is an encoder."""
+        if self.sources is None:
+            return Stock(self.model, cache, self.context, form)
+        run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
+        with torch.no_grad():
+            run.store_source(0, run.encode(self.sources))
+        return run
 
     def logits(self, make: Make) -> CheckResult:
         """Compare the model's own logits with those of a forward under test. make: returns the forward for a cache."""
@@ -248,7 +262,8 @@ class Probe:
         )
 
         def own() -> Rows:
-            return [own_logits(self.model, list(range(T - LATER, T)), input_ids=ids).float()]
+            inputs = own_inputs(self.model, ids, self.sources[0] if self.sources else None)
+            return [own_logits(self.model, list(range(T - LATER, T)), **inputs).float()]
 
         cache = self._cache(T)
         begin = T - LATER
@@ -295,10 +310,16 @@ class Probe:
             return f"its ALiBi is computed from a 2-d padding mask, which cannot differ between rows: {result}"
         return f"rows of different lengths cannot share its passes: {result}"
 
-    def _own(self, ids: Tensor) -> Tensor:
+    def _own(self, ids: Tensor, row: int | None = None) -> Tensor:
+        """Return the model's own logits of texts (B, n). With an encoder, text b has the source of row b, or all have
+        that of `row`; each source is encoded alone."""
+        parts: list[tuple[Tensor, Source | None]] = [(ids, None)]
+        if self.sources is not None:
+            parts = [(ids, self.sources[row])] if row is not None else [*zip(ids.split(1), self.sources, strict=True)]
         try:
             with torch.no_grad():
-                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+                each = [self.model(**own_inputs(self.model, *part), use_cache=False).logits for part in parts]
+                logits = torch.cat(each)
         except (RuntimeError, TypeError, AttributeError) as error:  # such as a dtype that an expert's kernel lacks
             name = type(self.model).__name__
             raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
@@ -320,7 +341,8 @@ class Probe:
             signs = torch.rand(states.shape, generator=generator).to(states.device) - 0.5
             return (states.float() * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(states.dtype)
 
-        hook = self.model.get_input_embeddings().register_forward_hook(rounded)
+        body: Any = self.model.get_decoder() if self.sources else self.model
+        hook = body.get_input_embeddings().register_forward_hook(rounded)
         try:
             return again()
         finally:
@@ -330,23 +352,32 @@ class Probe:
         """Return the model's own logits in the same two passes, row by row, with its own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
-            cache = DynamicCache(config=self.model.config)
+            source = self.sources[row] if self.sources else None
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.sources else (
+                DynamicCache(config=self.model.config)
+            )  # fmt: skip
             ids = self.ids[row : row + 1, : start + self.later]
             with torch.no_grad():
-                parts = [self.model(input_ids=part, past_key_values=cache, use_cache=True).logits
-                         for part in (ids[:, :start], ids[:, start:])]  # fmt: skip
+                inputs = [own_inputs(self.model, part, source) for part in (ids[:, :start], ids[:, start:])]
+                parts = [self.model(**part, past_key_values=cache, use_cache=True).logits for part in inputs]
             rows.append(torch.cat(parts, 1)[0])
         return rows
 
     def states(self, make: Make) -> CheckResult:
         """Compare the states of all layers with those of the model's own forward."""
-        count = self.model.config.get_text_config().num_hidden_layers
+        count = layers_of(self.model.config)
         layers = (*range(count + 1), LAST)
 
         def own() -> Rows:
-            with tapped(self.model, layers) as states:
-                self._own(self.ids)
-            return [row for layer in layers for row in states[layer]]
+            each, parts = (
+                [],
+                [(self.ids, None)] if self.sources is None else [*zip(self.ids.split(1), (0, 1), strict=True)],
+            )
+            for part in parts:
+                with tapped(self.model, layers) as states:
+                    self._own(*part)
+                each.append(states)
+            return [row for layer in layers for states in each for row in states[layer]]
 
         try:
             whole, passes = own(), self._passes(make, layers)
@@ -390,7 +421,7 @@ class Probe:
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
             ends = torch.tensor([len(text) - 1 for text in texts], device=nodes.device)
             whole = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-            logits.append(self._own(whole)[torch.arange(len(texts), device=nodes.device), ends])
+            logits.append(self._own(whole, row)[torch.arange(len(texts), device=nodes.device), ends])
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
@@ -405,8 +436,7 @@ class Probe:
         return [self._pass(forward, cache, self.ids.gather(1, window.positions), window, layers) for window in windows]
 
     def _cache(self, slots: int | None = None) -> SlotCache:
-        count = self.model.config.get_text_config().num_hidden_layers
-        cache = Claiming(count, 2, slots or self.ids.shape[1])
+        cache = Claiming(layers_of(self.model.config), 2, slots or self.ids.shape[1])
         cache.claimed = self.context - self.starts[1]
         return cache
 

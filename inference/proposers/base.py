@@ -337,7 +337,8 @@ class Proposer:
         calls."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Accept new rows in slots low, low + 1, ... All tokens of a prompt but its last may be stored now.
+        """Accept new rows in slots low, low + 1, ... All tokens of a prompt but its last may be stored now. Prompts of
+        an encoder-decoder are texts of its decoder, which carry their source (`inference.source`).
 
         states: layer -> (A, n, D) of the target, column j for token j of a prompt. Ignore columns from the prompt's
         last token on. The states are valid until the target's next pass; copy them if they are needed later.

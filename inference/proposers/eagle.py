@@ -34,7 +34,7 @@ from inference.models.forward import additive, attention, origin_of, picked, vis
 from inference.models.graphs import Graphs
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
-from inference.models.pretrained import widened
+from inference.models.pretrained import layers_of, widened
 from inference.models.small_heads import fill, projection, refuse_ids, spread, spread_probs
 from inference.models.step import Drafts, by_round, by_temperature
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
@@ -162,7 +162,7 @@ class FeatureNetwork(PreTrainedModel):
         """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's, or if a pruned
         vocabulary has wrong ids."""
         same_sizes(self.config, target, where)
-        layers = target.config.get_text_config().num_hidden_layers
+        layers = layers_of(target.config)
         if max(self.config.layers) >= layers:
             raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
         if self.pruned:

@@ -132,6 +132,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
     """Return the untrained exit after the first `layers` decoder layers. It applies the target's norm and head to the
     states there. Raises ValueError for layers that the target lacks."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
+    refuse_encoder(target)
     if not 0 < layers <= len(blocks):
         raise ValueError(f"an exit after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}")
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
@@ -141,6 +142,12 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
     with torch.no_grad():
         network.norm.copy_(final_norm(target).weight)
     return network
+
+
+def refuse_encoder(target: PreTrainedModel) -> None:
+    """Raise ValueError for an encoder-decoder, whose layers read more than the states and the text."""
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__}: an early exit needs a causal LM, and this is an encoder-decoder")
 
 
 def projections(block: nn.Module) -> dict[str, list[int]]:
@@ -240,6 +247,7 @@ class EarlyExit(Independent):
         self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
         shape: TreeShape = None,
     ) -> None:  # fmt: skip
+        refuse_encoder(target)
         super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.network, self.target, self.rank = network, target, network.config.rank
         self.cache: SlotCache | None = None

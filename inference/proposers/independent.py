@@ -12,22 +12,28 @@ from transformers import PreTrainedModel
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
+from inference.models.encoder_decoder import same_encoder
 from inference.models.lm import LM, padded, store_prompts, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShape, trees_of
 from inference.sampling import certain
+from inference.source import like
 
 
 class Independent(Proposer):
-    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192).
+    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or with an encoder-decoder for one
+    with the same tokenizer. A causal LM reads the text on the target's side alone. An encoder-decoder encodes the
+    sources itself; if all weights of its encoder are the target's (as in distil-whisper), it reads the target's states
+    and its encoder does not run.
 
     model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
     distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
     `compiled`) or CUDA graphs (see `graphs`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
     see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
-    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled. None for chains.
+    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled. None for chains. own_encoder:
+    run the draft's encoder even if it is equal to the target's.
     """
 
     network_class: Any = CausalLM
@@ -37,13 +43,15 @@ class Independent(Proposer):
 
     def __init__(
         self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
-        int8: bool = False, shape: TreeShape = None,
+        int8: bool = False, shape: TreeShape = None, own_encoder: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
             raise ValueError(f"model must be a draft model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
-        self.branching = trees_of(shape)
+        self.branching, self.own_encoder = trees_of(shape), own_encoder
+        self.served: LM | None = None  # the target that it was opened for
+        self.shares_encoder = False
         # of a round that drafts trees: the anchors' slots, on the host and on the device, and the number of levels
         self.anchors: tuple[list[int], Tensor, int]
         self.opened: tuple[int, int, int, int] | None = None
@@ -85,10 +93,16 @@ class Independent(Proposer):
             self.opened = wanted
             self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare,
                          scaled=self.scaled)  # fmt: skip
+            self.served = None
+        if self.served is not host.target:
+            self.served = host.target
+            self.shares_encoder = not self.own_encoder and same_encoder(self.model, host.target.model)
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        store_prompts(self.lm, low, [prompt[: self.lm.context] for prompt in prompts])
+        # the target has just encoded the same sources
+        encoded = self.served.encoded if self.served and self.shares_encoder else None
+        store_prompts(self.lm, low, [like(prompt, prompt[: self.lm.context]) for prompt in prompts], encoded=encoded)
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         length = min(len(prompt), self.lm.context) - 1

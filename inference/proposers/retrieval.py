@@ -11,8 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.corpus import Datastore
-from inference.lookup.suffixes import Match, SuffixAutomaton
+from inference.lookup.suffixes import NONE, Match, SuffixAutomaton
 from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Round, SettingsNetwork, States
+from inference.source import like, searched, until_between
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
@@ -24,7 +25,8 @@ def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
 
 
 class NGram(Proposer):
-    """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding).
+    """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding), and in the
+    ids of its source if it has one.
 
     It tries n = max_n .. 1, and for each n the most recent earlier occurrence. Drafts are deterministic. Raises
     ValueError if max_n < 1.
@@ -68,7 +70,7 @@ class NGramIndex:
 
     def look_up(self, k: int) -> list[int]:
         """Return what `NGram.look_up` returns."""
-        text = self.text
+        text = searched(self.text)
         for end in range(self.length, len(text)):  # n-grams of tokens before `end`
             for n in range(1, min(self.max_n, end) + 1):
                 self.begins[tuple(text[end - n : end])] = end - n
@@ -76,7 +78,7 @@ class NGramIndex:
         for n in range(min(self.max_n, len(text) - 1), 0, -1):
             start = self.begins.get(tuple(text[-n:]))
             if start is not None:
-                return text[start + n : start + n + k]
+                return until_between(text[start + n : start + n + k])
         return []
 
 
@@ -98,9 +100,9 @@ class LookupNetwork(SettingsNetwork):
 
 class Retrieval(Proposer):
     """A proposer that drafts the tokens that followed the longest suffix of a text that occurred earlier. Earlier
-    occurrences are in the row's text, from a suffix automaton (Hu et al. 2024, SAM decoding, 2411.10666), or in a
-    datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal ones, the one in the row's text.
-    Drafts are deterministic.
+    occurrences are in the row's text and the ids of its source, from a suffix automaton (Hu et al. 2024, SAM decoding,
+    2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal ones, the one
+    in the row's text. Drafts are deterministic.
 
     datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError if shortest
     < 1.
@@ -145,10 +147,10 @@ class Retrieval(Proposer):
                              f"has {vocabulary}; make one with the target's tokenizer: cotrain datastore")  # fmt: skip
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        self.rows[low:] = map(SuffixAutomaton, prompts)
+        self.rows[low:] = map(SuffixAutomaton, map(searched, prompts))
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        self.staged |= {slot: SuffixAutomaton(prompt) for slot, prompt in enumerate(prompts, low)}
+        self.staged |= {slot: SuffixAutomaton(searched(prompt)) for slot, prompt in enumerate(prompts, low)}
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         self.rows.append(self.staged.pop(source))
@@ -167,8 +169,10 @@ class Retrieval(Proposer):
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
         """Return the match of a text. row: the automaton of the text, or of an earlier part of it."""
-        row.follow(text)
+        row.follow(searched(text))
         own = row.look_up(k, self.shortest)
+        own = own._replace(drafts=until_between(own.drafts))
+        own = own if own.drafts else NONE
         if not self.datastore or own.length >= self.datastore.about.depth:
             return own
         stored = self.datastore.look_up(text, k, max(self.shortest, own.length + 1))
@@ -176,7 +180,7 @@ class Retrieval(Proposer):
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
         """Return the matches before each token of a text that followed a prompt."""
-        row, whole, matches = SuffixAutomaton(), list(prompt), []
+        row, whole, matches = SuffixAutomaton(), like(prompt, prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))
             whole.append(token)

@@ -16,6 +16,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from inference.source import words
+
 DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4
 CHILDREN, REJECTED = 5, 6
 INNER = (7, 8, 9)  # draft, acceptance and last-token streams of rounds that a proposer verifies itself
@@ -161,11 +163,12 @@ def states_at(states: Tensor, start: Tensor) -> Tensor:
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids and its number among equal prompts."""
+    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids, of its source if it has one, and of its
+    number among equal prompts."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
-    for prompt in map(tuple, prompts):
-        words = struct.pack(f"<{len(prompt) + 1}q", seen[prompt], *prompt)
-        ids.append(int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1)
+    for prompt in map(words, prompts):
+        key = struct.pack(f"<{len(prompt) + 1}q", seen[prompt], *prompt)
+        ids.append(int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1)
         seen[prompt] += 1
     return ids

@@ -25,15 +25,14 @@ _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "guidance_scale": (1.0,),
     "sequence_bias": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
     "watermarking_config": (),
     "constraints": (),
     "force_words_ids": (),
 }
+
+_SEARCHES = {"num_beams": "beam search", "penalty_alpha": "contrastive search"}
 
 COLDEST = 1e-5  # divided by a lower temperature, logits overflow float32
 
@@ -47,9 +46,10 @@ class Sampling:
     repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and text.
     presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of tokens generated
     so far, without the prompt. logit_bias: token id -> number added to its logit. banned: token-id sequences that never
-    occur in full. min_new_tokens: the number of new tokens before which no end token occurs. stop: strings that end the
-    text. stop_ids: token ids that end the text. processors: callables (ids (1, T), logits (1, V)) -> logits (1, V), the
-    form of transformers' LogitsProcessor; they must be pure functions of the prefix.
+    occur in full. banned_first: token ids that are not the first new token. min_new_tokens: the number of new tokens
+    before which no end token occurs. stop: strings that end the text. stop_ids: token ids that end the text.
+    processors: callables (ids (1, T), logits (1, V)) -> logits (1, V), the form of transformers' LogitsProcessor; they
+    must be pure functions of the prefix.
 
     Raises ValueError naming the field and its value.
     """
@@ -67,6 +67,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     processors: tuple[Processor, ...] = ()
+    banned_first: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, lambda t: t == 0 or COLDEST <= t < math.inf, "0 or >= 1e-5")
@@ -82,6 +83,7 @@ class Sampling:
         listed = _items("banned", self.banned, words)
         self._set("banned", tuple(_ids("banned", _items("banned", word, words)) for word in listed))
         _reject("banned", self.banned, () in self.banned, "token-id sequences that are not empty")
+        self._set("banned_first", _ids("banned_first", self.banned_first))
         self._set("stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
         _reject("stop", self.stop, not all(isinstance(s, str) and s for s in self.stop), "strings, not empty")
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
@@ -91,17 +93,21 @@ class Sampling:
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
         """Return the settings of a transformers generation config. An engine does not call this, because it reads only
-        the end tokens of the config.
+        the end tokens of the config, and the first ids of an encoder-decoder's texts.
 
         Without do_sample the temperature is 0. An unset top_k is 50, as in transformers. Raises ValueError naming a
-        setting that has no counterpart here.
+        setting that has no counterpart here, such as the beams of a beam search.
         """
         foreign = [name for name, plain in _NO_COUNTERPART.items() if getattr(config, name, None) not in (None, *plain)]
         if foreign:
-            raise ValueError(f"Sampling.of: {foreign[0]}={getattr(config, foreign[0])} has no counterpart; unset it")
+            what = f"{foreign[0]}={getattr(config, foreign[0])}"
+            what += f" ({_SEARCHES[foreign[0]]})" if foreign[0] in _SEARCHES else ""
+            raise ValueError(f"Sampling.of: {what} has no counterpart; unset it")
+        suppressed = tuple((token,) for token in config.suppress_tokens or ())
         shared = {
             "repetition_penalty": config.repetition_penalty,
-            "banned": tuple(tuple(word) for word in config.bad_words_ids or ()) or None,
+            "banned": (*(tuple(word) for word in config.bad_words_ids or ()), *suppressed) or None,
+            "banned_first": config.begin_suppress_tokens,
             "min_new_tokens": config.min_new_tokens,
             "stop": config.stop_strings,
         }

@@ -18,6 +18,7 @@ from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
 )
 
 from inference.sampling.distributions import wide
@@ -34,6 +35,7 @@ def needs_history(sampling: Sampling) -> bool:
         or sampling.frequency_penalty != 0
         or sampling.logit_bias
         or sampling.banned
+        or sampling.banned_first
         or sampling.min_new_tokens
         or sampling.processors
     )
@@ -108,6 +110,8 @@ def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
     if sampling.banned:
         # no eos ids are passed: transformers would drop bans of these ids
         steps.append(_plain(NoBadWordsLogitsProcessor([list(word) for word in sampling.banned])))
+    if sampling.banned_first:
+        steps.append(lambda ids, row, new: _not_first(ids, row, new, sampling.banned_first))
     ends = sorted({*eos_ids, *sampling.stop_ids})
     if sampling.min_new_tokens and ends:
         steps.append(lambda ids, row, new: _long_enough(ids, row, new, sampling.min_new_tokens, ends))
@@ -126,6 +130,10 @@ def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"a processor must return logits of the shape that it got, {tuple(scores.shape)}, not {what}")
     return result
+
+
+def _not_first(ids: Tensor, row: Tensor, new: int, banned: Sequence[int]) -> Tensor:
+    return SuppressTokensAtBeginLogitsProcessor(list(banned), ids.shape[1] - new, device=str(row.device))(ids, row)
 
 
 def _long_enough(ids: Tensor, row: Tensor, new: int, least: int, ends: list[int]) -> Tensor:
@@ -170,7 +178,8 @@ class Penalties:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
         settings = [row.sampling for row in rows]
         self.bias = self._table([s.logit_bias or {} for s in settings])  # (A, V)
-        self.ends = self._ends([row.ends if row.sampling.min_new_tokens else frozenset() for row in rows])  # (A, V)
+        self.ends = self._marked([row.ends if row.sampling.min_new_tokens else frozenset() for row in rows])  # (A, V)
+        self.first = self._marked([frozenset(s.banned_first) for s in settings])  # (A, V)
         penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.min_new_tokens]
                      for s in settings]  # fmt: skip
         self.penalised = any(row[:3] != [1, 0, 0] for row in penalties)
@@ -212,10 +221,10 @@ class Penalties:
             out = self._penalise(out, self.generated.unsqueeze(1) + self._drafted(x, first, n))
         if self.words is not None:
             out = self._ban(out, torch.cat((tails, x), 1), first, self.words)
-        if self.ends is not None:
-            new = emitted.unsqueeze(1) + torch.arange(first, first + n, device=out.device)  # (A, n)
-            early = new < self.least.squeeze(-1)
-            out = out.masked_fill(early.unsqueeze(-1) & self.ends.unsqueeze(1), -math.inf)
+        new = emitted.unsqueeze(1) + torch.arange(first, first + n, device=out.device)  # (A, n)
+        for ids, early in ((self.first, new < 1), (self.ends, new < self.least.squeeze(-1))):
+            if ids is not None:
+                out = out.masked_fill(early.unsqueeze(-1) & ids.unsqueeze(1), -math.inf)
         return out
 
     @property
@@ -226,16 +235,17 @@ class Penalties:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `apply` reads, by name."""
         tensors = {
-            "bias": self.bias, "ends": self.ends, "repetition": self.repetition, "presence": self.presence,
-            "frequency": self.frequency, "least": self.least, "words": self.words, "prompt": self.prompt,
-            "generated": self.generated,
+            "bias": self.bias, "ends": self.ends, "first": self.first, "repetition": self.repetition,
+            "presence": self.presence, "frequency": self.frequency, "least": self.least, "words": self.words,
+            "prompt": self.prompt, "generated": self.generated,
         }  # fmt: skip
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
         """Return the same settings, but reading other tensors with the names and shapes of `tensors()`."""
         other = copy(self)
-        other.bias, other.ends, other.words = tensors.get("bias"), tensors.get("ends"), tensors.get("words")
+        other.bias, other.words = tensors.get("bias"), tensors.get("words")
+        other.ends, other.first = tensors.get("ends"), tensors.get("first")
         other.repetition, other.presence = tensors["repetition"], tensors["presence"]
         other.frequency, other.least = tensors["frequency"], tensors["least"]
         other.prompt, other.generated = tensors.get("prompt"), tensors.get("generated")
@@ -286,9 +296,9 @@ class Penalties:
         rows = zip(words, prefixes, strict=True)
         return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
-    def _ends(self, ends: list[frozenset[int]]) -> Tensor | None:
-        """Return which ids (A, V) end a row with a minimum length, or None if no row has a minimum length."""
-        table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ends])
+    def _marked(self, ids: list[frozenset[int]]) -> Tensor | None:
+        """Return which ids (A, V) are among those of each row, or None if no row has any."""
+        table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ids])
         return None if table is None else table > 0
 
     def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:

@@ -1,0 +1,281 @@
+"""The forward of an encoder-decoder. Its encoder runs once per source; the decoder runs as a causal LM does.
+
+The decoder's own keys and values are in the slots of a `SlotCache`. Those of cross-attention, computed from the
+encoder's states, are in the same slots of a `CrossStore`. transformers' decoders compute positions from one length of
+all rows. Rows here differ in length, and nodes of a tree share positions, so two hooks that are on the model during a
+pass hand over the positions of each id: to the table of positions (BART, Marian, Whisper), or as a position bias to
+the first layer, which all layers use (T5).
+
+A rows, n ids per row, L slots, S ids or frames of the longest source, D width, H heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+from inference.models.cache import SlotCache, Window, grown
+from inference.models.forward import Stock, positions_on_paths
+from inference.models.passes import Layers, Pass
+from inference.models.pretrained import decoder_layers
+from inference.source import Source
+
+
+class Encoded(NamedTuple):
+    """The encoder's states (A, S, D) of A sources, which have lengths_b ids or frames."""
+
+    states: Tensor
+    lengths: list[int]
+
+
+class CrossLayer(CacheLayerMixin):
+    """The cross-attention keys and values of one layer. `stored` holds both, (rows, H, S, head_dim) each; `keys` and
+    `values` are the views of the present pass."""
+
+    stored: tuple[Tensor, Tensor]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raise RuntimeError, since only `CrossStore.write` writes."""
+        raise RuntimeError("CrossLayer.update: cross-attention reads what LM.encode stored")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    def get_max_length(self) -> int:
+        return self.get_seq_length()
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+
+class CrossStore(Cache):
+    """The cross-attention keys and values of every slot. It grows with the longest source. lengths: of the source in
+    each slot."""
+
+    def __init__(self, layers: int, rows: int) -> None:
+        self.stores = [CrossLayer() for _ in range(layers)]
+        super().__init__(layers=[*self.stores])
+        self.lengths, self.width = [0] * rows, 0
+        self.aimed: tuple[int, int] | None = None  # rows of the views
+        self.seen: Tensor | None = None
+
+    def write(self, low: int, parts: Sequence[tuple[Tensor, Tensor]], lengths: list[int]) -> None:
+        """Store the keys and values (A, H, S, head_dim) of every layer in slots low, low + 1, ... Slots are zero past
+        them, since masked values must be finite."""
+        high, width = low + len(lengths), parts[0][0].shape[2]
+        for layer, part in zip(self.stores, parts, strict=True):
+            if self.width == 0:
+                layer.stored = tuple(one.new_zeros(len(self.lengths), one.shape[1], width, one.shape[3])
+                                     for one in part)  # type: ignore[assignment]  # fmt: skip
+            elif width > self.width:
+                layer.stored = grown(layer.stored[0], width), grown(layer.stored[1], width)
+            for store, one in zip(layer.stored, part, strict=True):
+                store[low:high, :, :width] = one
+                store[low:high, :, width:] = 0
+        self.lengths[low:high], self.width, self.aimed = lengths, max(width, self.width), None
+
+    def aim(self, low: int, high: int) -> Tensor | None:
+        """Set the views of the rows [low, high). Returns which entries each row sees, (A, 1, 1, S); None for all."""
+        if self.aimed != (low, high):
+            lengths = self.lengths[low:high]
+            width, self.seen = max(lengths), None
+            for layer in self.stores:
+                layer.keys, layer.values = (store[low:high, :, :width] for store in layer.stored)
+                layer.is_initialized = True
+            if min(lengths) < width:
+                device = self.stores[0].stored[0].device
+                ends = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+                self.seen = torch.arange(width, device=device) < ends
+            self.aimed = low, high
+        return self.seen
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
+        for layer in self.stores:
+            for store in layer.stored:
+                store[target] = store[source]
+        self.lengths[target], self.aimed = self.lengths[source], None
+
+    def clear(self, slot: int) -> None:
+        """Set a slot to zero."""
+        for layer in self.stores:
+            for store in layer.stored:
+                store[slot].zero_()
+
+
+class EncoderDecoder(Stock):
+    """The forward of transformers' decoder, with cross-attention to the source of each slot. rows: number of slots.
+
+    Raises ValueError for a decoder of another structure. Its logits are checked as those of every model (`selfcheck`).
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
+        super().__init__(model, cache, context)
+        layers = decoder_layers(model)
+        for layer in layers:
+            cross_attention(model, layer)
+        self.cross = CrossStore(len(layers), rows)
+        self.both = EncoderDecoderCache(cache, self.cross)
+        self.both.is_updated = dict.fromkeys(range(len(layers)), True)
+
+    def encode(self, sources: Sequence[Source]) -> Encoded:
+        """Return the encoder's states of sources, computed in one pass."""
+        encoder: Any = self.model.get_encoder()
+        lengths, inputs = padded_sources(self.model, sources)
+        states: Tensor = encoder(**inputs).last_hidden_state
+        return Encoded(states, [states.shape[1]] * len(states) if isinstance(sources[0], Tensor) else lengths)
+
+    def store_source(self, low: int, encoded: Encoded) -> None:
+        """Compute the cross-attention keys and values of slots low, low + 1, ... from the encoder's states."""
+        parts = [cross_attention(self.model, layer)(encoded.states) for layer in decoder_layers(self.model)]
+        self.cross.write(low, parts, encoded.lengths)
+
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        return self._scaled(ids, window, only, layers)
+
+    def _call(self, module: nn.Module, ids: Tensor, window: Window) -> Any:
+        window, decoder = self._inside(window), self.model.get_decoder()
+        seen = self.cross.aim(window.low, window.high)
+        keys = self.cross.stores[0].keys
+        assert keys is not None
+        states = keys.new_zeros(()).expand(len(keys), keys.shape[2], 1)  # of the encoder: only their shape is read
+        mask = {} if seen is None else {"encoder_attention_mask": self._mask(seen)}
+        with placed(decoder, window, self.context):
+            return decoder(
+                input_ids=ids,
+                attention_mask=self._masks(window, ids.device),
+                encoder_hidden_states=states,
+                past_key_values=self.both,
+                use_cache=True,
+                **mask,
+            )
+
+
+class CrossProjections(NamedTuple):
+    """The modules of a decoder layer that make the keys and values of its cross-attention. size: of a head."""
+
+    keys: nn.Module
+    values: nn.Module
+    size: int
+
+    def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (A, H, S, size) of the encoder's states (A, S, D)."""
+        keys, values = (project(states).unflatten(-1, (-1, self.size)) for project in (self.keys, self.values))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjections:
+    """Return the projections of a decoder layer. Raises ValueError for a layer that is neither T5's nor BART's."""
+    modules: dict[str, Any] = dict(layer.named_modules())
+    if bart := modules.get("encoder_attn"):
+        return CrossProjections(bart.k_proj, bart.v_proj, bart.head_dim)
+    if t5 := modules.get("layer.1.EncDecAttention"):
+        return CrossProjections(t5.k, t5.v, t5.key_value_proj_dim)
+    raise ValueError(f"{type(model).__name__}: decoder layers of {type(layer).__name__} are not known here; those of "
+                     "T5, BART, Marian and Whisper are")  # fmt: skip
+
+
+def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
+    """Return the lengths of sources, and the encoder's arguments. Ids are padded on the right and masked; features all
+    have one shape."""
+    lengths = [source.shape[-1] if isinstance(source, Tensor) else len(source) for source in sources]
+    if isinstance(sources[0], Tensor):
+        features = torch.stack([source for source in sources if isinstance(source, Tensor)])
+        return lengths, {"input_features": features.to(model.device, model.dtype)}
+    pad, width = model.config.pad_token_id or 0, max(lengths)
+    rows = [[*map(int, source), *[pad] * (width - len(source))] for source in sources]
+    inputs = {"input_ids": torch.tensor(rows, device=model.device)}
+    if min(lengths) < width:
+        ends = torch.tensor(lengths, device=model.device).unsqueeze(1)
+        inputs["attention_mask"] = (torch.arange(width, device=model.device) < ends).long()
+    return lengths, inputs
+
+
+def relative_bias(attention: Any, positions: Tensor, at: Tensor) -> Tensor:
+    """Return T5's bias (A, H, n, L) of tokens at positions (A, n), for slots whose tokens are at positions `at`, (L,)
+    or (A, 1, L)."""
+    bucket = attention._relative_position_bucket(
+        at - positions.unsqueeze(-1),
+        bidirectional=False,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=attention.relative_attention_max_distance,
+    )
+    bias: Tensor = attention.relative_attention_bias(bucket)
+    return bias.permute(0, 3, 1, 2)
+
+
+@contextmanager
+def placed(decoder: nn.Module, window: Window, context: int) -> Iterator[None]:
+    """Give the decoder the positions of a window's ids, by hooks that are on it inside the block."""
+    positions = window.positions.clamp(max=context - 1)
+    if isinstance(table := getattr(decoder, "embed_positions", None), nn.Module):
+        handles = _in_table(table, positions)
+    else:
+        positions = positions if window.start is None else positions[:1]
+        slots = torch.arange(window.limit, device=positions.device)
+        at = slots if window.branches is None else positions_on_paths(slots, window.branches)
+        first: Any = next(module for module in decoder.children() if isinstance(module, nn.ModuleList))[0]
+        bias = relative_bias(first.layer[0].SelfAttention, positions, at)
+        handles = [first.register_forward_pre_hook(lambda _, given: (*given[:2], bias, *given[3:]))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_table(table: nn.Module, positions: Tensor) -> list[Any]:
+    """Hook a table of positions so that it returns the entries (A, n, D) of positions (A, n). Tables differ in the
+    shapes that they take, but all take one row of positions."""
+
+    def before(_: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return given, named | {"position_ids": positions.flatten()}
+
+    def after(_: nn.Module, __: Any, entries: Tensor) -> Tensor:
+        return entries.reshape(*positions.shape, -1)
+
+    return [table.register_forward_pre_hook(before, with_kwargs=True), table.register_forward_hook(after)]
+
+
+def own_inputs(model: PreTrainedModel, ids: Tensor, source: Source | None) -> dict[str, Tensor]:
+    """Return the arguments of the model's own forward for texts (B, n), which all have one source; None for a causal
+    LM."""
+    if source is None:
+        return {"input_ids": ids}
+    _, inputs = padded_sources(model, [source])
+    return {name: part.expand(len(ids), *part.shape[1:]) for name, part in inputs.items()} | {"decoder_input_ids": ids}
+
+
+def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Return the shape (F, T) of the features that the encoder reads, or None if it reads token ids."""
+    config: Any = model.config
+    if model.main_input_name != "input_features":
+        return None
+    return config.num_mel_bins, 2 * config.max_source_positions
+
+
+def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
+    """Return a source without a meaning, for checks and timings: `length` token ids, or features."""
+    shape, seeded = features_shape(model), torch.Generator().manual_seed(seed)
+    if shape is None:
+        return tuple(torch.randint(model.config.vocab_size, (length,), generator=seeded).tolist())
+    return torch.randn(shape, generator=seeded)
+
+
+def same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Return whether both models have an encoder, with equal weights."""
+    if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder):
+        return False
+    ours, theirs = (model.get_encoder().state_dict() for model in (draft, target))
+    return ours.keys() == theirs.keys() and all(
+        one.dtype == theirs[name].dtype and one.device == theirs[name].device and torch.equal(one, theirs[name])
+        for name, one in ours.items()
+    )

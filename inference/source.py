@@ -1,0 +1,64 @@
+"""Texts of encoder-decoders. A text is the decoder's ids; it carries the source that the encoder reads.
+
+A source is token ids, or the features (F, T) of a sound: F numbers for each of T frames.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from torch import Tensor
+
+Source = tuple[int, ...] | Tensor
+BETWEEN = -1  # no token id: it stands between the ids of a text and those of its source
+
+
+class SourcedText(list[int]):
+    """The decoder's ids of one text, with its source. Slices and sums of it are plain lists, without the source."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, ids: Sequence[int], source: Source) -> None:
+        super().__init__(ids)
+        self.source = source
+
+
+def source_of(text: Sequence[int]) -> Source | None:
+    """Return the source of a text, or None for a text without one."""
+    return text.source if isinstance(text, SourcedText) else None
+
+
+def like(text: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Return ids as a list, with the source of `text` if it has one."""
+    source = source_of(text)
+    return list(ids) if source is None else SourcedText(ids, source)
+
+
+def source_ids(text: Sequence[int]) -> list[int]:
+    """Return the token ids of a text's source; none for features, and for a text without a source."""
+    source = source_of(text)
+    return [] if source is None or isinstance(source, Tensor) else list(source)
+
+
+def searched(text: list[int]) -> list[int]:
+    """Return the ids that look-up searches for what followed: those of the source, then `BETWEEN` and the text."""
+    before = source_ids(text)
+    return [*before, BETWEEN, *text] if before else text
+
+
+def until_between(ids: list[int]) -> list[int]:
+    """Return the ids before `BETWEEN`, all if it is not among them."""
+    return ids[: ids.index(BETWEEN)] if BETWEEN in ids else ids
+
+
+def words(text: Sequence[int]) -> tuple[int, ...]:
+    """Return whole numbers of 64 bits that identify a text and its source: the ids, then those of the source or a hash
+    of its features."""
+    source = source_of(text)
+    if source is None:
+        return tuple(text)
+    if isinstance(source, Tensor):
+        values = source.detach().cpu().double().contiguous()
+        hashed = blake2b(repr(tuple(values.shape)).encode() + values.numpy().tobytes(), digest_size=16)
+        source = struct.unpack("<2q", hashed.digest())
+    return *text, BETWEEN, *source
