@@ -61,9 +61,9 @@ def half(texts: Emitted, part: int) -> Emitted:
     return Emitted(*(list(field)[part::2] for field in (texts.prompts, texts.ids, texts.tokens, texts.counts)))
 
 
-def taus(figures: Figures) -> list[float]:
-    """Return the expected tokens per call at draft lengths 0 .. LONGEST."""
-    reaches = (predictable_reach(figures, "token", k) for k in range(1, LONGEST + 1))
+def taus(figures: Figures, longest: int) -> list[float]:
+    """Return the expected tokens per call at draft lengths 0 .. longest."""
+    reaches = (predictable_reach(figures, "token", k) for k in range(1, longest + 1))
     return [1.0, *(float(predict_chain.tau_from(reach, figures.lengths)) for reach in reaches)]
 
 
@@ -115,7 +115,8 @@ def cells_of(path: str, target: Any, size: argparse.Namespace, plain: dict[tuple
                 plain[domain, t] = texts_of(alone, prompts, size.tokens, t, 0)
             began, parts = time.monotonic(), [half(plain[domain, t], part) for part in (0, 1)]
             engine.policy = Fixed(longest)
-            seen, judged = (pair_figures(engine, engine.proposer, part, Sampling(t), size.tokens) for part in parts)
+            seen, judged = (pair_figures(engine, engine.proposer, part, Sampling(t), size.tokens, 0.0)
+                            for part in parts)  # fmt: skip
             engine.policy = Fixed(min(JUDGED, longest))
             counts = texts_of(engine, parts[1].prompts, size.tokens, t, 1).counts
             calls, tokens = sum(one.target_calls for one in counts), sum(one.tokens for one in counts)
@@ -128,7 +129,7 @@ def cells_of(path: str, target: Any, size: argparse.Namespace, plain: dict[tuple
             conditional = predict_chain.depths_from(predictable_reach(seen, "token", longest), longest, seen.lengths)[1]
             found.append({
                 "draft": path, "domain": domain, "temperature": t, "longest": longest, "figures": single,
-                "tau_seen": taus(seen), "tau": taus(judged), "conditional": conditional.tolist(),
+                "tau_seen": taus(seen, longest), "tau": taus(judged, longest), "conditional": conditional.tolist(),
                 "measured": tokens / calls, "seconds": [costs.round(k) for k in range(longest + 1)],
                 "z": (calls - expected * tokens / float(judged.lengths.sum())) / max(deviation * 2**0.5, 1e-9),
             })  # fmt: skip
@@ -143,7 +144,7 @@ def cells_of(path: str, target: Any, size: argparse.Namespace, plain: dict[tuple
 def predicted(cells: Sequence[Any]) -> dict[str, list[list[float]]]:
     """Return each predictor's tau at draft lengths 0 .. longest of every cell."""
     result = {
-        "exact": [cell["tau_seen"][: cell["longest"] + 1] for cell in cells],
+        "exact": [cell["tau_seen"] for cell in cells],
         "iid": [_iid(cell["figures"]["acceptance"], cell) for cell in cells],
         "constant": [_product(_others(cells, cell), cell) for cell in cells],
     }
@@ -165,8 +166,8 @@ def _others(cells: Sequence[Any], cell: Any) -> list[float]:
 
 
 def _product(conditional: list[float], cell: Any) -> list[float]:
-    reached = np.cumprod([1.0, *conditional[: cell["longest"]]])
-    return np.cumsum(reached)[: cell["longest"] + 1].tolist()
+    more = [conditional[-1]] * (cell["longest"] - len(conditional))  # no other draft is as long
+    return np.cumsum(np.cumprod([1.0, *conditional[: cell["longest"]], *more])).tolist()
 
 
 def _regressed(cells: Sequence[Any], cell: Any, name: str) -> float:
