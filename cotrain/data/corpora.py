@@ -274,10 +274,10 @@ def write_prompts(count: int, path: Path, seed: int = 0) -> None:
 def _texts(domain: str) -> list[str]:
     """The texts of held-out documents that may be redistributed: those of Python itself, and generated records."""
     documents = embedded(domain, "held_out", 300_000 if domain == "records" else ALL)
-    return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or _of_python(d))]
+    return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or is_of_python(d))]
 
 
-def _of_python(document: Document) -> bool:
+def is_of_python(document: Document) -> bool:
     root = Path(sysconfig.get_paths()["stdlib"])
     return document.path.startswith("topics/") or (root / document.path).is_file()
 
