@@ -114,7 +114,8 @@ class Plan:
 
     @cached_property
     def prompts(self) -> Prompts:
-        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
+        encoder = self.target.config.is_encoder_decoder
+        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
         """Return `count` ranking prompts from number `first` on. The first prompt follows the last one."""

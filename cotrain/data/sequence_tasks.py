@@ -19,7 +19,6 @@ from typing import Any
 import datasets
 
 from cotrain.data.corpora import ALL, embedded, is_of_python, pieces
-from cotrain.paths import folder
 from inference.drafts.atomic import write_atomic
 
 TASKS = ("signature", "summary", "sentence")
@@ -27,7 +26,6 @@ FIRST_SENTENCE = (15, 150)  # characters; shorter ones say little, longer ones a
 SIGNATURE = 150  # characters at most
 CODE = (40, 600)  # characters of a function without its docstring
 MONTHS = "January February March April May June July August September October November December".split()
-FILE = "sources.jsonl"  # in data/: the shipped sources
 
 
 @dataclass(frozen=True)
@@ -168,12 +166,6 @@ def _list(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def shipped_sources() -> list[dict[str, str]]:
-    """The shipped sources as rows {"domain", "source"}. Tasks alternate, so the first n rows cover all of them."""
-    lines = (folder("data") / FILE).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def write_sources(count: int, path: Path, seed: int = 0) -> None:
     """Write `count` held-out sources per task, of Python's own files and of records. The shipped file is made by
     write_sources(60, Path("data/sources.jsonl"))."""
@@ -184,5 +176,5 @@ def write_sources(count: int, path: Path, seed: int = 0) -> None:
     for pair in pairs:
         by_task[pair.task].append(pair.source)
     chosen = {task: rng.sample(sorted(set(sources)), count) for task, sources in by_task.items()}
-    rows = [{"domain": task, "source": chosen[task][row]} for row in range(count) for task in TASKS]
+    rows = [{"domain": task, "text": chosen[task][row]} for row in range(count) for task in TASKS]
     write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))

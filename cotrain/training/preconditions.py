@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.connector import _PRECISION_INPUT
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.bench import measurement
@@ -27,9 +27,9 @@ from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.self_prompts import SELF, opening, unended
-from cotrain.rollout.training_texts import Source
+from cotrain.rollout.training_texts import Source, start_of
 from cotrain.run_folder import writable
-from cotrain.students.base import Student, student_class
+from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
@@ -45,7 +45,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import quantisation_of
+from inference.models.pretrained import auto_class, quantisation_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -116,7 +116,7 @@ def sketch(
     folder = Path(resolve(path))
     _weights(key, folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if (folder / GENERATION).is_file():  # it names the ids that end a text
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -269,6 +269,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     """Raise UserError for a target that does not support its quantisation setting, or has fewer rows than its tokenizer
     has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+    if target.config.is_encoder_decoder:
+        refuse_sourced(cfg, target)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(
@@ -284,6 +286,27 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
         print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
               file=sys.stderr)  # fmt: skip
+
+
+def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
+    """Raise UserError, naming the key, for settings that have no meaning for an encoder-decoder. Raises the errors of
+    `start_of` too."""
+    start_of(target)
+    kinds = [kind for kind in KINDS if student_class(kind).sourced]
+    name, choice = type(target).__name__, f"it is an encoder-decoder, for which {', '.join(kinds)} drafts are made"
+    refused = {
+        f"draft={cfg.draft.kind}": cfg.draft.kind not in kinds,
+        f"mode={cfg.mode}": cfg.mode != "distil",
+        "data=self": from_target(cfg.data),
+        "data.chat": bool(cfg.data.chat),
+        "data.template": bool(cfg.data.template),
+        "rollout.url": bool(cfg.rollout.url),
+        "draft.quantisation": cfg.draft.quantisation != "none",
+        f"trainer.strategy={SHARDED}": cfg.trainer.strategy == SHARDED,
+    }
+    if wrong := [key for key, used in refused.items() if used]:
+        raise UserError(f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
+                        "texts from this engine, and both models stay whole")  # fmt: skip
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
