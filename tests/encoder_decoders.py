@@ -18,7 +18,16 @@ from transformers import (
 )
 
 from inference.models.encoder_decoder import own_inputs
+from inference.proposers import Independent, NGram
+from inference.proposers.eagle import Eagle
+from inference.proposers.heads import Hydra, Medusa
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.quantised import Quantised
+from inference.proposers.retrieval import Retrieval
+from inference.proposers.two_levels import TwoLevels
 from inference.source import Source, source_of
+from tests import kinds
+from tests.tiny import near, tiny
 
 VOCABULARY, MELS, FRAMES = 32, 6, 14
 
@@ -67,11 +76,12 @@ def whisper(seed: int = 0, **other: Any) -> Any:
 
 
 def _ready(model: Any, deviation: float) -> Any:
-    """Weights so large that distributions are far from uniform."""
+    """Weights so large that distributions are far from uniform, and differ from source to source."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.requires_grad and weight.dim() > 1:
-                weight.normal_(std=deviation)
+                crosses = any(part in name for part in ("EncDecAttention.o", "encoder_attn.out_proj"))
+                weight.normal_(std=4 * deviation if crosses else deviation)
             elif "norm" not in name and weight.requires_grad:
                 weight.normal_(std=0.1)
     return model.double().eval()
@@ -98,9 +108,33 @@ def own_logits(model: PreTrainedModel, text: Sequence[int], source: Source | Non
     return logits
 
 
-def generated(model: PreTrainedModel, start: Sequence[int], n: int) -> list[int]:
+def generated(model: PreTrainedModel, start: Sequence[int], n: int, **more: Any) -> list[int]:
     """The n tokens, or fewer, of transformers' own greedy generate for one source. start: of `Engine.starts`."""
     inputs = own_inputs(model, torch.tensor([list(start)]), source_of(start))
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": n, "num_beams": 1}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": n, "num_beams": 1} | more
     out: Any = GenerationMixin.generate(model, **inputs, **settings)  # Whisper's own splits sounds into segments
     return [int(token) for token in out[0, len(start) :]]
+
+
+def with_encoder_of(target: Any, noise: float = 0.1, seed: int = 1) -> Any:
+    """A draft near the target, whose encoder is the target's."""
+    draft = near(target, noise, seed)
+    draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
+    return draft
+
+
+# for each kind of draft that an encoder-decoder can have, a proposer that is often right and not always
+DRAFTS: dict[str, Callable[[Any], Any]] = {
+    "independent": lambda target: Independent(near(target, 0.05)),
+    "shared encoder": lambda target: Independent(with_encoder_of(target, 0.05)),
+    "greedy": lambda target: Independent(near(target, 0.05), greedy=True),
+    "causal": lambda target: Independent(tiny(vocab=target.config.vocab_size)),
+    "ngram": lambda target: NGram(),
+    "retrieval": lambda target: Retrieval(shortest=1),
+    "hybrid": lambda target: Hybrid(Independent(with_encoder_of(target, 0.05)), Retrieval(shortest=1)),
+    "medusa": lambda target: Medusa(kinds.medusa(target)),
+    "hydra": lambda target: Hydra(kinds.hydra(target)),
+    "eagle": lambda target: Eagle(kinds.eagle(target)),
+    "quantised": Quantised,
+    "two_levels": lambda target: TwoLevels(Quantised(target), Independent(near(target, 0.05))),
+}

@@ -12,8 +12,10 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from inference.engine import Engine
+from inference.models.encoder_decoder import padded_sources
 from inference.output import Counts, Stats, pooled
 from inference.sampling import Sampling
+from inference.source import source_of
 
 ENDS = ("stop", "stop_ids")
 UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "banned_first", "processors")
@@ -177,10 +179,16 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    sources = [source for p in prompts if (source := source_of(p)) is not None]
+    if sources:
+        if int(mask.min()) == 0:
+            raise ValueError("transformers' generate needs decoder texts that begin with equally many ids")
+        inputs = padded_sources(model, sources)[1] | {"decoder_input_ids": ids}
     passes = _Passes()
     start = time.perf_counter()
     generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
-    texts = generate(ids, attention_mask=mask, streamer=passes, **settings)[:, width:].tolist()
+    texts = generate(**inputs, streamer=passes, **settings)[:, width:].tolist()
     end = time.perf_counter()
     rows = [Counts(len(text), len(passes.counts)) for text in texts]
     stats = pooled([Stats(row.tokens, row.target_calls, rows=[row]) for row in rows])

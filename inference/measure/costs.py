@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from inference.engine import Engine
+from inference.models.encoder_decoder import any_source
 from inference.models.lm import LM, store_prompts
 from inference.output import Stats
 from inference.policy import Fixed
@@ -30,6 +31,7 @@ from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.sampling.noise import Uniforms
+from inference.source import SourcedText, source_of
 from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
@@ -45,7 +47,8 @@ class Costs:
     target[n-1]: a target pass over n ids per row, n = 1..K+1. draft: one draft step (pass, distribution, draw). first:
     the time of drafting per round besides its steps (missing ids, weights that are not in the CPU's cache). rest[k]:
     the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host). rows,
-    context: the measured shapes. target_dtype, draft_dtype: dtypes of the models' weights.
+    context: the measured shapes. target_dtype, draft_dtype: dtypes of the models' weights. encoder: an encoder's pass
+    over one source of `context` ids per row, which runs once per text; 0 without an encoder.
     """
 
     target: tuple[float, ...]
@@ -56,6 +59,7 @@ class Costs:
     target_dtype: str = ""
     draft_dtype: str = ""
     first: float = 0.0
+    encoder: float = 0.0
 
     def round(self, k: int) -> float:
         """Return the seconds of a round that drafts k tokens: drafting(k) + target[k] + rest[k]."""
@@ -129,10 +133,12 @@ def measure_costs(
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
     lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
-    texts = [
+    texts: list[list[int]] = [
         torch.randint(target.vocabulary, (min(length, room - longest - 1),), generator=seeded).tolist()
         for length in lengths
     ]
+    if target.encodes:
+        texts = [SourcedText(text, any_source(target.model, context, seed)) for seed, text in enumerate(texts)]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
     seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
     short, long = spans
@@ -146,6 +152,7 @@ def measure_costs(
         target.weights,
         proposer.weights or "",
         seconds["draft", short] - short * step,
+        seconds.get(("encoder", 1), 0.0),
     )
 
 
@@ -208,7 +215,19 @@ def _tasks(
         if n <= K + 1:
             tasks["target", n] = _pass(target, ids[:, :n], at)
             tasks["rest", n - 1] = _rest(decoding_round, logits[:, :n], ids[:, : n - 1])
+    if target.encodes:
+        tasks["encoder", 1] = _encoder(target, texts)
     return tasks
+
+
+def _encoder(lm: LM, texts: list[list[int]]) -> Callable[[], object]:
+    sources = [source for text in texts if (source := source_of(text)) is not None]
+
+    def run() -> None:
+        lm.encode(0, sources)
+        lm.wait()
+
+    return run
 
 
 def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:

@@ -369,9 +369,15 @@ class Probe:
         layers = (*range(count + 1), LAST)
 
         def own() -> Rows:
-            with tapped(self.model, layers) as states:
-                self._own(self.ids)
-            return [row for layer in layers for row in states[layer]]
+            each, parts = (
+                [],
+                [(self.ids, None)] if self.sources is None else [*zip(self.ids.split(1), (0, 1), strict=True)],
+            )
+            for part in parts:
+                with tapped(self.model, layers) as states:
+                    self._own(*part)
+                each.append(states)
+            return [row for layer in layers for states in each for row in states[layer]]
 
         try:
             whole, passes = own(), self._passes(make, layers)

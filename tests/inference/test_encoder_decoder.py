@@ -1,0 +1,254 @@
+"""Encoder-decoder targets. Text and logits are transformers' own, of one row at a time: of its whole forward without a
+cache, and of its greedy `generate`. Rows have sources of different lengths, wait in spare slots, enter, leave and move."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling
+from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness.verdict import check
+from inference.models.encoder_decoder import own_inputs, relative_bias
+from inference.models.lm import LM, store_prompts
+from inference.output import Emitted
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.sampling.noise import row_ids
+from inference.source import SourcedText, source_of
+from inference.verify.tree import Tree
+from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
+from tests.exact import chi_square
+from tests.inference.test_distribution import pooled, uncollected
+from tests.tiny import near
+
+LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18]
+MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
+SHAPE = (-1, -1, 0, 0, 1)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return FAMILIES[request.param]()
+
+
+@contextmanager
+def encoded_rows(model: Any) -> Iterator[list[int]]:
+    """The number of sources in each pass of the encoder."""
+    rows: list[int] = []
+    hook = model.get_encoder().register_forward_hook(lambda _, __, out: rows.append(len(out[0])))
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
+def test_greedy_text_is_that_of_transformers(model: Any) -> None:
+    prompts = sources(model, 9)
+    engine = Engine(model, Independent(near(model)), rows=4, policy=Fixed(3))
+    starts = engine.starts(prompts)
+    out = engine.generate(prompts, max_new_tokens=LIMITS, sampling=Sampling(0))
+    assert out.tokens == [generated(model, start, n) for start, n in zip(starts, LIMITS, strict=True)]
+    assert sum(out.stats.accepted) > 5
+
+
+@pytest.mark.parametrize("settings", [{"policy": Fixed(3)}, {"verify": "traversal", "policy": Fixed(3)}])
+def test_thirty_two_rows_have_the_likeliest_tokens_of_their_own_sources(model: Any, settings: Any) -> None:
+    """Each is the largest of the logits of transformers' whole forward of its row alone."""
+    prompts, trees = sources(model, 40), "verify" in settings
+    engine = Engine(model, Independent(near(model), shape=SHAPE if trees else None), rows=32, **settings)
+    out = engine.generate(prompts, max_new_tokens=[LIMITS[n % 9] for n in range(40)], sampling=Sampling(0))
+    for start, text in zip(engine.starts(prompts), out.tokens, strict=True):
+        wanted = own_logits(model, [*start, *text], source_of(start)).argmax(-1)
+        assert text == wanted[len(start) - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize("tree", [None, SHAPE])
+@pytest.mark.parametrize("width", [1, 4])
+def test_logits_are_those_of_the_whole_forward(model: Any, tree: Any, width: int) -> None:
+    """Of texts that begin with 1 to 9 ids, read one at a time, several at a time and along trees."""
+    engine = Engine(model)
+    made = torch.Generator().manual_seed(1)
+    begins = [torch.randint(3, 30, (length,), generator=made).tolist() for length in (1, 9, 2, 5)]
+    sourced: Any = [source_of(start) for start in engine.starts(sources(model, 4))]
+    starts = [SourcedText(*one) for one in zip(begins, sourced, strict=True)]
+    texts = [torch.randint(3, 30, (length,), generator=made).tolist() for length in (24, 11, 24, 17)]
+    for part in teacher_forced(model, starts, texts, Sampling(), width=width, tree=tree, rows=3):
+        for row, logits in zip(part.rows, part.logits, strict=True):
+            own = own_logits(model, [*starts[row], *texts[row]], starts[row].source)
+            n = len(texts[row])
+            assert (logits[:n] - own[len(starts[row]) - 1 :][:n]).abs().max() < 1e-10
+
+
+def test_the_bias_of_equal_rows_is_transformers_own_and_that_of_a_tree_goes_by_depth() -> None:
+    model = t5()
+    attention: Any = model.decoder.block[0].layer[0].SelfAttention
+    slots = torch.arange(20)
+    for start, n in ((0, 20), (7, 5), (15, 1)):
+        ours = relative_bias(attention, (start + torch.arange(n)).expand(3, n), slots)
+        own = attention.compute_bias(n, 20, past_seen_tokens=start)
+        assert torch.equal(ours, own.expand(3, -1, -1, -1))
+    apart = relative_bias(attention, torch.tensor([[3], [11]]), slots)
+    assert torch.equal(apart[1], attention.compute_bias(1, 20, past_seen_tokens=11)[0])
+    # nodes at depths 1, 1 and 2 behind an anchor at position 4
+    at = torch.tensor([[[0, 1, 2, 3, 4, 5, 5, 6]]])
+    bias = relative_bias(attention, torch.tensor([[5, 5, 6]]), at)
+    path = attention.compute_bias(1, 7, past_seen_tokens=6)[0, :, 0]
+    assert torch.equal(bias[0, :, 2, [0, 1, 2, 3, 4, 5, 7]], path)
+
+
+def test_an_accepted_path_of_a_tree_is_read_at_its_positions(model: Any) -> None:
+    lm, (start,) = LM(model, 1), Engine(model).starts(sources(model, 1))
+    store_prompts(lm, 0, [start])
+    ids = torch.tensor([[start[-1], 5, 6, 7, 8, 9]])
+    here = len(start) - 1
+    lm.forward(ids, [here], tree=Tree(SHAPE))
+    lm.keep([here], torch.tensor([[1, 4]]))  # ids 6 and 9
+    logits = lm.forward(torch.tensor([[4]]), [here + 3]).logits[0, -1]
+    own = own_logits(model, [*start, 6, 9, 4], source_of(start))[-1]
+    assert (logits - own).abs().max() < 1e-10
+
+
+ROWS = 2000
+TWO = [[4], [3, 2, 2, 3, 2]]  # sources
+
+
+@torch.no_grad()
+def joint(model: Any, start: SourcedText, tokens: int, temperature: float) -> torch.Tensor:
+    """The distribution of that many tokens of one source, (V^tokens,), by enumeration of all texts."""
+    V, probs, texts = model.config.vocab_size, torch.ones(1, dtype=torch.float64), torch.tensor([[*start]])
+    for _ in range(tokens):
+        logits = model(**own_inputs(model, texts, start.source), use_cache=False).logits[:, -1]
+        probs = (probs.unsqueeze(-1) * (logits.double() / temperature).softmax(-1)).flatten()
+        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts)).unsqueeze(1)], 1)
+    return probs
+
+
+def small(seed: int = 3) -> Any:
+    return t5(seed, vocab=5, layers=1, encoder=1, eos=None).float()
+
+
+KINDS = ("independent", "shared encoder")
+CASES: list[tuple[str, str, Any]] = [
+    (kind, rule, None) for kind in KINDS for rule in ("token", "block", "match", "coupled")
+]
+CASES += [("shared encoder", rule, SHAPE) for rule in ("tree", "traversal", "coupled")]
+
+
+@pytest.mark.parametrize(("kind", "rule", "shape"), CASES)
+def test_the_joint_distribution_of_the_text_is_the_targets(kind: str, rule: str, shape: Any) -> None:
+    """Three tokens of several rounds, for rows of two sources in one batch, by chi-square over all texts."""
+    target = small()
+    draft = near(target, 0.2) if kind == "independent" else with_encoder_of(target, 0.2)
+    engine = Engine(target, Independent(draft, shape=shape), verify=rule, policy=Fixed(2), rows=ROWS)
+    starts, V, counts = engine.starts(TWO), 5, torch.zeros(2, 125)
+    with uncollected():
+        for seed in range(4):
+            out = engine.generate(TWO * (ROWS // 2), max_new_tokens=3, sampling=Sampling(0.9), seed=seed)
+            numbers = torch.tensor(out.tokens) @ V ** torch.arange(2, -1, -1)
+            counts += torch.stack([numbers[row::2].bincount(minlength=125) for row in (0, 1)])
+    assert sum(out.stats.accepted) > 100
+    wanted = [joint(target, start, 3, 0.9) for start in starts]  # type: ignore[arg-type]
+    assert (wanted[0] - wanted[1]).abs().sum() / 2 > 0.1  # another source is another distribution
+    for own, expected in zip(counts, wanted, strict=True):
+        assert chi_square(*pooled(own, expected * own.sum())) > 1e-4
+
+
+@pytest.fixture(params=DRAFTS)
+def draft(request: pytest.FixtureRequest) -> Any:
+    return DRAFTS[request.param]
+
+
+def settings_of(rows: slice) -> dict[str, Any]:
+    return {"max_new_tokens": LIMITS[rows], "sampling": [MIXED[n % 4] for n in range(9)[rows]], "ignore_eos": True}
+
+
+def test_rows_are_as_if_alone(draft: Any) -> None:
+    """Text and counts; earlier calls leave nothing behind."""
+    target = t5()
+    prompts = sources(target, 6)
+    many, one = (Engine(target, draft(target), rows=rows, policy=Fixed(3)) for rows in (3, 1))
+    many.generate(prompts[::-1], max_new_tokens=9, seed=7)
+    out = many.generate(prompts, **settings_of(slice(6)))
+    for n, prompt in enumerate(prompts):
+        alone = one.generate([prompt], **settings_of(slice(n, n + 1)))
+        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(out.stats.drafted) > 3
+
+
+def test_coupled_text_is_plain_text(model: Any, draft: Any) -> None:
+    prompts, whole = sources(model, 9), settings_of(slice(9))
+    plain = Engine(model, verify="coupled", rows=4).generate(prompts, **whole)
+    out = Engine(model, draft(model), verify="coupled", rows=3, policy=Fixed(3)).generate(prompts, **whole)
+    assert out.tokens == plain.tokens
+
+
+def test_the_verdict_is_that_the_text_is_exact() -> None:
+    target = t5(eos=None)
+    engine = Engine(target, Independent(near(target, 0.05)), policy=Fixed(3), rows=6)
+    starts = engine.starts(sources(target, 12))
+    keys = row_ids(starts)
+    out = engine.generate(starts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
+    report = check(engine, Emitted(starts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    assert report.passed, report.lines()
+
+
+def test_each_source_is_encoded_once(model: Any) -> None:
+    """By the target alone, if the draft's encoder is the target's."""
+    prompts = sources(model, 9)
+    draft = with_encoder_of(model)
+    with encoded_rows(model) as target_rows, encoded_rows(draft) as draft_rows:
+        shared, own = (
+            Engine(model, Independent(draft, own_encoder=own), rows=4, policy=Fixed(3)) for own in (False, True)
+        )
+        for engine in (shared, own):
+            engine.generate(prompts[:1], max_new_tokens=1)
+        del target_rows[:], draft_rows[:]  # the self-checks encode too
+        once = shared.generate(prompts, max_new_tokens=LIMITS, seed=1)
+        assert (sum(target_rows), sum(draft_rows)) == (9, 0)
+        again = own.generate(prompts, max_new_tokens=LIMITS, seed=1)
+        assert (sum(target_rows), sum(draft_rows)) == (18, 9)
+    assert once.tokens == again.tokens and once.stats.accepted == again.stats.accepted
+
+
+def test_what_earlier_sources_left_is_not_read(model: Any) -> None:
+    """Here NaN: a masked one would spoil a row, since 0 times NaN is NaN."""
+    prompts = sources(model, 9)
+    engine = Engine(model, rows=2)
+    wanted = engine.generate(prompts, max_new_tokens=LIMITS, seed=1)
+    run: Any = engine.target.run
+    with torch.inference_mode():
+        for layer in run.cross.stores:
+            for store in layer.stored:
+                store.fill_(torch.nan)
+    assert engine.generate(prompts, max_new_tokens=LIMITS, seed=1).tokens == wanted.tokens
+
+
+def test_a_cleared_slot_is_encoded_again(model: Any) -> None:
+    engine = Engine(model, rows=2)
+    texts = engine.starts(sources(model, 2))
+    store_prompts(engine.target, 0, texts)
+    engine.target.clear(1)
+    store_prompts(engine.target, 1, texts[1:])
+    ids = torch.tensor([text[-1:] for text in texts])
+    logits = engine.target.forward(ids, [len(text) - 1 for text in texts]).logits[:, 0]
+    for row, text in enumerate(texts):
+        assert (logits[row] - own_logits(model, text)[-1]).abs().max() < 1e-10
+
+
+def test_keys_of_noise_depend_on_the_source(model: Any) -> None:
+    """Equal decoder texts of different sources have different noise, and a source has its own in any batch."""
+    starts = Engine(model).starts(sources(model, 6))
+    assert len(set(row_ids(starts))) == 6
+    assert row_ids(starts[2:3]) == row_ids(starts)[2:3]
+    assert len(set(row_ids([starts[0], starts[0]]))) == 2
+
+
+def test_a_stream_gives_the_same_text(model: Any) -> None:
+    (prompt,) = sources(model, 1)
+    engine = Engine(model, Independent(near(model)), policy=Fixed(3))
+    out = engine.generate([prompt], max_new_tokens=12, seed=3, ids=[4])
+    events = engine.stream(prompt, max_new_tokens=12, seed=3, ids=[4])
+    assert [token for event in events for token in event.ids] == out.tokens[0]
