@@ -183,7 +183,7 @@ def scratch(
         max_position_embeddings=length_of(theirs),
         rope_parameters=dict(rope) if rope.get("rope_type") in ROPES else None,
         tie_word_embeddings=True,
-        bos_token_id=theirs.bos_token_id,
+        bos_token_id=theirs.to_dict().get("bos_token_id"),  # T5 has none
         eos_token_id=theirs.eos_token_id,
         pad_token_id=theirs.pad_token_id,
     )
