@@ -185,6 +185,7 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
         if int(mask.min()) == 0:
             raise ValueError("transformers' generate needs decoder texts that begin with equally many ids")
         inputs = padded_sources(model, sources)[1] | {"decoder_input_ids": ids}
+        settings = settings | {"decoder_start_token_id": prompts[0][0]}
     passes = _Passes()
     start = time.perf_counter()
     generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM
 
 from inference import Engine, Sampling
 from inference.models.cache import cache_bytes
 from inference.models.lm import LM
+from inference.models.pretrained import auto_class
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.tiny import continued, near
@@ -110,15 +111,27 @@ REFUSED = [
     ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi .* 2-d"),
     ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
-    ("T5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "rolled back"),
+    ("UMT5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "its passes"),
+    ("ProphetNet", {"num_encoder_layers": 1, "num_decoder_layers": 1}, "decoder layers .* not known"),
+    (
+        "Marian",
+        {
+            "decoder_vocab_size": 60,
+            "vocab_size": 58,
+            "share_encoder_decoder_embeddings": False,
+            "pad_token_id": 1,
+            "d_model": 16,
+        },
+        "decoder_vocab_size=60",
+    ),
     ("Llama", {**GROUPED, "attn_implementation": "flex_attention"}, "attn_implementation='sdpa'"),
 ]
 
 
 def build(family: str, settings: dict[str, Any]):
     torch.manual_seed(0)
-    auto = AutoModelForSeq2SeqLM if family == "T5" else AutoModelForCausalLM
-    return auto.from_config(getattr(transformers, f"{family}Config")(**settings)).double().eval()
+    config = getattr(transformers, f"{family}Config")(**settings)
+    return auto_class(config).from_config(config).double().eval()
 
 
 @pytest.mark.parametrize(("family", "settings"), SUPPORTED, ids=[name for name, _ in SUPPORTED])

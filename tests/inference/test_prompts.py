@@ -242,13 +242,22 @@ def test_a_model_is_neither_moved_nor_cast() -> None:
 
 def test_settings_of_a_generation_config() -> None:
     config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
-                              bad_words_ids=[[1, 2]], min_new_tokens=3, stop_strings=["x"])  # fmt: skip
+                              bad_words_ids=[[1, 2]], min_new_tokens=3, stop_strings=["x"], suppress_tokens=[4, 5],
+                              begin_suppress_tokens=[6])  # fmt: skip
     assert Sampling.of(config) == Sampling(
-        0.7, 50, 0.9, 0.1, repetition_penalty=1.1, banned=((1, 2),), min_new_tokens=3, stop=("x",)
+        0.7,
+        50,
+        0.9,
+        0.1,
+        repetition_penalty=1.1,
+        banned=((1, 2), (4,), (5,)),
+        banned_first=(6,),
+        min_new_tokens=3,
+        stop=("x",),
     )
     assert Sampling.of(GenerationConfig(do_sample=True, top_k=0)) == Sampling(1.0)
     assert Sampling.of(GenerationConfig(temperature=0.7)) == Sampling(0.0)
-    for name, value in {"num_beams": 4, "typical_p": 0.5, "no_repeat_ngram_size": 2, "suppress_tokens": [1]}.items():
+    for name, value in {"num_beams": 4, "typical_p": 0.5, "no_repeat_ngram_size": 2, "penalty_alpha": 0.6}.items():
         with pytest.raises(ValueError, match=f"Sampling.of: {name}="):
             Sampling.of(GenerationConfig(**{name: value}))
 

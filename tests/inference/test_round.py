@@ -17,6 +17,7 @@ V = 16
 ALONE: dict[str, Any] = {
     "temperature": 0.5, "top_k": 2, "top_p": 0.4, "min_p": 0.4, "repetition_penalty": 1.7, "presence_penalty": 1.5,
     "frequency_penalty": 1.5, "logit_bias": {3: 2.5}, "banned": ((4,), (2, 5)), "min_new_tokens": 9, "stop_ids": (6,),
+    "banned_first": (3, 8),
 }  # fmt: skip
 TOGETHER = {"min_new_tokens": {"stop_ids": (6,)}}  # what a setting needs to take effect
 ENDS_AND_CODE = {"stop", "stop_ids", "processors"}
@@ -34,9 +35,10 @@ def test_every_setting_that_changes_a_distribution_is_here() -> None:
 def test_a_batch_with_one_setting_has_the_distributions_of_its_rows(name: str) -> None:
     """At each position of the drafts; the other row has no settings, so only those of the first take effect."""
     sampling, texts, x = [only(name), Sampling()], [[1, 2, 6, 5, 5], [7, 2, 5, 6, 6]], [[5, 2], [4, 5]]
-    rows = [Request(i, i, texts[i][:2], 9, one, frozenset(one.stop_ids)) for i, one in enumerate(sampling)]
+    given = 5 if name == "banned_first" else 2  # tokens of the prompt: no token is new before the drafts
+    rows = [Request(i, i, texts[i][:given], 9, one, frozenset(one.stop_ids)) for i, one in enumerate(sampling)]
     for row, text in zip(rows, texts, strict=True):
-        row.text += text[2:]
+        row.text += text[given:]
     logits = 2 * torch.randn(2, 3, V, generator=torch.Generator().manual_seed(1))
     round = DecodingRound(rows, [2, 2], RULES["token"], Uniforms(0, torch.device("cpu")), V, torch.device("cpu"))
     p = round.target_probs(logits, torch.tensor(x), [2, 2])

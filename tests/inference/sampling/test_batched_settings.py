@@ -21,6 +21,7 @@ HISTORIES = [
              banned=((3, 4), (1,), (5, 6, 7), (3, 3)), min_new_tokens=4, stop_ids=(7,)),
     Sampling(), Sampling(banned=((2, 2, 2), (4,))), Sampling(repetition_penalty=0.7), Sampling(frequency_penalty=-0.5),
     Sampling(min_new_tokens=2, stop_ids=(3, 11)), Sampling(presence_penalty=1.1), Sampling(logit_bias={4: -3.0}),
+    Sampling(banned_first=(2, 5)), Sampling(min_new_tokens=1, stop_ids=(3,), banned_first=(8,)),
 ]  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_no_distribution_is_nan_throughout() -> None:
 def test_histories_are_processed_as_one_by_one(dtype: torch.dtype) -> None:
     """Over rounds that emit a few tokens each, at every position of the drafts."""
     torch.manual_seed(1)
-    texts = [torch.randint(9, (n,)).tolist() for n in (4, 1, 6, 2, 5, 3, 7, 2)]
+    texts = [torch.randint(9, (n,)).tolist() for n in (4, 1, 6, 2, 5, 3, 7, 2, 3, 4)]
     rows = [Request(i, i, text, 50, one, frozenset({0, *one.stop_ids}))
             for i, (text, one) in enumerate(zip(texts, HISTORIES, strict=True))]  # fmt: skip
     penalties, K = Batch(rows, V, torch.device("cpu")).penalties, 3

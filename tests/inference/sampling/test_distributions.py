@@ -100,6 +100,7 @@ BAD = [
     *[("min_new_tokens", bad, repr(bad)) for bad in (-1, 0.5)],
     *[("stop", bad, text) for bad, text in (("", "('',)"), ((3,), "(3,)"))],
     *[("stop_ids", bad, text) for bad, text in ((7, "7"), (("a",), "a"))],
+    *[("banned_first", bad, text) for bad, text in ((7, "7"), ((-1,), "-1"))],
     ("processors", (3,), "(3,)"),
 ]
 

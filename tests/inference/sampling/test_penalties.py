@@ -32,6 +32,7 @@ SETTINGS = [
     (Sampling(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
     (Sampling(logit_bias={7: 3.5, 11: -20}), {"sequence_bias": [[[7], 3.5], [[11], -20.0]]}),
     (Sampling(min_new_tokens=6), {"min_new_tokens": 6}),
+    (Sampling(banned_first=(3, 8)), {"begin_suppress_tokens": [3, 8]}),
     (Sampling(processors=(keep_even,)), {"logits_processor": [keep_even]}),
 ]
 
@@ -85,6 +86,7 @@ def test_needs_history_names_exactly_the_settings_that_read_it():
     for setting in (
         {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
         {"logit_bias": {1: 1.0}}, {"banned": ((1,),)}, {"min_new_tokens": 1}, {"processors": (keep_even,)},
+        {"banned_first": (1,)},
     ):  # fmt: skip
         assert needs_history(Sampling(**setting))
 

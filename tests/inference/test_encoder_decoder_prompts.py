@@ -1,0 +1,225 @@
+"""What an encoder-decoder is given and refuses: sources in every form, first ids, suppressed tokens, folders, look-up."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast, T5ForConditionalGeneration
+
+from inference import Engine, Sampling, load
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Metadata, save
+from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.costs import measure_costs
+from inference.models.lm import LM, store_prompts
+from inference.models.pretrained import load_model
+from inference.policy import Fixed
+from inference.proposers import Independent, NGram
+from inference.proposers.early_exit import untrained_exit
+from inference.proposers.retrieval import Retrieval
+from inference.source import BETWEEN, SourcedText
+from tests import folders
+from tests.encoder_decoders import FRAMES, MELS, bart, generated, sources, t5, whisper, with_encoder_of
+from tests.tiny import near, tiny
+
+TEXTS = ["a cab", "abba", "b"]
+COLD = Sampling(0.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(folders.tokenizer())
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "eos_token": "</s>"})
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: PreTrainedTokenizerFast) -> Engine:
+    return Engine(t5(vocab=len(tokenizer), eos=None), tokenizer=tokenizer)
+
+
+FORMS: dict[str, Any] = {
+    "ids": lambda t: [t(text)["input_ids"] for text in TEXTS],
+    "arrays": lambda t: [np.array(t(text)["input_ids"]) for text in TEXTS],
+    "the tokenizer's output": lambda t: t(TEXTS),
+    "padded": lambda t: t(TEXTS, padding=True, return_tensors="pt"),
+    "a dict each": lambda t: [t(text, return_tensors="pt") for text in TEXTS],
+    "with the start token": lambda t: [dict(t(text)) | {"decoder_input_ids": [0]} for text in TEXTS],
+    "with starts of a batch": lambda t: dict(t(TEXTS)) | {"decoder_input_ids": torch.zeros(3, 1, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_same_sources_gives_the_same_tokens(
+    engine: Engine, tokenizer: PreTrainedTokenizerFast, form: str
+) -> None:
+    wanted = engine.generate(TEXTS, max_new_tokens=6, seed=2)
+    prompts = FORMS[form](tokenizer)
+    assert engine.generate(prompts, max_new_tokens=6, seed=2).tokens == wanted.tokens
+    assert engine.generate(engine.starts(prompts), max_new_tokens=6, seed=2).tokens == wanted.tokens
+    assert wanted.text == [tokenizer.decode(tokens) for tokens in wanted.tokens]
+
+
+def test_the_decoders_text_begins_as_asked() -> None:
+    """With the start token before it, as in transformers."""
+    engine = Engine(t5(eos=None))
+    for given, begins in (([5, 6], [0, 5, 6]), ([0, 5], [0, 5])):
+        (start,) = engine.starts([{"input_ids": [7, 8, 9], "decoder_input_ids": given}])
+        assert start == begins
+        out = engine.generate([start], max_new_tokens=5, sampling=COLD)
+        assert out.tokens == [generated(engine.target.model, start, 5)]
+
+
+def test_forced_first_ids_are_of_the_generation_config() -> None:
+    model = bart()
+    model.generation_config.forced_bos_token_id = 9
+    engine = Engine(model)
+    (start,) = engine.starts([[4, 5, 6]])
+    assert start == [2, 9]
+    wanted = generated(model, SourcedText([2], (4, 5, 6)), 9)
+    assert [9, *engine.generate([[4, 5, 6]], max_new_tokens=8, sampling=COLD).tokens[0]] == wanted
+
+
+def test_forms_of_features() -> None:
+    model = whisper()
+    engine = Engine(model)
+    batch = torch.randn(3, MELS, FRAMES)
+    wanted = engine.generate([{"input_features": one} for one in batch], max_new_tokens=6, seed=2).tokens
+    for prompts in (
+        {"input_features": batch},
+        [{"input_features": one.unsqueeze(0).numpy()} for one in batch],
+        [{"input_features": one, "decoder_input_ids": [2, 5, 7]} for one in batch],
+    ):
+        assert engine.generate(prompts, max_new_tokens=6, seed=2).tokens == wanted
+    other = [{"input_features": one, "decoder_input_ids": [2, 9]} for one in batch]
+    assert engine.generate(other, max_new_tokens=6, seed=2).tokens != wanted
+
+
+def test_suppressed_tokens_are_those_of_transformers() -> None:
+    """Throughout, and as the first token alone."""
+    model = whisper()
+    engine = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2)
+    prompts = sources(model, 4)
+    plain = engine.generate(prompts, max_new_tokens=12, sampling=COLD).tokens
+    settings = {"suppress_tokens": [plain[0][1], 2], "begin_suppress_tokens": [plain[0][0], plain[1][0], 4]}
+    sampling = Sampling.of(GenerationConfig(**settings))
+    out = engine.generate(prompts, max_new_tokens=12, sampling=sampling).tokens
+    assert out == [generated(model, start, 12, **settings) for start in engine.starts(prompts)] != plain
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
+    "nothing": (t5, [[]], "prompt 0: the source is empty"),
+    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: a source of 65 tokens; the encoder reads 64"),
+    "ids for a sound": (whisper, [[3, 4]], "prompt 0: token ids, but the encoder reads input_features"),
+    "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: features of shape"),
+    "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
+    "starts of other rows": (
+        t5, {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]}, "1 rows of decoder_input_ids for 2 sources"
+    ),
+    "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids from 0 to 77"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_sources_are_refused_by_name(case: str) -> None:
+    made, prompts, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        Engine(made()).generate(prompts)
+
+
+def test_what_is_missing_is_said() -> None:
+    model = whisper()
+    model.generation_config.forced_decoder_ids = [[1, None], [2, 7]]  # the language is to be detected
+    prompts = sources(model, 1)
+    with pytest.raises(ValueError, match=r"prompt 0: .*forced_decoder_ids open, such as the language"):
+        Engine(model).generate(prompts)
+    assert Engine(model).generate([prompts[0] | {"decoder_input_ids": [2, 3, 7]}], max_new_tokens=2).tokens[0]
+    with pytest.raises(ValueError, match="prompt 0: it has a source, and the target has no encoder"):
+        Engine(tiny()).generate([SourcedText([1], (3, 4))])
+    with pytest.raises(ValueError, match="a text without its source; `Engine.starts`"):
+        store_prompts(LM(t5(), 1), 0, [[0]])
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    for name, value, search in (("num_beams", 4, "beam search"), ("penalty_alpha", 0.6, "contrastive search")):
+        with pytest.raises(ValueError, match=rf"{name}={value} \({search}\) has no counterpart"):
+            Sampling.of(GenerationConfig(**{name: value}))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration: an early exit needs a causal LM"):
+        untrained_exit(t5(), 1, 2, 3)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration: int8 weights"):
+        LM(t5(), 1, int8=True)
+    with pytest.warns(UserWarning, match="T5ForConditionalGeneration: its passes cannot be compiled"):
+        LM(t5(), 1, compile=True)
+
+
+TEXT = SourcedText([0, 7, 8], (5, 7, 8, 9, 4, 1))
+
+
+@pytest.mark.parametrize("kind", [NGram(), Retrieval(shortest=2)])
+def test_look_up_reads_the_source(kind: Any) -> None:
+    """It drafts what followed there, and not past its end into the text."""
+
+    def drafted(text: SourcedText, k: int) -> list[int]:
+        return list(kind.look_up(text, k) if isinstance(kind, NGram) else kind.along(text, [3], k)[0].drafts)
+
+    class Seen:
+        texts, k = [TEXT], [2]
+
+    kind.open(type("Host", (), {"vocabulary": 32}))
+    kind.admit(0, [SourcedText(TEXT[:1], TEXT.source)], {})
+    assert kind.propose(Seen()).x.tolist() == [[9, 4]]
+    Seen.k = [9]
+    assert kind.propose(Seen()).x.tolist() == [[9, 4, 1]]
+    Seen.texts = [SourcedText([0, 4, 1], TEXT.source)]
+    proposal = kind.propose(Seen())
+    assert proposal.k == [0] and BETWEEN not in proposal.x.flatten().tolist()
+
+
+def test_look_up_in_the_source_is_accepted_where_the_text_copies_it() -> None:
+    """The decoder reads no source, so that its text is known and can be made the source."""
+    model = t5(eos=None)
+    with torch.no_grad():
+        for block in model.decoder.block:
+            block.layer[1].EncDecAttention.o.weight.zero_()
+    (text,) = Engine(model).generate([[3]], max_new_tokens=16, sampling=COLD).tokens
+    for proposer in (NGram(), Retrieval(shortest=1)):
+        out = Engine(model, proposer, policy=Fixed(4)).generate([text, [3]], max_new_tokens=16, sampling=COLD)
+        assert out.tokens == [text, text]
+        assert out.stats.rows[0].tau > 1.5 * out.stats.rows[1].tau
+
+
+def test_draft_folders_of_encoder_decoders_load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As plain folders that transformers loads too, with an encoder of their own or the target's."""
+    target = t5(vocab=len(tokenizer)).float()
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    assert isinstance(load_model(str(tmp_path / "target")), T5ForConditionalGeneration)
+    about = {"name": str(tmp_path / "target"), **hash_target(target.config, tokenizer)}
+    for name, draft in (("own", near(target)), ("shared", with_encoder_of(target))):
+        save(draft, tokenizer, tmp_path / name, Metadata(about, 3), None)
+        engine = load(tmp_path / name, rows=2)
+        ours = engine.generate(TEXTS, max_new_tokens=8, sampling=COLD)
+        assert ours.tokens == Engine(target).generate(engine.starts(TEXTS), max_new_tokens=8, sampling=COLD).tokens
+        assert engine.proposer.shares_encoder == (name == "shared")  # type: ignore[union-attr]
+        plain = T5ForConditionalGeneration.from_pretrained(tmp_path / name)
+        ids = torch.tensor([[3, 4, 5]])
+        with torch.no_grad():
+            assert torch.equal(*(m.eval()(input_ids=ids, decoder_input_ids=ids).logits for m in (plain, draft)))
+        assert plain.generation_config.decoder_start_token_id == 0
+
+
+def test_timing_has_the_encoder() -> None:
+    """In the table of costs and in the arms, whose prompts carry their sources."""
+    target = t5(eos=None)
+    costs = measure_costs(LM(target, 2), Independent(near(target)), 3, context=16, repeats=1, warmup=0)
+    assert 0 < costs.encoder and costs.encoder not in (*costs.target, *costs.rest)
+    engine = Engine(target, Independent(near(target)), rows=2)
+    starts = engine.starts(sources(target, 3))
+    ours = engine_arm("ours", engine, COLD, 6).run(starts, [0, 1, 2], 0)
+    for settings in ({}, {"assistant": near(target), "k": 3}):
+        theirs = transformers_arm("theirs", target, COLD, 6, **settings).run(starts, [0, 1, 2], 0)
+        assert ours.tokens == theirs.tokens
