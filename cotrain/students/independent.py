@@ -43,6 +43,8 @@ ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings th
 Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
 HEAD = ("head_rank", "vocabulary")  # settings of a small head
 LAYERS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))  # config keys: of T5, of BART
+# transformers' caches have as many layers as this key says, and for T5 without it as many as the encoder has
+CACHED = "decoder_layers"
 ENCODERS = ("encoder.", "model.encoder.")  # names of an encoder's tensors begin so
 BIAS = "relative_attention_bias"
 DROPOUT = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop",
@@ -231,14 +233,15 @@ def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
 
 @torch.no_grad()
 def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Return whether the draft's encoder is the target's, in another precision at most."""
+    """Return whether the draft's encoder has the numbers of the target's, whatever their dtypes."""
     if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder) or "meta" in (
         draft.device.type, target.device.type
     ):  # fmt: skip
         return False
     ours, theirs = (model.get_encoder().state_dict() for model in (draft, target))
     return ours.keys() == theirs.keys() and all(
-        one.shape == theirs[name].shape and torch.equal(one, theirs[name].to(one)) for name, one in ours.items()
+        one.shape == theirs[name].shape and torch.equal(one.double(), theirs[name].to(one.device).double())
+        for name, one in ours.items()
     )
 
 
@@ -293,7 +296,7 @@ def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | 
     most = getattr(config, keys[0])
     if encoder_layers is not None and encoder_layers > most:
         raise ValueError(f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}; null shares it")
-    new = {keys[0]: encoder_layers or most, keys[1]: layers}
+    new = {keys[0]: encoder_layers or most, keys[1]: layers, CACHED: layers}
     config.update(new | {key: 0.0 for key in DROPOUT if getattr(config, key, None)})
 
 

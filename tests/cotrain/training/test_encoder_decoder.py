@@ -258,7 +258,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sources")
     torch.manual_seed(0)
     config = T5Config(vocab_size=300, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_decoder_layers=3, num_heads=2,
-                      decoder_start_token_id=1, eos_token_id=0, pad_token_id=1)  # fmt: skip
+                      decoder_start_token_id=1, eos_token_id=0, pad_token_id=1, decoder_layers=3)  # fmt: skip
     model = T5ForConditionalGeneration(config)
     with torch.no_grad():
         for weight in model.parameters():
