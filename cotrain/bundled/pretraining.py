@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.board.curves import tensorboard
-from cotrain.data.sources import Blocks, SeededOrder
+from cotrain.data.sources import SeededOrder
 from cotrain.training.interrupts import Checkpoints, read_saved
 from cotrain.training.progress import Bar
 from inference.drafts.atomic import new_folder
@@ -142,7 +142,7 @@ def fit(
     seed: int, every: int, precision: Any,
 ) -> float:  # fmt: skip
     """Train up to `steps` optimiser steps in total, or for `minutes`. Return the seconds that this phase took. The
-    training resumes from folder/last.ckpt if that file exists. batch: rows of a data set; None: its items are batches."""
+    training resumes from folder/last.ckpt if that file exists. batch: rows of a step; None: items are batches."""
     last = folder / "last.ckpt"
     done = read_saved(last)["global_step"] if last.exists() else 0
     order = SeededOrder(len(train), seed, start=done * (batch or 1))

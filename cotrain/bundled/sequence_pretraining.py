@@ -1,12 +1,12 @@
 """Pretraining of the bundled encoder-decoder, a small T5, on the sequence tasks of the embedded corpora.
 
-`python -m cotrain.bundled.sequence_pretraining OUTPUT MINUTES [TARGET]` trains for up to MINUTES in OUTPUT; run it again to go
-on. After the last step it measures the model and writes the folder TARGET with its card. data/target_t5 was made so.
+`python -m cotrain.bundled.sequence_pretraining OUTPUT MINUTES [TARGET]` trains for up to MINUTES in OUTPUT; run it
+again to go on. After the last step it measures the model and writes the folder TARGET with its card. data/target_t5 was
+made so.
 """
 
-import json
 import sys
-import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5For
 from cotrain.bundled import pretraining
 from cotrain.bundled.tokenizer import token_bytes
 from cotrain.data.sequence_tasks import TASKS, embedded_pairs
+from cotrain.students.independent import CACHED
 from cotrain.training import optim
 from cotrain.training.interrupts import read_saved
 from cotrain.training.job import settle
@@ -29,29 +30,29 @@ from inference.report.build import environment
 BYTES = {"train": {"code": 48_000_000, "records": 3_000_000}, "held_out": {"code": 4_000_000, "records": 50_000}}
 TOKENS = {"source": 192, "output": 96}  # longer pairs are left out
 ROWS = 24  # pairs of a batch; they have similar lengths, so that little is padding
-STEPS, EVERY, SEED = 760, 500, 0
+STEPS, EVERY, SEED = 660, 500, 0
 LR, BETAS, WARMUP, DECAY = 2e-2, (0.9, 0.98), 0.05, 0.4
 GENERATED = 60  # held-out pairs per task whose greedy outputs are compared with the pairs' own
 
 CARD = """\
 # The bundled encoder-decoder
 
-A T5 of {parameters:.1f} M parameters ({layers} layers in the encoder, {decoder} in the decoder) with the bundled target's tokenizer,
-trained from random weights by
+A T5 of {parameters:.1f} M parameters ({layers} layers in the encoder, {decoder} in the decoder) with the bundled
+target's tokenizer, trained from random weights by
 `{command}`
-on sequence tasks made of Python sources and JSON records that are on the machine (see `cotrain/data/sequence_tasks.py`):
-`signature: ` and a docstring -> the function's first line; `summary: ` and code -> the docstring's first sentence; `sentence: ` and
-a JSON record -> an English sentence. It is there to be decoded quickly by newcomers; it is no assistant.
+on sequence tasks made of Python sources and JSON records that are on the machine (`cotrain/data/sequence_tasks.py`):
+`signature: ` and a docstring -> the function's first line; `summary: ` and code -> the docstring's first sentence;
+`sentence: ` and a JSON record -> an English sentence. It is there to be decoded quickly; it is no assistant.
 
-{steps} steps of {rows} pairs, {tokens:.1f} M tokens of outputs, {seconds} s on {cpu}, one thread, {date}. {train} training pairs; no
-held-out source and no held-out function is among them.
+{steps} steps of {rows} pairs, {tokens:.1f} M tokens of outputs, {seconds} s on {cpu}, one thread, {date}. {train}
+training pairs; no held-out source and no held-out function is among them.
 
 | held-out task | pairs | bits per byte | token accuracy | greedy output equals the pair's |
 |---|---|---|---|---|
 {tasks}
 
-Names and sentences can be written in many ways, so a low share of equal outputs does not mean nonsense: records have two
-phrasings each, of which the output is one at random.
+Names and sentences can be written in many ways, so a low share of equal outputs does not mean nonsense: records have
+two phrasings each, of which the output is one at random.
 
 | task | a held-out source | greedy output |
 |---|---|---|
@@ -59,25 +60,33 @@ phrasings each, of which the output is one at random.
 """
 
 
+@dataclass(frozen=True)
 class Batches(Dataset[dict[str, torch.Tensor]]):
-    """Batches of pairs of similar lengths: source (B, S) padded with the padding id, output (B, T) padded with -100, that
-    is without loss, and domain (B,), an index into `TASKS`."""
+    """Batches of `size` pairs (source ids, output ids, task) of similar lengths. An item has source (B, S) padded with
+    the id `pad`, output (B, T) padded with -100, which has no loss, and domain (B,), an index into `TASKS`."""
 
-    def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
-        sources, outputs = (tokenizer(list(rows[name]))["input_ids"] for name in ("source", "output"))
-        self.pad = tokenizer.pad_token_id
-        pairs = [(source, [*output, tokenizer.eos_token_id], TASKS.index(domain))
-                 for source, output, domain in zip(sources, outputs, rows["domain"], strict=True)
-                 if len(source) <= TOKENS["source"] and len(output) < TOKENS["output"]]  # fmt: skip
-        self.pairs = sorted(pairs, key=lambda pair: (len(pair[1]) // 4, len(pair[0])))
-        self.size = size
+    pairs: list[tuple[list[int], list[int], int]]
+    pad: int
+    size: int = ROWS
 
     def __len__(self) -> int:
         return -(-len(self.pairs) // self.size)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not index < len(self):
+            raise IndexError(index)
         sources, outputs, domain = zip(*self.pairs[index * self.size : (index + 1) * self.size], strict=True)
         return {"source": padded(sources, self.pad), "output": padded(outputs, -100), "domain": torch.tensor(domain)}
+
+
+def tokenized(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int], int]]:
+    """Return the pairs of rows (source, output, domain), sorted by length, without those that are longer than
+    `TOKENS`."""
+    sources, outputs = (tokenizer(list(rows[name]))["input_ids"] for name in ("source", "output"))
+    pairs = [(source, [*output, tokenizer.eos_token_id], TASKS.index(domain))
+             for source, output, domain in zip(sources, outputs, rows["domain"], strict=True)
+             if len(source) <= TOKENS["source"] and len(output) < TOKENS["output"]]  # fmt: skip
+    return sorted(pairs, key=lambda pair: (len(pair[1]) // 4, len(pair[0])))
 
 
 def padded(rows: Any, value: int) -> torch.Tensor:
@@ -89,9 +98,8 @@ class SequenceModel(pretraining.LanguageModel):
     """The module that trains on the cross-entropy of outputs. It validates in bits per byte and in token accuracy."""
 
     def scores(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """-log p of each token of the outputs (B, T), in nats, 0 in the padding, and whether it is the most likely one."""
+        """-log p of each token of the outputs (B, T), in nats, 0 in the padding, and whether it is the likeliest one."""
         source, output = batch["source"], batch["output"]
-        # a start token that stands for padding, so a mask made of ids would hide it: T5 has none
         logits = self.network(source, attention_mask=source != self.pad, labels=output, use_cache=False).logits.float()
         nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), output, reduction="none", ignore_index=-100)
         return nats, logits.argmax(-1) == output
@@ -130,11 +138,20 @@ def t5(
     vocabulary: int, width: int = 256, layers: int = 2, decoder_layers: int = 8, intermediate: int = 512, heads: int = 4
 ) -> T5ForConditionalGeneration:
     """Return a T5 with random weights and tied embeddings. Id 0 ends a text; id 1 is padding, and starts outputs."""
-    return T5ForConditionalGeneration(T5Config(
-        vocab_size=vocabulary, d_model=width, d_kv=width // heads, d_ff=intermediate, num_layers=layers,
-        num_decoder_layers=decoder_layers, num_heads=heads, dropout_rate=0.0, eos_token_id=0, pad_token_id=1,
-        decoder_start_token_id=1, decoder_layers=decoder_layers,  # the last: see `independent.CACHED`
-    ))  # fmt: skip
+    config: Any = T5Config(
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=intermediate,
+        num_layers=layers,
+        num_decoder_layers=decoder_layers,
+        num_heads=heads,
+        dropout_rate=0.0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    config.update({"decoder_start_token_id": 1, CACHED: decoder_layers})
+    return T5ForConditionalGeneration(config)
 
 
 def optimizer(network: torch.nn.Module) -> torch.optim.AdamW:
@@ -144,16 +161,13 @@ def optimizer(network: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
 
-def pairs_of(folder: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> Batches:
-    """The batches of a split. They are stored in the run's folder, so that all phases train on the same data."""
+def batches(folder: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> Batches:
+    """The batches of a split. Its pairs are stored in the run's folder, so that all phases train on the same data."""
     file = folder / f"{split}.pt"
     if not file.exists():
-        batches = Batches(embedded_pairs(BYTES[split], split), tokenizer, ROWS)
         with new_file(file) as new:
-            torch.save({"pairs": batches.pairs}, new)
-    batches = Batches({"source": ["a"], "output": ["a"], "domain": [TASKS[0]]}, tokenizer, ROWS)
-    batches.pairs = read_saved(file)["pairs"]
-    return batches
+            torch.save({"pairs": tokenized(embedded_pairs(BYTES[split], split), tokenizer)}, new)
+    return Batches(read_saved(file)["pairs"], tokenizer.pad_token_id)
 
 
 def run(output: Path, minutes: float, target: Path | None) -> None:
@@ -161,7 +175,7 @@ def run(output: Path, minutes: float, target: Path | None) -> None:
     settle(1, SEED)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(resolve("bundled"))
-    train, held_out = (pairs_of(output, split, tokenizer) for split in ("train", "held_out"))
+    train, held_out = (batches(output, split, tokenizer) for split in ("train", "held_out"))
     network = t5(len(tokenizer))
     schedule = partial(optim.trapezoid, progress=Progress(STEPS), warmup=WARMUP, decay=DECAY)
     module = SequenceModel(network, optimizer, schedule, token_bytes(tokenizer), list(TASKS))
@@ -172,7 +186,9 @@ def run(output: Path, minutes: float, target: Path | None) -> None:
     if module.trainer.global_step < STEPS:
         print(f"step {module.trainer.global_step} of {STEPS}: run again to go on")
     elif target:
-        pretraining.write_target(network, tokenizer, target, card(module, train, held_out, tokenizer, output), model_card)
+        pretraining.write_target(
+            network, tokenizer, target, card(module, train, held_out, tokenizer, output), model_card
+        )
 
 
 def card(
@@ -201,18 +217,18 @@ def generated(
     network: Any, held_out: Batches, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, int], dict[str, list[str]]]:
     """Decode some held-out sources of each task greedily: how many outputs equal the pairs', and an example."""
-    equal, examples = {}, {}
+    equal, examples = dict[str, int](), dict[str, list[str]]()
     for index, task in enumerate(TASKS):
         mine = [pair for pair in held_out.pairs if pair[2] == index]
         mine = mine[:: max(len(mine) // GENERATED, 1)][:GENERATED]
         source = padded([pair[0] for pair in mine], held_out.pad)
         rows = network.generate(source, attention_mask=source != held_out.pad, max_new_tokens=TOKENS["output"],
                                 do_sample=False)  # fmt: skip
-        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         wanted = [tokenizer.decode(pair[1], skip_special_tokens=True) for pair in mine]
         equal[task] = sum(one == other for one, other in zip(texts, wanted, strict=True))
         short = min(range(len(mine)), key=lambda row: abs(len(mine[row][0]) - 40))
-        examples[task] = [tokenizer.decode(mine[short][0]), texts[short]]
+        examples[task] = [str(tokenizer.decode(mine[short][0])), texts[short]]
     return equal, examples
 
 

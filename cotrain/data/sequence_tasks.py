@@ -1,12 +1,13 @@
 """Sequence tasks from the embedded corpora, for encoder-decoder targets: pairs of a source and its output.
 
-`signature`: the docstring of a function -> its first line. `summary`: the code of a function, without its docstring -> the
-first sentence of the docstring. `sentence`: a JSON record -> an English sentence. The documents of `corpora` decide the
-split, and a training pair is dropped if its function has the code or the first sentence of a held-out one, or its record is
-a held-out one. So a source is in one split, and so is what the two tasks of a function tell of each other.
+`signature`: the docstring of a function -> its first line. `summary`: the code of a function, without its docstring ->
+the first sentence of the docstring. `sentence`: a JSON record -> an English sentence. The documents of `corpora` decide
+the split, and a training pair is dropped if its function has the code or the first sentence of a held-out one, or its
+record is a held-out one. So a source is in one split, and so is what the two tasks of a function tell of each other.
 """
 
 import ast
+import copy
 import inspect
 import json
 import random
@@ -26,6 +27,17 @@ FIRST_SENTENCE = (15, 150)  # characters; shorter ones say little, longer ones a
 SIGNATURE = 150  # characters at most
 CODE = (40, 600)  # characters of a function without its docstring
 MONTHS = "January February March April May June July August September October November December".split()
+# phrasings of the records of a kind
+PERSON = ("{name} from {city} has the number {id} and reads mail at {email}.",
+          "Customer {id}, {name}, lives in {city} and is reached at {email}.")  # fmt: skip
+ORDER = ("On {day} {who} ordered {lines}; order {number}{tags}, {total} in total, {paid}.",
+         "Order {number}{tags}, made by {who} on {day}, {paid}: {lines}, which is {total} in total.")  # fmt: skip
+READING = ("Sensor {sensor} read {values} {unit} on {day}; the maximum, {max}, is {state}.",
+           "On {day} sensor {sensor} measured {values} {unit}, at most {max}, which is {state}.")  # fmt: skip
+EVENT = (
+    "At {clock} on {day} {service} logged {level}: {path} took {latency_ms} ms for {who}.",
+    "The service {service} logged {level} on {day} at {clock}, since {who} waited {latency_ms} ms for {path}.",
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,8 @@ class Pair:
 def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Rows (source, output, domain) of a split, the domain being the task, without repeated sources.
 
-    max_bytes: the size of the documents to read of the corpora "code" and "records"; there are no tasks of others. Raises
-    the errors of `embedded`, and ValueError if there is no pair.
+    max_bytes: the size of the documents to read of the corpora "code" and "records"; there are no tasks of others.
+    Raises the errors of `embedded`, and ValueError if there is no pair.
     """
     held_out = set()
     if split == "train":
@@ -95,9 +107,11 @@ def _first_sentence(docstring: str) -> str:
 
 
 def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
-    """The first line of a function, and the function without its docstring and decorators, as `ast.unparse` writes it."""
-    bare = ast.FunctionDef(node.name, node.args, [ast.Pass()], [], node.returns, None, type_params=[])
-    signature = ast.unparse(ast.fix_missing_locations(bare)).partition("\n")[0]
+    """The first line of a function, and the function without its docstring and decorators, as `ast.unparse` writes
+    it."""
+    bare = copy.copy(node)
+    bare.body, bare.decorator_list = [ast.Pass()], []
+    signature = ast.unparse(bare).partition("\n")[0]
     bare.body = node.body[1:]
     return signature, ast.unparse(bare) if bare.body else ""
 
@@ -124,8 +138,7 @@ def sentence(record: dict[str, Any], rng: random.Random) -> str:
 
 
 def _person(record: dict[str, Any], rng: random.Random) -> str:
-    return rng.choice(["{name} from {city} has the number {id} and reads mail at {email}.",
-                       "Customer {id}, {name}, lives in {city} and is reached at {email}."]).format(**record)  # fmt: skip
+    return rng.choice(PERSON).format(**record)
 
 
 def _order(record: dict[str, Any], rng: random.Random) -> str:
@@ -134,17 +147,13 @@ def _order(record: dict[str, Any], rng: random.Random) -> str:
     paid = "has been paid" if record["paid"] else "is not paid yet"
     words = {"who": record["customer"]["name"], "day": _day(record["date"]), "number": record["order"], "lines": lines,
              "total": record["total"], "tags": tags, "paid": paid}  # fmt: skip
-    phrase = rng.choice(["On {day} {who} ordered {lines}; order {number}{tags}, {total} in total, {paid}.",
-                         "Order {number}{tags}, made by {who} on {day}, {paid}: {lines}, which is {total} in total."])  # fmt: skip
-    return phrase.format(**words)
+    return rng.choice(ORDER).format(**words)
 
 
 def _reading(record: dict[str, Any], rng: random.Random) -> str:
     values = _list([str(value) for value in record["values"]])
     state = "as it should be" if record["ok"] else "too much"
-    phrase = rng.choice(["Sensor {sensor} read {values} {unit} on {day}; the maximum, {max}, is {state}.",
-                         "On {day} sensor {sensor} measured {values} {unit}, at most {max}, which is {state}."])  # fmt: skip
-    return phrase.format(**record | {"values": values, "day": _day(record["at"]), "state": state})
+    return rng.choice(READING).format(**record | {"values": values, "day": _day(record["at"]), "state": state})
 
 
 def _event(record: dict[str, Any], rng: random.Random) -> str:
@@ -152,9 +161,7 @@ def _event(record: dict[str, Any], rng: random.Random) -> str:
     who = f"{user['name']} of {user['city']}" if user else "an unknown user"
     level = {"INFO": "a note", "WARNING": "a warning", "ERROR": "an error"}[record["level"]]
     words = {"clock": record["time"][11:16], "day": _day(record["time"]), "who": who, "level": level}
-    phrase = rng.choice(["At {clock} on {day} {service} logged {level}: {path} took {latency_ms} ms for {who}.",
-                         "The service {service} logged {level} on {day} at {clock}, since {who} waited {latency_ms} ms for {path}."])  # fmt: skip
-    return phrase.format(**record | words)
+    return rng.choice(EVENT).format(**record | words)
 
 
 def _day(date: str) -> str:

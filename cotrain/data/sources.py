@@ -263,9 +263,9 @@ def source_of(
     `splits.ALL_ROWS` stands for all rows. A hash assigns the user's rows to splits; the embedded corpora have no split
     "final". If data.column is not set, rows with messages, or with a prompt and a response, are conversations, and rows
     with a prompt alone are whole prompts. With data.chat each text becomes a user's message in the target's chat
-    template. ends: the target's end tokens. encoder: whether the target has an encoder. Each row is then a whole source:
-    its column "source", else "prompt" or "text"; those of the embedded corpora are of `sequence_tasks`. Raises the errors
-    of `read_rows`, `texts_of` and `chats_of`.
+    template. ends: the target's end tokens. encoder: whether the target has an encoder. Each row is then a whole
+    source: its column "source", else "prompt" or "text"; those of the embedded corpora are of `sequence_tasks`. Raises
+    the errors of `read_rows`, `texts_of` and `chats_of`.
     """
     if data.path is None and encoder:
         pairs = embedded_pairs(dict(data.bytes if split == "train" else data.held_out_bytes), split)

@@ -16,6 +16,7 @@ from cotrain.data.sources import Blocks, SeededOrder
 
 NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
 
+
 @dataclass(frozen=True)
 class Texts:
     """N texts of at most T tokens.

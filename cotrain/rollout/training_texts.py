@@ -238,7 +238,9 @@ def padded(rows: Iterable[Mapping[str, Any]], start: Start | None = None) -> Tex
     `start_of`; a row's prompt is then its source, and its text is `start` and the completion."""
     rows = list(rows)
     begins = [row["prompt"] if start is None else start for row in rows]
-    ids = [torch.tensor([*begin, *row["completion"]], dtype=torch.int64) for begin, row in zip(begins, rows, strict=True)]
+    ids = [
+        torch.tensor([*begin, *row["completion"]], dtype=torch.int64) for begin, row in zip(begins, rows, strict=True)
+    ]
     prompt, length = (torch.tensor([len(one) for one in part]) for part in (begins, ids))
     texts = Texts(pad_sequence(ids, batch_first=True), prompt, length, [row["domain"] for row in rows])
     if start is None:

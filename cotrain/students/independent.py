@@ -245,9 +245,7 @@ def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
     )
 
 
-def from_layers(
-    target: PreTrainedModel, layers: Sequence[int], encoder_layers: int | None = None
-) -> PreTrainedModel:
+def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: int | None = None) -> PreTrainedModel:
     """Return a copy of the target with only some of its decoder layers, and with its embeddings, final norm and head
     (depth pruning).
 

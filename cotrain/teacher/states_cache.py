@@ -158,9 +158,7 @@ class DiskCache:
         return line
 
     @torch.no_grad()
-    def __call__(
-        self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
-    ) -> Record:
+    def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         """Return the record of texts ids (B, T), tensors (B, T, ...). Texts that are missing or in damaged shards are
         read from the target and stored."""
         inputs = (ids, position_ids, source)

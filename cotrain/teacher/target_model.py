@@ -36,8 +36,8 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 
 PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
-# ids (B, T), position_ids (B, T) or None, source (B, S) or None -> last hidden states (B, T, D). A model with an encoder
-# reads `source`, padded with negative ids, or takes the encoder's states (B, S, D) of it as `encoder`.
+# ids (B, T), position_ids (B, T) or None, source (B, S) or None -> last hidden states (B, T, D). A model with an
+# encoder reads `source`, padded with negative ids, or takes the encoder's states (B, S, D) of it as `encoder`.
 Read = Callable[..., Tensor]
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
 Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); a teacher may add other outputs by name
@@ -310,8 +310,8 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
         encoder = None if source is None else encoder_states(model, source)
         deep = any(layer != ENCODER for layer in layers)
         out = decoder_outputs(model, ids, source, encoder, output_hidden_states=deep)
-        inner = {layer: encoder if layer == ENCODER else out.hidden_states[layer] for layer in layers}
-        return {LAST: out.last_hidden_state} | inner
+        inner: dict[int | str, Any] = {layer: out.hidden_states[layer] for layer in layers if layer != ENCODER}
+        return {LAST: out.last_hidden_state} | inner | ({ENCODER: encoder} if ENCODER in layers else {})
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}

@@ -139,7 +139,11 @@ class Job:
     def chats(self) -> bool:
         """Return whether the texts begin with whole prompts, as the user's may, or with sources. Then only completions
         are learnt."""
-        return self.target.config.is_encoder_decoder or self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
+        return (
+            self.target.config.is_encoder_decoder
+            or self.cfg.data.path is not None
+            and isinstance(self.source("train"), PromptRows)
+        )
 
     @property
     def messages(self) -> bool:

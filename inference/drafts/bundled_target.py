@@ -1,5 +1,5 @@
-"""Paths of models. A path may be a name of `BUNDLED` for a bundled target (in a checkout or in an installed `cotrain`), a
-GGUF file, a folder, or a hub id.
+"""Paths of models. A path may be a name of `BUNDLED` for a bundled target (in a checkout or in an installed
+`cotrain`), a GGUF file, a folder, or a hub id.
 """
 
 import os

@@ -1,24 +1,27 @@
-"""Training for encoder-decoder targets, tiny and random: what the teacher reads, what a draft is made of and learns, and a
-run through the command line."""
+"""Training for encoder-decoder targets, tiny and random: what the teacher reads, what a draft is and learns, and
+a run through the command line."""
 
 import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
+from cotrain.bench.plan import Plan
 from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.rollout.training_texts import padded, start_of
 from cotrain.students.base import OPTIONAL, Student, student_class
-from cotrain.students.independent import from_layers
+from cotrain.students.independent import from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_distributions import seen
 from cotrain.teacher.target_model import ENCODER, served
@@ -101,6 +104,13 @@ class TestTeacher:
                            output_hidden_states=True).decoder_hidden_states[1][0]  # fmt: skip
             torch.testing.assert_close(record[1][row, :length], inner, atol=1e-9, rtol=1e-9)
 
+    def test_id_0_is_a_token_of_a_source(self) -> None:
+        target = t5()
+        read, head = served(target, VOCABULARY)
+        source = torch.tensor([[0, 5, 0], [6, NO_ID, NO_ID]])
+        logits = head(read(torch.tensor([[0, 3], [0, 3]]), None, source)[LAST])
+        torch.testing.assert_close(logits[0], own_logits(target, [0, 3], (0, 5, 0)), atol=1e-9, rtol=1e-9)
+
     def test_a_missing_layer_or_source_is_refused(self) -> None:
         target = t5()
         with pytest.raises(ValueError, match=r"states of layers \[2\]"):
@@ -136,7 +146,9 @@ class TestDraft:
         decoder: Any = cut.get_decoder()
         layers = decoder.block if made is t5 else decoder.layers
         if made is t5:
-            layers[1].layer[0].SelfAttention.relative_attention_bias = layers[0].layer[0].SelfAttention.relative_attention_bias
+            layers[1].layer[0].SelfAttention.relative_attention_bias = (
+                layers[0].layer[0].SelfAttention.relative_attention_bias
+            )
             layers[1].layer[0].SelfAttention.has_relative_attention_bias = True
         del layers[0]
         for place, layer in enumerate(layers):  # of transformers' cache
@@ -169,7 +181,9 @@ class TestDraft:
             torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
         before = copy.deepcopy(student.network.get_encoder().state_dict())
         one_step(student, guess)
-        assert all(torch.equal(value, before[name]) for name, value in student.network.get_encoder().state_dict().items())
+        assert all(
+            torch.equal(value, before[name]) for name, value in student.network.get_encoder().state_dict().items()
+        )
         assert served_by(student, target).shares_encoder
 
     def test_an_encoder_of_its_own_learns(self) -> None:
@@ -200,6 +214,18 @@ class TestDraft:
     def test_a_small_head_is_refused(self) -> None:
         with pytest.raises(ValueError, match="draft.head_rank=3"):
             student_of(t5(), head_rank=3)
+
+
+def test_a_draft_is_not_rounded_where_it_has_the_targets_encoder() -> None:
+    """Of a target in float32; the encoder of one in bfloat16 loses nothing."""
+    for dtype, served_in in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        target = t5().to(dtype).float()
+        student = student_of(target)
+        size: Any = SimpleNamespace(draft_dtype="bfloat16")
+        plan = Plan(target, tokenizer(), student.network.train(), Sampling(), "token", size, ("target", "draft"))
+        assert plan.served.dtype == served_in and shares_encoder(plan.served, target) and not plan.served.training
+        own = replace(plan, draft=student_of(target, encoder_layers=1).network)
+        assert own.served.dtype == torch.bfloat16
 
 
 def one_step(student: Student, guess: Any) -> None:
@@ -292,7 +318,9 @@ def test_a_run_ends_with_a_measured_draft(run: Path) -> None:
     out = engine.generate(["sentence: order 3"], max_new_tokens=8, sampling=Sampling(temperature=0))
     assert engine.proposer.shares_encoder  # type: ignore[union-attr]
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer)
-    assert out.tokens == plain.generate(["sentence: order 3"], max_new_tokens=8, sampling=Sampling(temperature=0)).tokens
+    assert (
+        out.tokens == plain.generate(["sentence: order 3"], max_new_tokens=8, sampling=Sampling(temperature=0)).tokens
+    )
 
 
 def test_the_encoder_has_not_moved(run: Path, place: Path) -> None:
@@ -324,7 +352,10 @@ def test_sources_of_embedded_records_reach_a_run_without_files(place: Path, caps
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["draft=eagle", "draft.depths=2"], "draft=eagle: not for T5ForConditionalGeneration: .*independent, medusa, retrieval"),
+        (
+            ["draft=eagle", "draft.depths=2"],
+            "draft=eagle: not for T5ForConditionalGeneration: .*independent, medusa, retrieval",
+        ),
         (["draft=early_exit", "draft.layers=1"], "draft=early_exit"),
         (["data=self", "data.path=null"], "data=self"),
         (["data.chat=true"], "data.chat"),
