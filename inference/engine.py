@@ -31,7 +31,7 @@ from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
 from inference.models.pretrained import load_model, move
 from inference.output import Event, Output, RequestError
-from inference.policy import Fixed, Policy
+from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Prompt, PromptReader, ends_of, pads_of, single, source_limits, vocabulary_of
 from inference.round import DecodingRound
@@ -188,7 +188,9 @@ class Engine:
             rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
             if self.record:
                 self.record.begin(self.rule.name, rows)
-            return self.slots.begin(rows, self.proposer, seed)
+            call = self.slots.begin(rows, self.proposer, seed)
+            call.decisions = self.policy.begin() if isinstance(self.policy, LearningPolicy) else None
+            return call
 
     def rounds(self, call: Call) -> Iterator[list[Event]]:
         """Decode round by round until every row has ended. Rows that end free their slots for rows that wait."""
@@ -205,7 +207,8 @@ class Engine:
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)
-            round = DecodingRound(call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch)
+            round = DecodingRound(call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch,
+                                  call.decisions)  # fmt: skip
             call.batch = round.batch
             proposal = self.propose(round)
         with call.stats.clock("target"):
@@ -234,6 +237,12 @@ class Engine:
             return Proposal(nothing, None, [0] * len(round.k))
         x, q, k, tree = self.proposer.propose(round)
         self.rule.require(self.proposer, tree)
+        if round.decisions:
+            if tree is not None:
+                raise ValueError(f"policy: {type(self.policy).__name__} chooses lengths of chains, and "
+                                 f"{type(self.proposer).__name__} drafts trees; serve it without shape=")  # fmt: skip
+            most = next((depth + 1 for depth in range(x.shape[1] - 1) if not round.goes_on(depth)), x.shape[1])
+            x, q, k = x[:, :most], q if q is None else q[:, :most], [min(length, most) for length in k]
         if tree is not None and tree.shape is None:  # settings that read the text need paths on the host: no drafts
             k = [0 if reads else length for reads, length in zip(round.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
@@ -273,7 +282,7 @@ class Engine:
     ) -> tuple[list[Event], list[int]]:  # fmt: skip
         """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
         keys and values the slot stores. table: `result.table` on the host."""
-        events, valid = [], []
+        events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
@@ -284,10 +293,13 @@ class Engine:
                 why = partial(reason, round, slot, logits, result.path, n)
                 self.slots.retry_or_fail(slot, row, doubtful, why)
             call.stats.count(row.index, emitted, drafted, min(emitted, n))
+            drafts.append((drafted, min(emitted, n)))
             kinds = ["drafted"] * n + ["corrected" if rejected else "bonus"]
             if emitted:
                 events.append(Event(row.index, row.text[before:], kinds[:emitted]))
             valid.append(0 if row.finish and row.stained else before + n)
+        if call.decisions:
+            call.decisions.close(drafts)
         return events, valid
 
     def __copy__(self) -> "Engine":

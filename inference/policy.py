@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from inference.sampling.parameters import is_whole
 
@@ -27,3 +29,31 @@ class Fixed:
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [self.k] * len(texts)
+
+
+class Decisions(Protocol):
+    """The decisions of a policy that learns within a call. No decision may depend on the draft that it decides about,
+    nor on the target's numbers of this round. Then each draft is drawn from its distribution whatever was decided, and
+    every rule stays exact. A rows."""
+
+    def open(self, rows: Sequence[int], asks: bool) -> int:
+        """Begin a round of these rows of the call, and return the largest number of drafts per row. asks: whether the
+        proposer asks after each draft whether to go on (`Proposer.asks`)."""
+
+    def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
+        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn. temperature (A,)."""
+
+    def goes_on(self, depth: int, room: Sequence[int]) -> bool:
+        """Return whether to draft another token after that of this depth (0-based). room: the largest number of drafts
+        of each row."""
+
+    def close(self, drafts: Sequence[tuple[int, int]]) -> None:
+        """Receive how many drafts each row made, and how many of these were accepted."""
+
+
+@runtime_checkable
+class LearningPolicy(Policy, Protocol):
+    """A policy that learns within a call, from the distributions of its drafts and from the outcomes of its rounds."""
+
+    def begin(self) -> Decisions:
+        """Return the decisions of one call."""

@@ -232,9 +232,9 @@ class PromptReader:
             start = prompt.get("decoder_input_ids")
         read = isinstance(prompt, Mapping) and "input_features" in prompt
         source = prompt["input_features"] if read else tuple(self._encode(who, prompt))
-        return SourcedText(self._begun(who, start), source)
+        return SourcedText(self._first_ids(who, start), source)
 
-    def _begun(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
+    def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
         """Return the decoder's first ids: those of the generation config, or the `decoder_input_ids` of a prompt, with
         the start token before them as in transformers."""
         start = self.encoder.start if self.encoder else None

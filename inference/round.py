@@ -14,6 +14,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from inference.policy import Decisions
 from inference.proposers.base import Numbers, Siblings
 from inference.request import Request
 from inference.sampling.distributions import Regimes, draw, one_hot
@@ -88,7 +89,7 @@ class Batch:
 class DecodingRound:
     """The data that the engine and a proposer share during one round. It implements `proposers.base.Round`.
 
-    batch: the batch of an earlier round, used again if the rows are the same.
+    batch: the batch of an earlier round, used again if the rows are the same. decisions: of an adaptive policy.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class DecodingRound:
         vocabulary: int,
         device: torch.device,
         batch: Batch | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
-        self.rows, self.k, self.rule, self.noise = rows, k, rule, noise
+        self.rows, self.k, self.rule, self.noise, self.decisions = rows, k, rule, noise, decisions
         self.vocabulary, self.device = vocabulary, device
         same = batch is not None and len(rows) == len(batch.rows) and all(map(is_, rows, batch.rows))
         self.batch = batch if batch is not None and same else Batch(rows, vocabulary, device)
@@ -145,7 +147,14 @@ class DecodingRound:
 
     def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return the distributions (A, V) for logits (A, V) after the texts and `drafted`, ids (A,) per draft."""
-        return self.batch.regimes.probs(self.scores(logits, drafted))
+        scores = self.scores(logits, drafted)
+        if self.decisions:
+            self.decisions.see(len(drafted), scores, self.temperature)
+        return self.batch.regimes.probs(scores)
+
+    def goes_on(self, depth: int) -> bool:
+        """Return whether to draft another token after that of this depth (0-based)."""
+        return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return the logits after the settings that read the text."""

@@ -14,7 +14,7 @@ import torch
 
 from inference.models.lm import LM, store_prompts
 from inference.output import Counts, Stats
-from inference.policy import Policy
+from inference.policy import Decisions, Policy
 from inference.proposers.base import Host, Proposer
 from inference.request import Request
 from inference.round import Batch
@@ -35,6 +35,7 @@ class Call:
     staged: deque[tuple[Request, int]] = field(default_factory=deque)
     active: list[Request] = field(default_factory=list)
     batch: Batch | None = None  # settings of the active rows on the device
+    decisions: Decisions | None = None  # of an adaptive policy
 
     def __post_init__(self) -> None:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
@@ -44,7 +45,11 @@ class Call:
         Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
-        lengths = list(policy.lengths([row.text for row in self.active]))
+        if self.decisions:
+            most = self.decisions.open([row.index for row in self.active], self.proposer.asks)
+            lengths = [most] * len(self.active)
+        else:
+            lengths = list(policy.lengths([row.text for row in self.active]))
         whole = all(isinstance(length, Integral) and length >= 0 for length in lengths)
         if len(lengths) != len(self.active) or not whole:
             raise ValueError(

@@ -13,6 +13,7 @@ from cotrain.errors import UserError
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds
 from inference import Engine, load
+from inference.adaptive_policy import Adaptive
 from inference.output import Event, pieces
 from inference.policy import Fixed
 
@@ -114,6 +115,10 @@ def _engine(cfg: GenerateConfig) -> Engine:
     """Return the engine of a draft folder, or an engine for plain decoding if there is only a target."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
+        if cfg.policy.file is not None:
+            if settings:
+                raise UserError("set policy.k= (a fixed draft length) or policy.file= (an adaptive policy), not both")
+            settings["policy"] = Adaptive.load(cfg.policy.file)
         settings |= {} if cfg.verify is None else {"verify": cfg.verify}
         return load(cfg.draft.path, cfg.target.path, **settings)
     target, tokenizer = load_pair(str(cfg.target.path))

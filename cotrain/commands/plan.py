@@ -3,7 +3,7 @@
 import copy
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.acceptance import iid_tau
 from cotrain.bench import measurement
-from cotrain.bench.planner import MeasuredCosts, measured, plain_texts, text_figures
+from cotrain.bench.planner import BATCH, MeasuredCosts, measured, plain_texts, text_figures
 from cotrain.commands.served_pair import load_network, prompts, refuse_pair, resolved, room_of
 from cotrain.commands.served_pair import measured as measured_folder
 from cotrain.config.settings import PlanConfig, sampling
@@ -23,34 +23,43 @@ from cotrain.plan.forecast import (
     SIGMAS,
     Forecast,
     acceptance,
+    alone,
     expected,
     forecast,
     schedule,
     stops_paying,
 )
+from cotrain.plan.policy_file import Observation, estimates, observed
+from cotrain.plan.policy_file import content as policy_content
+from cotrain.plan.timed import measured_table, timed_cells
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
+from inference.adaptive_policy import Adaptive, Estimates
 from inference.drafts.atomic import write_atomic
+from inference.measure.costs import Costs
 from inference.measure.environment import environment
 from inference.output import Emitted
 from inference.report.table import aligned
 
-PLAN, PROFILE, SCHEDULE = "plan.json", "speculation_profile.json", "schedule.json"
+PLAN, PROFILE, SCHEDULE, POLICY = "plan.json", "speculation_profile.json", "schedule.json", "policy.json"
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """The forecasts of one draft. by: (temperature, rows) -> forecast. alpha: mean acceptance by temperature.
-    profiles: acceptance by depth and temperature at the longest draft length. costs: by number of rows."""
+    """The forecasts of one draft. plan: the draft with its target. by: (temperature, rows) -> forecast. alone: the same
+    keys -> speed-ups of batches that are decoded alone, see `forecast.alone`. alpha: mean acceptance by temperature.
+    profiles: acceptance by depth and temperature at the longest draft length. costs: by number of rows. estimates: of
+    an adaptive policy."""
 
     path: str
-    kind: str
-    verify: str
+    plan: measurement.Plan
     by: Mapping[tuple[float, int], Forecast]
+    alone: Mapping[tuple[float, int], Sequence[float]]
     alpha: Mapping[float, float]
     profiles: Mapping[float, Mapping[str, Any]]
-    costs: Mapping[int, MeasuredCosts]
+    costs: Mapping[int, Costs]
+    estimates: Estimates
 
 
 def run(cfg: PlanConfig) -> None:
@@ -73,8 +82,15 @@ def run(cfg: PlanConfig) -> None:
             write_atomic(folder.path / PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
             for name, content in _files(cfg, best, plan).items():
                 write_atomic(folder.path / name, json.dumps(strict(content), indent=1) + "\n")
+            lines = [table(drafts)]
+            if cfg.measure:
+                cells = timed_cells(best.plan, best.by, best.alone, Adaptive.load(folder.path / POLICY))
+                plan["measured"] = cells
+                write_atomic(folder.path / PLAN, json.dumps(strict(plan), indent=1, allow_nan=False) + "\n")
+                lines.append(measured_table(cells))
             folder.finish()
-            answer(plan, f"{table(drafts)}\nplan: {folder.path / PLAN}, {PROFILE} and {SCHEDULE} beside it")
+            lines.append(f"plan: {folder.path / PLAN}, with {PROFILE}, {SCHEDULE} and {POLICY} beside it")
+            answer(plan, "\n".join(lines))
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
@@ -116,9 +132,11 @@ def _drafted(
     )  # fmt: skip
     temperatures = list(cfg.temperatures) or [plan.sampling.temperature]
     longest = max(plan.depths)
-    costs = {rows: _costs(plan, rows) for rows in cfg.batches}
+    costs = {rows: _costs(plan, rows).costs for rows in sorted({1, *cfg.batches})}
+    seconds = {rows: [one.round(k) for k in range(longest + 1)] for rows, one in costs.items()}
     by: dict[tuple[float, int], Forecast] = {}
-    alpha, profiles = {}, {}
+    ends: dict[tuple[float, int], Sequence[float]] = {}
+    alpha, profiles, observations, shares = {}, {}, list[Observation](), list[float]()
     for t in temperatures:
         here = replace(plan, sampling=replace(plan.sampling, temperature=t))
         if t not in texts:
@@ -129,8 +147,13 @@ def _drafted(
         inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
         alpha[t] = float(figures.first(figures.alpha)[inside].mean())
         profiles[t] = acceptance(figures, plan.verify, longest)
-        by |= {(t, rows): forecast(calls, costs[rows].costs) for rows in cfg.batches}
-    return Drafted(path, draft_folder.kind, plan.verify, by, alpha, profiles, costs)
+        by |= {(t, rows): forecast(calls, costs[rows]) for rows in cfg.batches}
+        ends |= {(t, rows): alone(calls, seconds, rows) for rows in cfg.batches}
+        share, more = observed(here.engine(longest, BATCH), longest, texts[t].prompts, here.sampling, size.new_tokens,
+                               size.seed + 1)  # fmt: skip
+        observations, shares = observations + more, [*shares, share]
+    fit = estimates(sum(shares) / len(shares), observations)
+    return Drafted(path, plan, by, ends, alpha, profiles, costs, fit)
 
 
 def _costs(plan: measurement.Plan, rows: int) -> MeasuredCosts:
@@ -157,7 +180,7 @@ def _entries(cfg: PlanConfig, drafts: list[Drafted], best: Drafted, texts: Mappi
                      "bench": OmegaConf.to_container(cast(Any, cfg.bench))},
         "recommended": best.path,
         "cells": cells,
-        "costs": {one.path: {str(rows): asdict(costs.costs) for rows, costs in one.costs.items()} for one in drafts},
+        "costs": {one.path: {str(rows): asdict(costs) for rows, costs in one.costs.items()} for one in drafts},
         "acceptance": {one.path: {f"{t:g}": profile for t, profile in one.profiles.items()} for one in drafts},
     }  # fmt: skip
 
@@ -167,18 +190,20 @@ def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
     beside the exact expectation."""
     taus = [cell.calls.tau(k) for k in range(len(cell.seconds))]
     return {
-        "draft": one.path, "kind": one.kind, "rule": one.verify, "temperature": t, "rows": rows,
+        "draft": one.path, "kind": one.plan.kind, "rule": one.plan.verify, "temperature": t, "rows": rows,
         "k": cell.k, "fastest": cell.fastest, "undecided": cell.undecided, "gain": cell.gain,
         "speedup": cell.speedups[cell.k], "speedups": list(cell.speedups), "errors": list(cell.errors),
         "tau": taus, "tau_errors": [cell.calls.error(k) for k in range(len(cell.seconds))],
         "iid": [iid_tau(one.alpha[t], k) for k in range(len(cell.seconds))], "alpha": one.alpha[t],
+        "speedups_alone": list(one.alone[t, rows]),
         "seconds_per_round": list(cell.seconds), "perfect": cell.perfect, "break_even": cell.break_even,
     }  # fmt: skip
 
 
 def _files(cfg: PlanConfig, best: Drafted, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
-    first temperature, as vLLM's ranges and by batch size, and the acceptance of the recommended draft."""
+    first temperature, as vLLM's ranges and by batch size, the acceptance of the recommended draft, and its adaptive
+    policy."""
     t = next(iter(best.alpha))
     lengths = {rows: best.by[t, rows].k for rows in cfg.batches}
     most, profile = max(cfg.batches), best.profiles[t]
@@ -187,25 +212,28 @@ def _files(cfg: PlanConfig, best: Drafted, plan: Mapping[str, Any]) -> dict[str,
         SCHEDULE: {"draft": best.path, "temperature": t, "ranges": schedule(lengths, most),
                    "by_batch": {str(rows): length for rows, length in sorted(lengths.items())}},
         PROFILE: {
-            "method": best.kind, "draft": best.path, "num_speculative_tokens": k,
+            "method": best.plan.kind, "draft": best.path, "num_speculative_tokens": k,
             "conditional_acceptance_rates": profile["conditional"], "marginal_acceptance_rates": profile["prefix"],
             "mean_acceptance_length": next(iter(best.by.values())).calls.tau(k),
             "acceptance_length_histogram": profile["histogram"],
-            "conditions": {"temperature": t, "rule": best.verify, "settings": plan["settings"],
+            "conditions": {"temperature": t, "rule": best.plan.verify, "settings": plan["settings"],
                            "environment": plan["environment"], "measured": False},
         },
+        POLICY: policy_content(best.estimates, best.costs) | {"draft": best.path, "environment": plan["environment"]},
     }  # fmt: skip
 
 
 def table(drafts: list[Drafted]) -> str:
     """Return the forecasts as a table, and a line for each thing that a reader must know before using them."""
-    rows = [["draft", "temperature", "rows", "k", "tau", "speed-up", "95 % interval", "break-even", "perfect draft"]]
+    rows = [["draft", "temperature", "rows", "k", "tau", "speed-up", "95 % interval", "batch alone", "break-even",
+             "perfect draft"]]  # fmt: skip
     lines = []
     for one in drafts:
         for (t, count), cell in one.by.items():
             speedup, error = cell.speedups[cell.k], SIGMAS * cell.errors[cell.k]
             rows.append([one.path, f"{t:g}", str(count), str(cell.k), f"{cell.calls.tau(cell.k):.3f}",
                          f"{speedup:.2f}x", f"[{speedup - error:.2f}, {speedup + error:.2f}]" if cell.k else "",
+                         f"{one.alone[t, count][cell.k]:.2f}x" if one.alone[t, count] else "-",
                          "-" if cell.break_even is None else f"{cell.break_even:.2f}",
                          f"{cell.perfect:.2f}x"])  # fmt: skip
             if cell.undecided:
@@ -215,5 +243,6 @@ def table(drafts: list[Drafted]) -> str:
             stop = stops_paying({count: cell for (at, count), cell in one.by.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
-    lines.append("intervals are those of the texts; speed-ups are of full batches, on this machine")
+    lines.append("speed-ups are those of this machine; their intervals are those of the texts. Rows that end are "
+                 "replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`")  # fmt: skip
     return "\n".join([aligned(rows, left=1), *lines])

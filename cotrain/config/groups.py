@@ -31,6 +31,13 @@ class PolicySettings:
 
 
 @dataclass
+class ServedPolicy(PolicySettings):
+    """As PolicySettings. file: an adaptive policy, which `cotrain plan` has written; null for a fixed draft length."""
+
+    file: str | None
+
+
+@dataclass
 class Model:
     """A model on disk or on the hub."""
 

@@ -24,6 +24,7 @@ from cotrain.config.groups import (
     Quantisation,
     Regime,
     Rollout,
+    ServedPolicy,
     ServedRegime,
     ServedTarget,
     Target,
@@ -50,7 +51,7 @@ class GenerateConfig:
     chat: bool | None  # a prompt is a user's message, for the target's chat template; null: as the draft was trained
     max_new_tokens: int
     regime: ServedRegime
-    policy: PolicySettings
+    policy: ServedPolicy
     verify: str | None  # null: the rule stored in the draft folder if policy.k=null, else token
     seed: int
     color: bool | None  # null: when standard output is a terminal
@@ -156,6 +157,7 @@ class PlanConfig:
     temperatures: list[float]  # []: the regime's
     batches: list[int]  # rows that are decoded together
     texts: int  # of the target, at each temperature; more give narrower intervals
+    measure: bool  # also time the recommended draft length, its neighbours and the adaptive policy
     output: str
     overwrite: bool
     threads: int

@@ -10,25 +10,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cotrain.acceptance import iid_tau
+from inference.adaptive_policy import seconds_of
 from inference.exactness.figures import Figures, predictable_reach
 from inference.measure.costs import Costs
 from inference.verify import predict_chain
 
 SIGMAS = 1.96  # of a 95 % interval
+SAMPLES = 16  # of the rounds of every text, for batches whose rows end one by one
 WORTH = 0.02  # the gain of speed for which more texts are asked for
 
 
 @dataclass(frozen=True)
 class Calls:
     """Expected target calls of texts at each draft length. calls (K+1, N) float64: row 0 is plain decoding, one call
-    per token. lengths (N,): tokens of each text."""
+    per token. lengths (N,): tokens of each text. samples (K+1, S, N) int64: numbers of calls in S runs."""
 
     calls: Tensor
     lengths: Tensor
+    samples: Tensor
 
     def tau(self, k: int) -> float:
         """Return the expected tokens per target call at draft length k."""
@@ -40,12 +44,26 @@ class Calls:
         return tau * _error(self.calls[k] * tau - self.lengths) / float(self.lengths.sum())
 
 
-def expected(figures: Figures, verify: str, longest: int) -> Calls:
+def expected(figures: Figures, verify: str, longest: int, seed: int = 0) -> Calls:
     """Return the expected calls of the texts of `figures` for draft lengths 0 .. longest under a rule, see
-    `predictable_reach`."""
-    reaches = (predictable_reach(figures, verify, k) for k in range(1, longest + 1))
+    `predictable_reach`, and samples of them."""
+    reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
-    return Calls(torch.stack([row.double() for row in rows]), figures.lengths.double())
+    generator = torch.Generator().manual_seed(seed)
+    samples = [figures.lengths.expand(SAMPLES, -1), *(sampled(reach, figures.lengths, generator) for reach in reaches)]
+    return Calls(torch.stack([row.double() for row in rows]), figures.lengths.double(), torch.stack(samples))
+
+
+def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+    """Return how many rounds texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
+    `predict_chain`."""
+    texts = torch.arange(len(lengths)).expand(SAMPLES, -1)
+    at, rounds = torch.zeros_like(texts), torch.zeros_like(texts)
+    while bool((inside := at < lengths).any()):
+        here = reach[texts, at.clamp(max=reach.shape[1] - 1), 1:]  # (SAMPLES, N, K), falling along K
+        u = torch.rand(*texts.shape, 1, generator=generator, dtype=reach.dtype)
+        at, rounds = at + 1 + (u < here).sum(-1), rounds + inside
+    return rounds
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,26 @@ class Forecast:
                        for k, seconds in enumerate(self.seconds) if k)  # fmt: skip
             low, high = (low, middle) if pays else (middle, high)
         return high
+
+
+def alone(calls: Calls, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
+    """Return the speed-up at each draft length of batches of `rows` texts that are decoded alone: no other prompts wait
+    for the slots of rows that have ended, so the last rounds have fewer rows. table: see `seconds_of`.
+
+    Texts are put into batches in the order of a permutation for each sample. Texts that fill no batch are left out.
+    """
+    samples, count = calls.samples, calls.samples.shape[-1] // rows * rows
+    if not count:
+        return ()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(samples.shape[-1], generator=generator) for _ in range(samples.shape[1])])
+    seconds = torch.tensor(np.array([seconds_of(table, active) for active in range(1, rows + 1)]))  # (rows, K+1)
+    totals = []
+    for k, one in enumerate(samples[: seconds.shape[1]]):
+        ends = one.gather(1, order)[:, :count].reshape(-1, rows).sort(1, descending=True).values  # (batches, rows)
+        rounds = (ends - torch.nn.functional.pad(ends[:, 1:], (0, 1))).double()  # with exactly 1, 2, ... rows
+        totals.append(float((rounds @ seconds[:, k]).sum()))
+    return tuple(totals[0] / total for total in totals)
 
 
 def forecast(calls: Calls, costs: Costs) -> Forecast:

@@ -264,10 +264,10 @@ def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
 
 def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
     """Return a source without a meaning, for checks and timings: `length` token ids, or features."""
-    shape, made = features_shape(model), torch.Generator().manual_seed(seed)
+    shape, seeded = features_shape(model), torch.Generator().manual_seed(seed)
     if shape is None:
-        return tuple(torch.randint(model.config.vocab_size, (length,), generator=made).tolist())
-    return torch.randn(shape, generator=made)
+        return tuple(torch.randint(model.config.vocab_size, (length,), generator=seeded).tolist())
+    return torch.randn(shape, generator=seeded)
 
 
 def same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:

@@ -156,6 +156,10 @@ class Round(Protocol):
     def shared(self) -> bool:
         """Return whether drafts are drawn with the same noise as the target's tokens."""
 
+    def goes_on(self, depth: int) -> bool:
+        """Return whether to draft another token after that of this depth (0-based), whose `probs` were computed. Draft
+        models that make one pass per token ask this before each pass."""
+
     def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
         """Return ids (A,) drawn from distributions (A, V) with the noise of the target's tokens. depth (A,): the depth
         of each row."""
@@ -225,6 +229,9 @@ class RoundView:
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         return self.round.draw(probs, depth)
 
+    def goes_on(self, depth: int) -> bool:
+        return self.round.goes_on(depth)
+
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         return self.round.children(logits, x, siblings, likeliest)
 
@@ -284,6 +291,12 @@ class Proposer:
     network_class: Any = None
     own_tokenizer = False
     drafts_trees = False
+
+    @property
+    def asks(self) -> bool:
+        """Return whether `Round.probs` is called for each draft in turn, so that an adaptive policy can end the round
+        after any draft. It is known after `open`."""
+        return False
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":

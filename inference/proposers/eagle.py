@@ -459,6 +459,10 @@ class Eagle(Proposer):
         network.fits(target, where)
 
     @property
+    def asks(self) -> bool:
+        return self.branching is None and self.modules is None and self.replays is None
+
+    @property
     def weights(self) -> str:
         return "int8" if self.int8 else str(self.network.dtype).removeprefix("torch.")
 
@@ -597,7 +601,7 @@ class Eagle(Proposer):
         logits, follow = levels(self._layer, self._logits, given, slots)
         if self.branching:
             return self.branching.grown(round, K, logits, follow, self.greedy)
-        return one_by_one(K, logits, follow, by_round(round, self.greedy))
+        return one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on)
 
     def _compiled(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> Drafts | None:
         """Return what `_drafted` returns, from a compiled `Chains`. Return None if the batch is not full, if rows are

@@ -180,6 +180,10 @@ class DraftHeads(Proposer):
         network.fits(target, where)
 
     @property
+    def asks(self) -> bool:
+        return self.branching is None and self.replays is None
+
+    @property
     def weights(self) -> str:
         return str(self.network.dtype).removeprefix("torch.")
 

@@ -77,6 +77,10 @@ class Independent(Proposer):
         return self.lm.context
 
     @property
+    def asks(self) -> bool:
+        return self.branching is None and not self.lm.compiled
+
+    @property
     def weights(self) -> str | None:
         """Return the dtype of the weights, or int8."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
@@ -134,6 +138,9 @@ class Independent(Proposer):
             probs = round.probs(logits, drafted)
             distributions.append(certain(probs) if self.greedy else probs)
             drafted.append(round.draw(distributions[-1], depth))
+            if depth + 1 < K and not round.goes_on(depth):
+                K = depth + 1
+                break
             if depth + 1 < K:
                 ids, at = self._on_device(drafted[-1].unsqueeze(1), round.send()["follows"] + depth)
                 logits = self.lm.forward(ids, [end + depth for end in follows], at=at).logits[:, -1]

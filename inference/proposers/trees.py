@@ -45,12 +45,16 @@ class Nodes(NamedTuple):
 Follow = Callable[[Tensor, Nodes], Tensor]
 
 
-def one_by_one(K: int, logits: Tensor, follow: Follow, choose: Choose) -> tuple[Tensor, Tensor]:
+def one_by_one(
+    K: int, logits: Tensor, follow: Follow, choose: Choose, goes_on: Callable[[int], bool] = lambda depth: True
+) -> tuple[Tensor, Tensor]:
     """Draft a chain, one token after the other. Returns drafts (A, K) and the distributions (A, K, V) they were drawn
-    from. logits (A, V): after the texts."""
+    from. logits (A, V): after the texts. goes_on: see `Round.goes_on`; fewer tokens are drafted if it returns False."""
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth in range(K):
+        if depth and not goes_on(depth - 1):
+            break
         last = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
         ids, probs = choose(last, drafts)
         drafts.append(ids)

@@ -1,5 +1,5 @@
 """Encoder-decoder targets. Text and logits are transformers' own, of one row at a time: of its whole forward without a
-cache, and of its greedy `generate`. Rows have sources of different lengths, wait in spare slots, enter, leave and move."""
+cache, and of its greedy `generate`. Rows have sources of different lengths, wait in spare slots, enter and move."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

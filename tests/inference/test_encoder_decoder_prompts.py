@@ -1,4 +1,4 @@
-"""What an encoder-decoder is given and refuses: sources in every form, first ids, suppressed tokens, folders, look-up."""
+"""What an encoder-decoder reads and refuses: sources in every form, first ids, suppressed tokens, look-up, folders."""
 
 import copy
 from pathlib import Path

@@ -189,10 +189,17 @@ def test_a_stream_raises_with_the_message_of_its_row() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(logit_bias={32: 1.0}), Sampling(banned=((3, 40),)), Sampling(stop_ids=(99,))],
+    [
+        Sampling(logit_bias={32: 1.0}),
+        Sampling(banned=((3, 40),)),
+        Sampling(stop_ids=(99,)),
+        Sampling(banned_first=(32,)),
+    ],
 )
 def test_settings_with_foreign_ids_are_rejected_before_anything_runs(sampling: Sampling) -> None:
-    with pytest.raises(ValueError, match=r"prompt 1: Sampling.logit_bias, banned or stop_ids .* vocabulary size is 32"):
+    with pytest.raises(
+        ValueError, match=r"prompt 1: Sampling.logit_bias, banned, .* or stop_ids .* vocabulary size is 32"
+    ):
         drafted("draft").generate([[1], [2]], sampling=[Sampling(), sampling])
 
 

@@ -82,3 +82,40 @@ def test_wrong_settings_are_named(
 def test_a_plan_without_a_draft_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) != 0
     assert "draft.path=" in capsys.readouterr().err
+
+
+def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_policy(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=4", "batches=[2]") == 0
+    (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
+    best = max(cell["k"], 1)
+    assert {"plain", "adaptive", f"k = {best}", f"k = {best + 1}"} <= set(cell["arms"]) and cell["rows"] == 2
+    assert cell["arms"]["plain"]["speedup"]["value"] == 1
+    for name in ("adaptive", f"k = {best}"):
+        assert cell["arms"][name]["speedup"]["value"] > 0 and cell["arms"][name]["tau"] >= 1
+    assert cell["arms"][f"k = {best}"]["predicted"] > 0
+    assert "adaptive" in capsys.readouterr().out
+
+
+def test_the_policy_serves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(run) == 0
+    file = run.parent / "plan" / "policy.json"
+    draft = f"draft.path={run / 'draft'}"
+    assert main(["generate", draft, "prompt=def add", f"policy.file={file}", "max_new_tokens=8"]) == 0
+    assert main(["generate", draft, "prompt=def add", f"policy.file={file}", "policy.k=2"]) != 0
+    assert main(["generate", draft, "prompt=def add", f"policy.file={run / 'draft' / 'config.json'}"]) != 0
+    says = capsys.readouterr().err
+    assert "policy.k= " in says and "is no policy file of cotrain plan" in says
+
+
+def test_drafts_of_another_quantisation_are_planned_one_by_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "draft", tmp_path / "other")
+    file = tmp_path / "other" / "cotrain.json"
+    metadata = json.loads(file.read_text())
+    metadata["made"]["served"]["quantisation"] = "int8"
+    file.write_text(json.dumps(metadata))
+    assert plan(run, f"drafts=[{tmp_path / 'other'}]") != 0
+    assert "quantisation.kind" in capsys.readouterr().err

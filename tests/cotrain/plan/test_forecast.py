@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotrain.acceptance import iid_tau
-from cotrain.plan.forecast import Calls, acceptance, expected, forecast, schedule, stops_paying
+from cotrain.plan.forecast import Calls, acceptance, alone, expected, forecast, schedule, stops_paying
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 
@@ -24,7 +24,7 @@ def calls(alpha: float | Tensor, texts: int = 40, tokens: int = 400) -> Calls:
     each = torch.as_tensor(alpha, dtype=torch.float64).expand(texts)
     lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
     rows = [lengths / torch.tensor([iid_tau(float(a), k) for a in each], dtype=torch.float64) for k in range(K + 1)]
-    return Calls(torch.stack(rows), lengths)
+    return Calls(torch.stack(rows), lengths, torch.zeros(K + 1, 1, texts))
 
 
 def figures(r: Tensor, lengths: Tensor) -> Figures:
@@ -50,6 +50,7 @@ def test_expected_calls_are_those_of_simulated_rounds() -> None:
                     n += 1
                 t, counts[row] = t + n + 1, counts[row] + 1
     assert found.calls[3].tolist() == pytest.approx((counts / trials).tolist(), rel=0.02)
+    assert found.samples[0].eq(lengths).all() and found.samples.shape == (K + 1, 16, 2)
     assert found.tau(3) == pytest.approx(51 / float(found.calls[3].sum()))
 
 
@@ -125,3 +126,31 @@ def test_the_profile_is_that_of_the_expected_rounds() -> None:
 def test_equal_acceptance_at_all_depths() -> None:
     assert iid_tau(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
     assert iid_tau(1.0, 3) == 4 and iid_tau(0.0, 3) == 1
+
+
+def test_samples_of_rounds_have_the_expected_number() -> None:
+    torch.manual_seed(1)
+    lengths = torch.full((300,), 25)
+    lengths[::3] = 11
+    found = expected(figures(torch.rand(300, 25, dtype=torch.float64), lengths), "block", K)
+    for k in range(1, K + 1):
+        means, wanted = found.samples[k].double().mean(1), float(found.calls[k].mean())
+        assert abs(float(means.mean()) - wanted) < 4 * float(means.std()) / 4
+        assert float(found.samples[k].double().var(0).mean()) > 0.3  # they are runs, not copies of one
+
+
+def test_a_batch_alone_pays_for_the_rows_that_are_left() -> None:
+    """By hand: three rows that end after 2, 5 and 6 rounds with drafts, and after 8 without. Rounds of few rows cost
+    less than rounds of all rows, but more per row."""
+    ends = torch.tensor([[[8, 8, 8]], [[6, 2, 5]]])
+    table = {1: (1.0, 1.5), 2: (1.2, 2.0), 3: (1.4, 2.5)}
+    one = Calls(torch.tensor([[8.0, 8.0, 8.0], [6.0, 2.0, 5.0]]), torch.full((3,), 8.0), ends)
+    assert alone(one, table, 3) == pytest.approx((1.0, 8 * 1.4 / (2 * 2.5 + 3 * 2.0 + 1.5)))
+    assert alone(one, table, 1) == pytest.approx((1.0, 24 * 1.0 / (13 * 1.5)))
+    assert alone(one, table, 4) == ()
+
+
+def test_batches_of_texts_that_end_together_are_full_batches() -> None:
+    table = {1: (1.0, 1.1), 4: (2.0, 2.5)}
+    same = Calls(torch.tensor([[8.0] * 8, [4.0] * 8]), torch.full((8,), 8.0), torch.tensor([[[8] * 8], [[4] * 8]]))
+    assert alone(same, table, 4)[1] == pytest.approx(8 * 2.0 / (4 * 2.5))

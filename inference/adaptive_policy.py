@@ -1,0 +1,174 @@
+"""An adaptive policy. It drafts as long as the next draft is expected to gain more tokens than the same time would
+otherwise give, and not at all if no draft length pays.
+
+Seconds of rounds and estimates of acceptance come from `cotrain plan`. A rows, K the longest draft.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference.proposers.confidence import MEASURES, measures
+
+Numbers = NDArray[np.float64]
+INPUTS = MEASURES + 2  # of an estimate: 1, the log odds of the row's recent acceptance, and the measures of q
+PRIOR = 8.0  # drafts that the mean acceptance counts for, beside those of the row
+DISCOUNT = 0.98  # of a row's earlier drafts, per token that it emits: texts change
+EDGE = 1e-3  # no acceptance is taken to be nearer to 0 or 1
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates of acceptance for one draft model, fitted to real rounds (`measure.acceptance_fit`). mean: the share of
+    drafts that were accepted if all before them were. here: weights (INPUTS,) of the log odds that a draft is accepted.
+    ahead: of the log odds that the draft after it is accepted, given that it is itself accepted."""
+
+    mean: float
+    here: tuple[float, ...]
+    ahead: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """A policy that chooses the draft length of each round by expected tokens per second.
+
+    seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens. Between these
+    numbers of rows seconds are interpolated. estimates: the draft's acceptance.
+
+    A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
+    than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
+    returns to the mean, so a row is tried again if the mean pays. The round goes on after a draft while the expected
+    gain of the next one is at least its seconds times the best rate. All rows draft equally many tokens, since the
+    target's pass is as wide as the longest draft of any row. Draft lengths therefore depend on the rows of a batch, and
+    so may a row's text; its distribution does not.
+
+    The estimates read each draft's distribution on the host, which costs a GPU one wait per draft. Drafts that are made
+    in one call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises
+    ValueError for tables of unequal length.
+    """
+
+    seconds: Mapping[int, Sequence[float]]
+    estimates: Estimates
+
+    def __post_init__(self) -> None:
+        if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
+            raise ValueError("policy: seconds must have draft lengths 0, 1, ... , as many for each number of rows")
+        for name in ("here", "ahead"):
+            if len(getattr(self.estimates, name)) != INPUTS:
+                raise ValueError(f"policy: estimates.{name} must have {INPUTS} weights")
+
+    @classmethod
+    def load(cls, file: str | PathLike[str]) -> "Adaptive":
+        """Return the policy of a file that `cotrain plan` has written. Raises ValueError, naming the file, for other
+        files."""
+        try:
+            given: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+            seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
+            here, ahead = (tuple(map(float, given["estimates"][name])) for name in ("here", "ahead"))
+            estimates = Estimates(float(given["estimates"]["mean"]), here, ahead)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"policy: {file} is no policy file of cotrain plan: {error!r}") from error
+        return cls(seconds, estimates)
+
+    @property
+    def longest(self) -> int:
+        """Return the largest draft length."""
+        return len(next(iter(self.seconds.values()))) - 1
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        """Return the longest draft of each row. In a call, `CallDecisions` choose."""
+        return [self.longest] * len(texts)
+
+    def begin(self) -> "CallDecisions":
+        """Return the decisions of one call."""
+        return CallDecisions(self)
+
+
+@dataclass
+class Recent:
+    """A row's recent drafts, discounted. tried: drafts that were tested. accepted: those of them that were accepted."""
+
+    tried: float = 0.0
+    accepted: float = 0.0
+
+
+@dataclass
+class CallDecisions:
+    """The decisions of an `Adaptive` policy in one call, see `policy.Decisions`."""
+
+    policy: Adaptive
+    recent: dict[int, Recent] = field(default_factory=dict)  # by row of the call
+    rows: Sequence[int] = ()  # of this round
+    asks: bool = False
+    rates: Numbers = field(default_factory=lambda: np.zeros(0))  # recent acceptance (A,)
+    seconds: Numbers = field(default_factory=lambda: np.zeros(0))  # of rounds of A rows, by draft length (K+1,)
+    best: float = 0.0  # expected tokens per second of the best draft length
+    seen: list[Numbers] = field(default_factory=list)  # the inputs (A, INPUTS) of each draft
+
+    def open(self, rows: Sequence[int], asks: bool) -> int:
+        """Return 0 if no draft length has a higher expected rate than plain decoding. Else return the longest draft, or
+        the best one if the proposer does not ask."""
+        self.rows, self.asks, self.seen = rows, asks, []
+        self.rates = np.array([self.rate(row) for row in rows])
+        self.seconds = seconds_of(self.policy.seconds, len(rows))
+        lengths = np.arange(len(self.seconds))[:, None]
+        tokens = ((1 - self.rates ** (lengths + 1)) / (1 - self.rates)).sum(1)  # a geometric series per row -> (K+1,)
+        rates = tokens / self.seconds
+        k = int(rates.argmax())
+        self.best = float(rates[k])
+        return self.policy.longest if k and asks else k
+
+    def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
+        """Compute the inputs of the estimates. For temperature 0 they are those of temperature 1."""
+        if self.asks and depth == len(self.seen):
+            heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
+            log_probs = torch.log_softmax(logits.to(heat.device, torch.float32) / heat, -1)
+            self.seen.append(inputs(self.rates, measures(log_probs).double().cpu().numpy()))
+
+    def goes_on(self, depth: int, room: Sequence[int]) -> bool:
+        """Return whether the expected tokens of the next draft are worth its seconds at the best rate."""
+        if not self.asks:
+            return True
+        estimates, seen = self.policy.estimates, self.seen[: depth + 1]
+        reached = np.prod([estimate(estimates.here, one) for one in seen], axis=0)
+        gain = reached * estimate(estimates.ahead, seen[depth]) * (np.array(room) > depth + 1)
+        return bool(gain.sum() >= self.best * (self.seconds[depth + 2] - self.seconds[depth + 1]))
+
+    def close(self, drafts: Sequence[tuple[int, int]]) -> None:
+        for row, (drafted, accepted) in zip(self.rows, drafts, strict=True):
+            recent, weight = self.recent.setdefault(row, Recent()), DISCOUNT ** (accepted + 1)
+            recent.tried = weight * recent.tried + min(drafted, accepted + 1)
+            recent.accepted = weight * recent.accepted + accepted
+
+    def rate(self, row: int) -> float:
+        """Return a row's recent acceptance, shrunk to the mean."""
+        recent = self.recent.get(row, Recent())
+        rate = (recent.accepted + PRIOR * self.policy.estimates.mean) / (recent.tried + PRIOR)
+        return min(max(rate, EDGE), 1 - EDGE)
+
+
+def inputs(rates: Numbers, of_q: Numbers) -> Numbers:
+    """Return the inputs (A, INPUTS) of estimates. rates (A,): recent acceptance. of_q (A, MEASURES): see `measures`."""
+    odds = np.log(rates / (1 - rates))
+    return np.column_stack((np.ones_like(odds), odds, of_q))
+
+
+def estimate(weights: Sequence[float], given: Numbers) -> Numbers:
+    """Return probabilities (A,) for inputs (A, INPUTS)."""
+    result: Numbers = 1 / (1 + np.exp(-given @ np.array(weights)))
+    return result
+
+
+def seconds_of(table: Mapping[int, Sequence[float]], rows: int) -> Numbers:
+    """Return the seconds (K+1,) of rounds of this many rows, on lines between the numbers of rows that were timed. Past
+    these, the nearest ones count."""
+    known = sorted(table)
+    return np.array([np.interp(rows, known, column) for column in zip(*(table[n] for n in known), strict=True)])

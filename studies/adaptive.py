@@ -1,0 +1,131 @@
+"""What an adaptive policy gains over the best fixed draft length, and how much of an oracle's gain that is.
+
+    cotrain plan draft.path=DRAFT batches=[1,8] output=outputs/plan
+    python -m studies.adaptive outputs/plan --output outputs/results/adaptive.json
+
+Prompts are the shipped ones of mixed tasks that no plan reads. Each way of drafting decodes all of them. Two speeds are
+reported. `by_table` counts the rounds of each number of rows and drafts, and adds up the plan's seconds of such rounds:
+it has no noise of the clock, so fixed lengths can be compared one by one. `timed` is wall time of the arms in turn,
+with intervals over batches. The oracle knows where each round would be rejected: it drafts what is accepted and no
+more. Its rounds are those of the longest fixed length, so its share of the gain, (policy - best fixed) / (oracle - best
+fixed), is in tokens per second of the table.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cotrain.data.corpora import shipped_ids
+from inference import Sampling, load
+from inference.adaptive_policy import Adaptive, seconds_of
+from inference.engine import Engine
+from inference.measure.adaptive import Wanted, until_known
+from inference.measure.environment import environment
+from inference.measure.timing import engine_arm
+from inference.policy import Fixed
+
+PLAIN, ADAPTIVE = "plain", "adaptive"
+
+
+class Rounds:
+    """A recorder of rounds: (rows, drafts of the longest row, accepted drafts of each row)."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int, list[int]]] = []
+
+    def begin(self, rule: str, rows: Any) -> None:
+        self.rounds = []
+
+    def note(self, rows: Sequence[Any], starts: Any, proposal: Any, table: Sequence[Sequence[int]]) -> None:
+        self.rounds.append((len(rows), proposal.x.shape[1], [line[0] for line in table]))
+
+
+def by_table(engine: Engine, policy: Adaptive, prompts: list[list[int]], tokens: int, sampling: Sampling) -> Any:
+    """Return tokens per second by the table of `policy`, tau, drafts per round, and the oracle's tokens per second."""
+    engine.record = rounds = Rounds()
+    out = engine.generate(prompts, max_new_tokens=tokens, sampling=sampling, seed=1, ignore_eos=True).whole()
+    engine.record = None
+    seconds = sum(seconds_of(policy.seconds, rows)[k] for rows, k, _ in rounds.rounds)
+    oracle = sum(seconds_of(policy.seconds, rows)[max(good)] for rows, _, good in rounds.rounds)
+    drafts = sum(rows * k for rows, k, _ in rounds.rounds) / sum(rows for rows, _, _ in rounds.rounds)
+    return {"tokens_per_second": out.stats.tokens / seconds, "tau": out.stats.tau, "drafts": drafts,
+            "oracle": out.stats.tokens / oracle}  # fmt: skip
+
+
+def cell(draft: str, policy: Adaptive, rows: int, temperature: float, size: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one number of rows at one temperature."""
+    sampling = Sampling(temperature)
+    engine = load(draft, rows=rows, policy=policy)
+    plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
+    assert engine.tokenizer is not None
+    prompts = shipped_ids(engine.tokenizer, 48)[1][: max(size.prompts, rows)]
+    counted = {PLAIN: by_table(plain, policy, prompts, size.tokens, sampling),
+               ADAPTIVE: by_table(engine, policy, prompts, size.tokens, sampling)}  # fmt: skip
+    for k in range(1, policy.longest + 1):
+        engine.policy = Fixed(k)
+        counted[f"k = {k}"] = by_table(engine, policy, prompts, size.tokens, sampling)
+    speeds = {name: one["tokens_per_second"] for name, one in counted.items()}
+    best = max((name for name in speeds if name != ADAPTIVE), key=speeds.__getitem__)
+    oracle = counted[f"k = {policy.longest}"]["oracle"]
+    found = {
+        "rows": rows, "temperature": temperature, "by_table": counted, "best_fixed": best, "oracle": oracle,
+        "gain": speeds[ADAPTIVE] / speeds[best] - 1, "oracle_gain": oracle / speeds[best] - 1,
+        "over_plain": speeds[ADAPTIVE] / speeds[PLAIN],
+    }  # fmt: skip
+    print(f"{rows} rows, T = {temperature:g}: best fixed {best}, adaptive {100 * found['gain']:+.1f} %, oracle "
+          f"{100 * found['oracle_gain']:+.1f} %, over plain {found['over_plain']:.3f}", flush=True)  # fmt: skip
+    return found | {"timed": timed(engine, plain, policy, best, prompts, sampling, size)}
+
+
+def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: list[list[int]], sampling: Sampling,
+          size: argparse.Namespace) -> dict[str, Any] | None:  # fmt: skip
+    """Return speeds of the arms in turn: plain, the best fixed length of the table, and the adaptive policy."""
+    if not size.seconds:
+        return None
+    arms = [engine_arm(PLAIN, plain, sampling, size.tokens), engine_arm(ADAPTIVE, engine, sampling, size.tokens)]
+    if best != PLAIN:
+        arms.append(engine_arm(best, engine, sampling, size.tokens))
+    policies = {ADAPTIVE: policy} | ({best: Fixed(int(best.removeprefix("k = ")))} if best != PLAIN else {})
+    arms = [arm if arm.name == PLAIN else _with(arm, engine, policies[arm.name]) for arm in arms]
+    wanted = Wanted(1, 0.02, time.perf_counter() + size.seconds)
+    timing, reached = until_known(arms, prompts, engine.rows, (ADAPTIVE, best), wanted)
+    over_plain = {arm.name: timing.ratio(arm.name, PLAIN)._asdict() for arm in arms}
+    return {"adaptive_over_best": timing.ratio(ADAPTIVE, best)._asdict(), "over_plain": over_plain,
+            "runs": reached.runs, "others": reached.others}  # fmt: skip
+
+
+def _with(arm: Any, engine: Engine, policy: Any) -> Any:
+    """Return the arm with this policy of its engine."""
+    run = arm.run
+
+    def with_policy(*given: Any) -> Any:
+        engine.policy = policy
+        return run(*given)
+
+    return type(arm)(arm.name, with_policy)
+
+
+def main() -> None:
+    """Write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rows", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8])
+    parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")], default=[1.0])
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timing per cell; 0: none")
+    size = parser.parse_args()
+    file = size.plan / "policy.json"
+    given, policy = json.loads(file.read_text(encoding="utf-8")), Adaptive.load(file)
+    cells = [cell(given["draft"], policy, rows, t, size) for rows in size.rows for t in size.temperatures]
+    report = {"environment": environment(), "policy": given, "prompts": size.prompts, "tokens": size.tokens,
+              "cells": cells}  # fmt: skip
+    size.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

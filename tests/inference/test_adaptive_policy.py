@@ -1,0 +1,329 @@
+"""Adaptive policies: exact whatever they decide, free when they draft nothing, and best when their estimates are right.
+
+Exactness is enumerated: a decision may read the drafts so far and the distribution of the last one, never the next.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Engine, Sampling
+from inference.adaptive_policy import INPUTS, Adaptive, Estimates, estimate, seconds_of
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.round import DecodingRound
+from inference.verify import block, token
+from tests.exact import F64, Tree, chi_square, inside, thresholds
+from tests.inference.test_distribution import joint, pooled, small
+from tests.kinds import KINDS
+from tests.tiny import near, tiny
+
+# --- exactness
+
+
+def emitted(rule: Any, tree: Tree, stops: Callable[[tuple[int, ...]], bool], peeks: bool) -> Tensor:
+    """The joint distribution of K + 1 tokens if a round ends after the drafts for which `stops` is true. peeks: `stops`
+    reads the draft after them too, which is then thrown away."""
+    _, _, paths, weights = tree.rows(tree.K)
+    last = tree.K - 1 if peeks else tree.K
+    texts = [tuple(x) for x in paths.tolist()]
+    lengths = [next((n for n in range(1, last + 1) if stops(x[: n + peeks])), tree.K) for x in texts]
+    probs = torch.zeros_like(tree.joint())
+    for k in sorted(set(lengths)):
+        p, q, x, _ = tree.rows(k)
+        weight = torch.zeros(len(x), dtype=F64)
+        drawn = torch.tensor(lengths) == k
+        weight.index_add_(0, tree.number(paths[drawn, :k]), weights[drawn])
+        of = torch.full((len(x),), k)
+        t = thresholds(rule, p, q, x, of)
+        for pattern in itertools.product((False, True), repeat=tree.K):
+            cell = torch.tensor(pattern).expand_as(t)
+            verdict = rule(p, q, x, inside(cell, t), of)
+            probs += tree.emitted(x, verdict, weight * torch.where(cell, t, 1 - t).prod(-1))
+    return probs
+
+
+@pytest.mark.parametrize("rule", [token, block])
+@pytest.mark.parametrize("kinds", [("dense", "dense"), ("truncated", "dense"), ("dense", "greedy")], ids="-".join)
+def test_any_stop_that_reads_only_the_drafts_so_far_is_exact(rule: Any, kinds: tuple[str, str]) -> None:
+    tree = Tree(3, 3, kinds)
+    stop = {x: bool(torch.rand(()) < 0.5) for n in (1, 2, 3) for x in itertools.product(range(3), repeat=n)}
+    assert (emitted(rule, tree, stop.__getitem__, peeks=False) - tree.joint()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rule", [token, block])
+def test_a_stop_that_peeks_at_the_next_draft_is_caught(rule: Any) -> None:
+    tree = Tree(3, 3, ("dense", "dense"))
+    assert (emitted(rule, tree, lambda x: x[-1] == 0, peeks=True) - tree.joint()).abs().max() > 1e-3
+
+
+@dataclass
+class Scripted:
+    """Decisions that read the drafts' logits as `CallDecisions` do, and end rounds often and unevenly."""
+
+    script: Sequence[int] = ()  # the longest draft of each round; 3 after its end
+    ended: int = 0  # of the first rounds, all of which end after one draft
+    stops: bool = True  # whether other rounds may end early
+    round: int = 0
+    seen: list[Tensor] = field(default_factory=list)
+
+    def open(self, rows: Sequence[int], asks: bool) -> int:
+        self.seen, self.round = [], self.round + 1
+        return self.script[self.round - 1] if self.round <= len(self.script) else 3
+
+    def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
+        if depth == len(self.seen):
+            self.seen.append(logits)
+
+    def goes_on(self, depth: int, room: Sequence[int]) -> bool:
+        if self.round <= self.ended:
+            return False
+        if not self.stops or depth >= len(self.seen):
+            return True
+        return int(1000 * float(self.seen[depth].softmax(-1).amax(-1).sum())) % 3 > 0
+
+    def close(self, drafts: Sequence[tuple[int, int]]) -> None:
+        assert all(0 <= accepted <= drafted <= 3 for drafted, accepted in drafts)
+
+
+@dataclass(frozen=True)
+class Script:
+    script: Sequence[int] = ()
+    ended: int = 0
+    stops: bool = True
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        return [3] * len(texts)
+
+    def begin(self) -> Scripted:
+        return Scripted(self.script, self.ended, self.stops)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
+    """Few rows at once, so that many rounds end early."""
+    target = small(vocab=3, seed=20)
+    engine = Engine(target, Independent(near(target, noise=0.2)), verify=rule, policy=Script(), rows=5)
+    out = engine.generate([[1, 0, 1]] * 3000, max_new_tokens=3, sampling=Sampling(0.8), seed=1)
+    counts = (torch.tensor(out.tokens) @ 3 ** torch.arange(2, -1, -1)).bincount(minlength=27)
+    assert chi_square(*pooled(counts, joint(target, 3, 0.8) * 3000)) > 1e-4
+    drafted = out.stats.drafted
+    assert len(drafted) == 2 and 0.05 * drafted[0] < drafted[1] < 0.9 * drafted[0]  # rounds did end early
+
+
+PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8)]
+ESTIMATES = Estimates(0.6, (0.1, 0.9, -0.4, 1, 0.1, 1), (-0.2, 0.8, -0.3, 1, 0.1, 0.7))
+VARIED = Adaptive({1: (1, 1.3, 1.7, 2.0), 3: (1.1, 1.5, 1.8, 2.4)}, ESTIMATES)
+
+
+@pytest.mark.parametrize("policy", [Script([0, 2, 0, 0, 1]), VARIED], ids=["script", "adaptive"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
+    """Of every kind, with rows that come and go, and settings that read the text."""
+    target, mixed = tiny(positions=32), [Sampling(0.8), Sampling(0), Sampling(0.9, repetition_penalty=1.2)]
+    whole: dict[str, Any] = {"max_new_tokens": 14, "sampling": [mixed[n % 3] for n in range(7)], "ids": range(7)}
+    plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
+    engine = Engine(target, KINDS[kind].proposer(target), verify="coupled", rows=3, policy=policy)
+    out = engine.generate(PROMPTS, **whole)
+    assert out.tokens == plain.tokens
+
+
+# --- drafting nothing
+
+
+@pytest.mark.parametrize("script", [Script([0] * 40, stops=False), Script(ended=20, stops=False)], ids=["none", "one"])
+@pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].drawn])
+def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
+    """After rounds without drafts, or that ended after one draft, a row drafts what it would in an engine that has just
+    begun, round by round."""
+    target, whole = tiny(positions=128), {"sampling": Sampling(0), "ignore_eos": True}
+    made, wanted = Drafts(), Drafts()
+    rare = Engine(target, KINDS[kind].proposer(target), rows=1, policy=script, record=made)
+    often = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3), record=wanted)
+    first = len(script.script) + script.ended
+    for prompt in PROMPTS[:2]:
+        out = rare.generate([prompt], max_new_tokens=60, **whole)  # type: ignore[arg-type]
+        begin = out.stats.rows[0].starts[first]
+        often.generate([prompt + out.tokens[0][:begin]], max_new_tokens=60 - begin, **whole)  # type: ignore[arg-type]
+        assert max(map(len, made.rounds[:first])) <= min(script.ended, 1) and made.rounds[first:] == wanted.rounds
+
+
+class Drafts:
+    """Receives the drafts of each round of one row."""
+
+    def begin(self, rule: str, rows: Any) -> None:
+        self.rounds: list[list[int]] = []
+
+    def note(self, rows: Any, starts: Any, proposal: Any, table: Any) -> None:
+        self.rounds.append(proposal.x[0, : proposal.k[0]].tolist())
+
+
+def test_nothing_is_drafted_if_nothing_pays() -> None:
+    """No pass of the draft model, and from the first round on."""
+    target = tiny()
+    draft = Independent(near(target))
+    never = Adaptive({1: (1.0, 5.0, 9.0)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS))
+    engine = Engine(target, draft, rows=2, policy=never)
+    draft.propose = None  # type: ignore[assignment,method-assign]
+    out = engine.generate(PROMPTS, max_new_tokens=9, seed=3)
+    assert out.stats.drafted == [] and out.stats.tokens == out.stats.target_calls
+
+
+@pytest.mark.parametrize("kind", ["independent", "eagle"])
+def test_no_pass_follows_the_decision_to_stop(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that makes one pass per token makes one in a round that ends after one draft."""
+    target = tiny()
+    passes = [0]
+    engine = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Script(ended=99))
+    probs = DecodingRound.probs
+
+    def counted(self: DecodingRound, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        passes[0] += 1
+        return probs(self, logits, drafted)
+
+    monkeypatch.setattr(DecodingRound, "probs", counted)
+    out = engine.generate([PROMPTS[0]], max_new_tokens=12, sampling=Sampling(0.9), seed=1)
+    assert passes[0] == out.stats.drafted[0] and len(out.stats.drafted) == 1
+
+
+# --- decisions
+
+
+def logits_of(top: float) -> Tensor:
+    """Logits whose likeliest of three tokens has this probability."""
+    return torch.tensor([[top, (1 - top) * 0.7, (1 - top) * 0.3]]).log()
+
+
+def of_top(low: float, high: float, at: tuple[float, float]) -> tuple[float, ...]:
+    """Weights by which drafts of top probability at[0] and at[1] have acceptance low and high."""
+    odds = [math.log(a / (1 - a)) for a in (low, high)]
+    slope = (odds[1] - odds[0]) / (at[1] - at[0])
+    return (odds[0] - slope * at[0], 0.0, 0.0, slope, 0.0, 0.0)
+
+
+def test_right_estimates_give_the_best_rule() -> None:
+    """Two sorts of rounds, which the first distribution tells apart. The rate of the rule that the policy follows is
+    the highest of all rules, which are enumerated; the policy's own rate is the one that it aims at."""
+    seconds, acceptance, tops = (1.0, 1.5, 2.0, 2.5, 3.0), (0.35, 0.92), (0.4, 0.9)
+
+    def rate(lengths: Sequence[int]) -> float:
+        tokens = sum((1 - a ** (k + 1)) / (1 - a) for a, k in zip(acceptance, lengths, strict=True))
+        return tokens / sum(seconds[k] for k in lengths)
+
+    best = max(itertools.product(range(1, 5), repeat=2), key=rate)
+    weights = of_top(*acceptance, tops)
+    policy = Adaptive({1: seconds}, Estimates(0.7, weights, weights))
+    decisions, chosen = policy.begin(), []
+    for top in tops:
+        assert decisions.open([0], True) == 4
+        decisions.best = rate(best)  # of the long run, which a row's own acceptance only estimates
+        k = 0
+        while True:
+            decisions.see(k, logits_of(top), torch.ones(1))
+            k += 1
+            if k == 4 or not decisions.goes_on(k - 1, [4]):
+                break
+        chosen.append(k)
+    assert tuple(chosen) == best == (1, 4)
+
+
+def test_equal_acceptance_gives_the_best_fixed_length() -> None:
+    seconds = (1.0, 1.25, 1.4, 1.6, 1.9, 2.3)
+    for mean in (0.05, 0.3, 0.5, 0.7, 0.9):
+        odds = (math.log(mean / (1 - mean)), 0.0, 0.0, 0.0, 0.0, 0.0)
+        decisions = Adaptive({1: seconds}, Estimates(mean, odds, odds)).begin()
+        wanted = int(np.argmax([(1 - mean ** (k + 1)) / (1 - mean) / s for k, s in enumerate(seconds)]))
+        assert decisions.open([0], False) == wanted
+        if not wanted:
+            assert decisions.open([0], True) == 0
+            continue
+        decisions.open([0], True)
+        k = 0
+        while True:
+            decisions.see(k, logits_of(0.5), torch.ones(1))
+            k += 1
+            if k == 5 or not decisions.goes_on(k - 1, [5]):
+                break
+        assert k == wanted, mean
+
+
+def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
+    odds = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.4, 1.8), 2: (1.0, 1.4, 1.8)}, Estimates(0.6, odds, odds)).begin()
+    assert decisions.open([7], False) > 0
+    for _ in range(12):
+        decisions.open([7], False)
+        decisions.close([(2, 0)])
+    assert decisions.open([7], False) == 0 and decisions.open([8], False) > 0  # the other row is another text
+    rounds = 0
+    while decisions.open([7], False) == 0:
+        decisions.close([(0, 0)])
+        rounds += 1
+    assert 10 < rounds < 200
+
+
+def test_rows_whose_limit_is_near_gain_nothing() -> None:
+    """The gain is that of rows that can draft on."""
+    sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions.open([0, 1], True)
+    decisions.see(0, logits_of(0.9).expand(2, -1), torch.ones(2))
+    assert decisions.goes_on(0, [2, 2]) and not decisions.goes_on(0, [1, 1])
+
+
+def test_the_temperature_of_a_row_is_that_of_its_estimates() -> None:
+    decisions = Adaptive({2: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)).begin()
+    decisions.open([0, 1], True)
+    decisions.see(0, logits_of(0.8).expand(2, -1), torch.tensor([0.5, 0.0]))
+    sharp = logits_of(0.8).mul(2).softmax(-1).amax().item()
+    assert decisions.seen[0][:, 3] == pytest.approx([sharp, 0.8], rel=1e-6)
+
+
+def test_seconds_between_numbers_of_rows() -> None:
+    table = {1: (1.0, 2.0), 8: (8.0, 16.0), 4: (2.5, 5.0)}
+    assert seconds_of(table, 2).tolist() == pytest.approx([1.5, 3.0])
+    assert seconds_of(table, 6).tolist() == pytest.approx([5.25, 10.5])
+    assert seconds_of(table, 64).tolist() == [8.0, 16.0]
+
+
+def test_estimates_are_probabilities_of_the_inputs() -> None:
+    given = np.array([[1.0, 0.5, 0, 0, 0, 2.0]])
+    assert estimate((0.1, 1.0, 0, 0, 0, -1.0), given) == pytest.approx(1 / (1 + math.exp(1.4)))
+
+
+def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    content: dict[str, Any] = {
+        "seconds": {"1": [1, 2], "8": [3, 4]},
+        "estimates": {"mean": 0.5, "here": [0] * 6, "ahead": [1] * 6},
+    }
+    file.write_text(json.dumps(content))
+    policy = Adaptive.load(file)
+    assert policy.longest == 1 and policy.seconds[8] == (3.0, 4.0) and policy.estimates.ahead == (1.0,) * 6
+    changes: list[dict[str, Any]] = [
+        {"seconds": {"1": [1, 2], "2": [1]}}, {"seconds": {"1": [1]}}, {"seconds": {"a": [1, 2]}}, {"seconds": {}},
+        {"estimates": content["estimates"] | {"here": [0]}}, {"estimates": {}},
+    ]  # fmt: skip
+    for change in changes:
+        file.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match="policy"):
+            Adaptive.load(file)
+    with pytest.raises(ValueError, match="no policy file"):
+        Adaptive.load(tmp_path / "none.json")
+
+
+def test_trees_are_refused_by_name() -> None:
+    target = tiny()
+    engine = Engine(target, Independent(near(target), shape=(-1, -1, 0)), verify="tree", policy=VARIED)
+    with pytest.raises(ValueError, match="chooses lengths of chains, and Independent drafts trees"):
+        engine.generate(PROMPTS[:1], max_new_tokens=8)
+    assert Engine(target, policy=Fixed(1)).generate(PROMPTS[:1], max_new_tokens=2).stats.tokens == 2
