@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5For
 
 from cotrain.bundled import pretraining
 from cotrain.bundled.tokenizer import token_bytes
-from cotrain.data.sequence_tasks import TASKS, embedded_pairs
+from cotrain.data.sequence_tasks import LONGEST, TASKS, embedded_pairs
 from cotrain.students.independent import CACHED
 from cotrain.training import optim
 from cotrain.training.interrupts import read_saved
@@ -28,7 +28,7 @@ from inference.drafts.bundled_target import resolve
 from inference.report.build import environment
 
 BYTES = {"train": {"code": 48_000_000, "records": 3_000_000}, "held_out": {"code": 4_000_000, "records": 50_000}}
-TOKENS = {"source": 192, "output": 96}  # longer pairs are left out
+TOKENS = {"source": LONGEST, "output": 96}  # longer pairs are left out
 ROWS = 24  # pairs of a batch; they have similar lengths, so that little is padding
 STEPS, EVERY, SEED = 660, 500, 0
 LR, BETAS, WARMUP, DECAY = 2e-2, (0.9, 0.98), 0.05, 0.4
@@ -98,7 +98,7 @@ class SequenceModel(pretraining.LanguageModel):
     """The module that trains on the cross-entropy of outputs. It validates in bits per byte and in token accuracy."""
 
     def scores(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """-log p of each token of the outputs (B, T), in nats, 0 in the padding, and whether it is the likeliest one."""
+        """-log p of each token of the outputs (B, T), in nats, 0 in the padding, and whether it is the likeliest."""
         source, output = batch["source"], batch["output"]
         logits = self.network(source, attention_mask=source != self.pad, labels=output, use_cache=False).logits.float()
         nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), output, reduction="none", ignore_index=-100)

@@ -256,15 +256,14 @@ def shipped_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Split the shipped prompts, cut to `tokens` ids and without repeats, into (ranking, final). encoder: whether the
-    target has an encoder; the shipped sources are then used, those of at most `tokens` ids.
+    target has an encoder; the shipped sources are then used, which are short and are not cut.
 
     ranking, a third of them, ranks checkpoints and draft lengths; final times the exported draft. Domains alternate in
     both lists."""
     places: dict[tuple[int, ...], int] = {}
     for place, row in enumerate(shipped(SOURCES if encoder else PROMPTS)):
         ids = tokenizer(row["text"])["input_ids"]
-        if not encoder or len(ids) <= tokens:
-            places.setdefault(tuple(ids[:tokens]), place // len(DOMAINS))
+        places.setdefault(tuple(ids if encoder else ids[:tokens]), place // len(DOMAINS))
     ranking = [list(ids) for ids, place in places.items() if place % 3 == 0]
     return ranking, [list(ids) for ids, place in places.items() if place % 3]
 

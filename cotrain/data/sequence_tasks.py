@@ -26,6 +26,7 @@ TASKS = ("signature", "summary", "sentence")
 FIRST_SENTENCE = (15, 150)  # characters; shorter ones say little, longer ones are no summaries
 SIGNATURE = 150  # characters at most
 CODE = (40, 600)  # characters of a function without its docstring
+LONGEST = 192  # tokens of a source; few are longer, with the bundled tokenizer
 MONTHS = "January February March April May June July August September October November December".split()
 # phrasings of the records of a kind
 PERSON = ("{name} from {city} has the number {id} and reads mail at {email}.",

@@ -39,7 +39,11 @@ def test_an_observation_has_what_its_row_had_when_the_round_began() -> None:
     target = tiny()
     _, found = observed(Engine(target, Independent(near(target)), rows=1), 3, PROMPTS[:1], Sampling(0.9), 30, 1)
     tried = [one.recent.tried for one in found if one.before is None]  # of each round
-    assert tried[0] == 0 and 0 < tried[1] <= 3 and all(now > before for before, now in zip(tried, tried[1:5], strict=False))
+    assert (
+        tried[0] == 0
+        and 0 < tried[1] <= 3
+        and all(now > before for before, now in zip(tried, tried[1:5], strict=False))
+    )
 
 
 def _as_observed(engine: Engine) -> Any:
