@@ -30,7 +30,7 @@ from inference.report.build import environment
 BYTES = {"train": {"code": 48_000_000, "records": 3_000_000}, "held_out": {"code": 4_000_000, "records": 50_000}}
 TOKENS = {"source": LONGEST, "output": 96}  # longer pairs are left out
 ROWS = 24  # pairs of a batch; they have similar lengths, so that little is padding
-STEPS, EVERY, SEED = 660, 500, 0
+STEPS, EVERY, SEED = 900, 900, 0
 LR, BETAS, WARMUP, DECAY = 2e-2, (0.9, 0.98), 0.05, 0.4
 GENERATED = 60  # held-out pairs per task whose greedy outputs are compared with the pairs' own
 
