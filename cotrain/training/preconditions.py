@@ -22,9 +22,9 @@ from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig, from_target, learnt
-from cotrain.data import sequence_tasks
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
+from cotrain.data.sequence_tasks import LONGEST
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.self_prompts import SELF, opening, unended
@@ -402,7 +402,7 @@ def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) ->
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
     if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not sources:
-        cfg.rollout.prompt_tokens = sequence_tasks.LONGEST
+        cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
         others = [texts for split, texts in sources.items() if split != "train"]

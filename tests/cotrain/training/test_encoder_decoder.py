@@ -19,6 +19,7 @@ from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.export.hf import export
 from cotrain.rollout.training_texts import padded, start_of
 from cotrain.students.base import OPTIONAL, Student, student_class
 from cotrain.students.independent import from_layers, shares_encoder
@@ -369,3 +370,10 @@ def test_what_has_no_meaning_is_refused_by_name(
 ) -> None:
     assert train(place, "refused", *settings, "check=true") != 0
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_folder_is_exported_for_transformers_alone(run: Path, tmp_path: Path) -> None:
+    output = export(run / "draft", tmp_path / "out", "transformers")
+    assert "AutoModelForSeq2SeqLM" in (output / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"engine=vllm: it has no drafts for encoder-decoders"):
+        export(run / "draft", tmp_path / "other", "vllm")
