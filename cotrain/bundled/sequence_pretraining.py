@@ -39,20 +39,19 @@ CARD = """\
 
 A T5 of {parameters:.1f} M parameters ({layers} layers in the encoder, {decoder} in the decoder) with the bundled
 target's tokenizer, trained from random weights by
-`{command}`
+`python -m cotrain.bundled.sequence_pretraining OUTPUT MINUTES data/target_t5`
 on sequence tasks made of Python sources and JSON records that are on the machine (`cotrain/data/sequence_tasks.py`):
 `signature: ` and a docstring -> the function's first line; `summary: ` and code -> the docstring's first sentence;
 `sentence: ` and a JSON record -> an English sentence. It is there to be decoded quickly; it is no assistant.
 
-{steps} steps of {rows} pairs, {tokens:.1f} M tokens of outputs, {seconds} s on {cpu}, one thread, {date}. {train}
-training pairs; no held-out source and no held-out function is among them.
+{steps} steps of {rows} pairs, {tokens:.1f} M tokens of outputs, {seconds} s on {cpu}, one thread beside other work,
+{date}. {train} training pairs; no held-out source and no held-out function is among them. That is little: outputs have
+the right form and sentences the right names and places, but numbers and names of code are often wrong, and greedy
+outputs repeat themselves. More STEPS in the module make it better; the texts that it writes are what drafts learn from.
 
-| held-out task | pairs | bits per byte | token accuracy | greedy output equals the pair's |
+| held-out task | pairs | bits per byte | token accuracy | greedy output equals the pair's (two phrasings a record) |
 |---|---|---|---|---|
 {tasks}
-
-Names and sentences can be written in many ways, so a low share of equal outputs does not mean nonsense: records have
-two phrasings each, of which the output is one at random.
 
 | task | a held-out source | greedy output |
 |---|---|---|
@@ -241,7 +240,7 @@ def model_card(card: dict[str, Any]) -> str:
     where = card["environment"]
     return CARD.format(
         parameters=card["parameters"] / 1e6, layers=card["layers"], decoder=card["decoder_layers"],
-        command=where["command"], steps=card["steps"], rows=card["rows"], tokens=card["output_tokens_seen"] / 1e6,
+        steps=card["steps"], rows=card["rows"], tokens=card["output_tokens_seen"] / 1e6,
         seconds=card["seconds"], cpu=where["cpu"], date=where["date"][:10], train=card["training_pairs"],
         tasks="\n".join(tasks), examples="\n".join(examples),
     )  # fmt: skip
