@@ -176,7 +176,8 @@ def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tupl
     batches = -(-size.prompts // size.rows)
     more = until < inf
     wanted = Wanted(batches, size.interval if more else inf, until)
-    prompts = plan.prompts.final if more else plan.prompts.final[: size.prompts]
+    every = len(plan.prompts.final)
+    prompts = plan.final(0, every if more else min(size.prompts, every))
     late = time.perf_counter() > until
     with TimingDisplay(adaptive.FEWEST if late else batches, until) as display:
         timing, reached = until_known(

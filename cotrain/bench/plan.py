@@ -13,13 +13,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.config.groups import Bench
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import Prompts, apart
+from cotrain.rollout.training_texts import start_of
 from cotrain.students.base import DEFAULT, Student, student_class
+from cotrain.students.independent import shares_encoder
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
 from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
+from inference.source import SourcedText
 
 
 class CompiledParts(NamedTuple):
@@ -54,12 +57,16 @@ class Plan:
     @cached_property
     def served(self) -> PreTrainedModel:
         """Return the draft in evaluation mode and in the dtype of bench.draft_dtype. It is a copy if that dtype is not
-        the draft's."""
+        the draft's. A draft that has the target's encoder keeps its own dtype if the other would round the encoder,
+        since the encoder of the target could not be read instead."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
             return self.draft
-        return cast(copy.deepcopy(self.draft).eval(), dtype)
+        made = cast(copy.deepcopy(self.draft).eval(), dtype)
+        if shares_encoder(self.draft, self.target) and not shares_encoder(made, self.target):
+            return copy.deepcopy(self.draft).eval()
+        return made
 
     @cached_property
     def int8(self) -> bool:
@@ -114,17 +121,19 @@ class Plan:
 
     @cached_property
     def prompts(self) -> Prompts:
-        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens), [], "shipped")
+        encoder = self.target.config.is_encoder_decoder
+        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` ranking prompts from number `first` on. The first prompt follows the last one."""
-        return _repeated(self.prompts.ranking, first, count)
+        """Return `count` ranking prompts from number `first` on. The first prompt follows the last one. For an
+        encoder-decoder they are the ids that its texts begin with, and carry their sources."""
+        return self._read(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
         """Return `count` final prompts from number `first` on, with the same order as in `ranking`. The exported draft
         is timed and checked on them."""
-        return _repeated(self.prompts.final, first, count)
+        return self._read(self.prompts.final, first, count)
 
-
-def _repeated(prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
-    return [prompts[(first + i) % len(prompts)] for i in range(count)]
+    def _read(self, prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
+        chosen, start = [prompts[(first + i) % len(prompts)] for i in range(count)], start_of(self.target)
+        return chosen if start is None else [SourcedText(start, tuple(prompt)) for prompt in chosen]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.board.curves import tensorboard
-from cotrain.data.sources import Blocks, SeededOrder
+from cotrain.data.sources import SeededOrder
 from cotrain.training.interrupts import Checkpoints, read_saved
 from cotrain.training.progress import Bar
 from inference.drafts.atomic import new_folder
@@ -138,14 +138,14 @@ class Phase(Callback):
 
 
 def fit(
-    module: LanguageModel, train: Blocks, held_out: Blocks, folder: Path, *, batch: int, steps: int, minutes: float,
+    module: LanguageModel, train: Any, held_out: Any, folder: Path, *, batch: int | None, steps: int, minutes: float,
     seed: int, every: int, precision: Any,
 ) -> float:  # fmt: skip
     """Train up to `steps` optimiser steps in total, or for `minutes`. Return the seconds that this phase took. The
-    training resumes from folder/last.ckpt if that file exists."""
+    training resumes from folder/last.ckpt if that file exists. batch: rows of a step; None: items are batches."""
     last = folder / "last.ckpt"
     done = read_saved(last)["global_step"] if last.exists() else 0
-    order = SeededOrder(len(train), seed, start=done * batch)
+    order = SeededOrder(len(train), seed, start=done * (batch or 1))
     trainer = lightning.Trainer(
         accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
         gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
@@ -168,7 +168,7 @@ def fit(
     return time.perf_counter() - start
 
 
-def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any) -> dict[str, float]:
+def measure(module: LanguageModel, held_out: Any, batch: int | None, precision: Any) -> dict[str, float]:
     """Return the bits per byte on all held-out blocks, by domain."""
     trainer = lightning.Trainer(devices=1, precision=precision, logger=False, enable_checkpointing=False)
     trainer.validate(module, DataLoader(held_out, batch_size=batch), verbose=False)
@@ -176,15 +176,16 @@ def measure(module: LanguageModel, held_out: Blocks, batch: int, precision: Any)
 
 
 def write_target(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any]
-) -> None:
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any],
+    readme: Callable[[dict[str, Any]], str] | None = None,
+) -> None:  # fmt: skip
     """Write the target in bfloat16 with its tokenizer and model card. An existing folder is replaced."""
     with new_folder(folder, replace=True) as new:
         half: Any = copy.deepcopy(network)
         half.to(torch.bfloat16)
         half.save_pretrained(new)
         tokenizer.save_pretrained(new)
-        (new / "README.md").write_text(model_card(card), encoding="utf-8")
+        (new / "README.md").write_text((readme or model_card)(card), encoding="utf-8")
         (new / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 

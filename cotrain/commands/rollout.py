@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, from_target, sampling
 from cotrain.data.prompt_rows import prompt_tokens
+from cotrain.data.sequence_tasks import LONGEST
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import Source, beside
 from cotrain.run_folder import held
@@ -54,6 +55,8 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
     if the data cannot be used."""
     with user_errors():
         asked, room = cfg.rollout, holds(target.config)
+        if not asked.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
+            asked.prompt_tokens = LONGEST
         if not asked.prompt_tokens:
             splits = {"train", cfg.kind} if cfg.data.path else set()
             texts = {split: source(cfg, split, target, tokenizer) for split in splits}

@@ -179,14 +179,15 @@ def prompts(
     Prompts of a folder were not learnt from and ranked no checkpoint; the `PART`-th part of them ranks draft lengths.
     room: the largest allowed number of tokens of a prompt, if the user did not set `key`. size.prompt_tokens is then
     raised for texts that have a domain without a prompt of that length. The value in the folder is for other texts."""
+    encoder = target.config.is_encoder_decoder
     own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
     if own is None and data.path is None:
-        return apart(*shipped_ids(tokenizer, size.prompt_tokens), [], "shipped")
+        return apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
     if own is not None:
         data = copy.copy(data)
         data.path = str(own)
     splits, ends = SPLITS[1:] if own is None else (ALL_ROWS,), ends_of(target)
-    sources = {split: source_of(data, split, tokenizer, ends) for split in splits}
+    sources = {split: source_of(data, split, tokenizer, ends, encoder) for split in splits}
     if room is not None and not all(rows.covered(size.prompt_tokens) for rows in sources.values()):
         first, *others = sources.values()
         size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))

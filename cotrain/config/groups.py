@@ -95,6 +95,7 @@ class Draft:
     depths: int | None  # kinds whose distribution depends on the depth: the number of depths that are trained
     vocabulary: int | None  # kinds with their own head: the number of tokens they can draft; null: as in the target
     head_rank: int | None  # kinds with their own head: the rank of a head of two matrices; null: one matrix
+    encoder_layers: int | None  # init=target_layers of an encoder-decoder: its own encoder; null: the target's, shared
     bits: int | None  # kinds that draft with the quantised target: 8 (int8) or 4 (nf4)
     inner: int | None  # two_levels: how many tokens the small draft proposes before the quantised target verifies them
     temperatures: list[float]  # conditioned: the temperatures that it is trained at

@@ -64,6 +64,7 @@ RULES: dict[str, Range] = {
     "draft.depths": SOME,
     "draft.vocabulary": SOME,
     "draft.head_rank": SOME,
+    "draft.encoder_layers": SOME,
     "draft.bits": Range(lambda value: value in (4, 8), "8 (int8) or 4 (nf4)"),
     "draft.inner": SOME,
     "draft.temperatures": TEMPERATURE,

@@ -26,6 +26,7 @@ from cotrain.paths import folder
 from inference.drafts.atomic import write_atomic
 
 DOMAINS = ("code", "prose", "records")
+PROMPTS, SOURCES = "prompts.jsonl", "sources.jsonl"  # in data/: shipped prompts, and sources of `sequence_tasks`
 HELD_OUT_PERCENT = 5
 SKIPPED = {
     "test",
@@ -244,20 +245,25 @@ def records(number: int) -> str:
     return "\n".join(json.dumps(make(rng), indent=indent) for _ in range(rng.randint(2, 8))) + "\n"
 
 
-def shipped() -> list[dict[str, str]]:
-    """The shipped prompts as rows {"domain", "text"}. Domains alternate, so the first n rows cover all of them."""
-    lines = (folder("data") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
+    """The shipped prompts, or sources, as rows {"domain", "text"}. Domains alternate, so the first n rows cover all of
+    them."""
+    lines = (folder("data") / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
-def shipped_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Split the shipped prompts, cut to `tokens` ids and without repeats, into (ranking, final).
+def shipped_ids(
+    tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Split the shipped prompts, cut to `tokens` ids and without repeats, into (ranking, final). encoder: whether the
+    target has an encoder; the shipped sources are then used, which are short and are not cut.
 
     ranking, a third of them, ranks checkpoints and draft lengths; final times the exported draft. Domains alternate in
     both lists."""
     places: dict[tuple[int, ...], int] = {}
-    for place, row in enumerate(shipped()):
-        places.setdefault(tuple(tokenizer(row["text"])["input_ids"][:tokens]), place // len(DOMAINS))
+    for place, row in enumerate(shipped(SOURCES if encoder else PROMPTS)):
+        ids = tokenizer(row["text"])["input_ids"]
+        places.setdefault(tuple(ids if encoder else ids[:tokens]), place // len(DOMAINS))
     ranking = [list(ids) for ids, place in places.items() if place % 3 == 0]
     return ranking, [list(ids) for ids, place in places.items() if place % 3]
 
@@ -274,10 +280,10 @@ def write_prompts(count: int, path: Path, seed: int = 0) -> None:
 def _texts(domain: str) -> list[str]:
     """The texts of held-out documents that may be redistributed: those of Python itself, and generated records."""
     documents = embedded(domain, "held_out", 300_000 if domain == "records" else ALL)
-    return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or _of_python(d))]
+    return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or is_of_python(d))]
 
 
-def _of_python(document: Document) -> bool:
+def is_of_python(document: Document) -> bool:
     root = Path(sysconfig.get_paths()["stdlib"])
     return document.path.startswith("topics/") or (root / document.path).is_file()
 

@@ -22,6 +22,7 @@ from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows, start_token
+from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import in_split
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
@@ -201,6 +202,7 @@ def _reason(data: Data, error: BaseException) -> str:
 
 
 PROMPT, TEXT = "prompt", "text"  # columns: of whole prompts; the default of data.column
+SOURCE = "source"  # column: of whole sources, which an encoder reads
 
 
 @dataclass
@@ -253,21 +255,29 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
 
 
 def source_of(
-    data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset()
-) -> PromptRows | TextStarts:
+    data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset(),
+    encoder: bool = False,
+) -> PromptRows | TextStarts:  # fmt: skip
     """The prompts of one split of `splits.SPLITS`, as data.path and the other settings ask.
 
     `splits.ALL_ROWS` stands for all rows. A hash assigns the user's rows to splits; the embedded corpora have no split
     "final". If data.column is not set, rows with messages, or with a prompt and a response, are conversations, and rows
     with a prompt alone are whole prompts. With data.chat each text becomes a user's message in the target's chat
-    template. ends: the target's end tokens. Raises the errors of `read_rows`, `texts_of` and `chats_of`.
+    template. ends: the target's end tokens. encoder: whether the target has an encoder. Each row is then a whole
+    source: its column "source", else "prompt" or "text"; those of the embedded corpora are of `sequence_tasks`. Raises
+    the errors of `read_rows`, `texts_of` and `chats_of`.
     """
+    if data.path is None and encoder:
+        pairs = embedded_pairs(dict(data.bytes if split == "train" else data.held_out_bytes), split)
+        return prompt_rows(pairs.rename_column(SOURCE, TEXT), tokenizer)
     if data.path is None:
         sizes = data.bytes if split == "train" else data.held_out_bytes
         texts = embedded_texts(sizes, split)
         return TextStarts(_cut(texts), texts, tokenizer)
     rows, template = read_rows(data), Template(tokenizer, data.template, ends)
     try:
+        if encoder:
+            return prompt_rows(_in_split(_column_of_sources(data, rows), split), tokenizer)
         return _own(data, split, rows, template)
     except UnicodeDecodeError as error:  # `datasets` decodes a row only when it is read
         raise unreadable(data, error) from error
@@ -283,12 +293,26 @@ def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> 
     texts = texts_of(rows, str(data.path), column)
     if data.chat:
         return chats_of(_asked(texts, template), split, template)
-    mine = texts.select(in_split(texts["text"], split))
-    if not len(mine):
-        raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
+    mine = _in_split(texts, split)
     if column == PROMPT:
         return prompt_rows(mine, tokenizer)
     return TextStarts(mine, mine, tokenizer)
+
+
+def _column_of_sources(data: Data, rows: datasets.Dataset) -> datasets.Dataset:
+    """The sources of the user's rows, as rows (text, domain)."""
+    column = data.column
+    if column == TEXT:  # no other column was named
+        column = next((one for one in (SOURCE, PROMPT) if one in rows.column_names), TEXT)
+    return texts_of(rows, str(data.path), column)
+
+
+def _in_split(texts: datasets.Dataset, split: str) -> datasets.Dataset:
+    """The rows (text, domain) that are in a split. Raises ValueError if there is none."""
+    mine = texts.select(in_split(texts["text"], split))
+    if not len(mine):
+        raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
+    return mine
 
 
 def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, Sampler
 
 from cotrain.data.sources import Blocks, SeededOrder
 
+NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -21,7 +23,9 @@ class Texts:
 
     ids (N, T) are padded with 0 on the right. prompt (N,) and length (N,): tokens of the prompt and of the whole text.
     position_ids (N, T): for rows that are several packed texts, see `Blocks`. temperature (N,), or () for one value:
-    the target's temperature in the loss. whole: whether the tokens of prompts count in the loss too."""
+    the target's temperature in the loss. whole: whether the tokens of prompts count in the loss too. source (N, S): of
+    an encoder-decoder, the ids that the encoder reads, padded with `NO_ID` on the right; a text is then the decoder's,
+    and its prompt is the ids that it begins with."""
 
     ids: Tensor
     prompt: Tensor
@@ -30,6 +34,7 @@ class Texts:
     position_ids: Tensor | None = None
     temperature: Tensor = field(default_factory=lambda: torch.tensor(1.0))
     whole: bool = False
+    source: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,23 +64,28 @@ class Texts:
     def rows(self, chosen: Sequence[int]) -> Self:
         """The texts at the indices `chosen`."""
         at = torch.tensor(chosen, dtype=torch.int64)
-        ids, places = self.read(at)
+        ids, places, source = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
         return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
-                       domain=[self.domain[row] for row in chosen], temperature=temperature)  # fmt: skip
+                       domain=[self.domain[row] for row in chosen], temperature=temperature, source=source)  # fmt: skip
 
     def hashes(self) -> list[str]:
-        """A hash of the ids of each text."""
-        rows = (row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True))
+        """A hash of the ids of each text, and of its source."""
+        rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
+        if self.source is not None:
+            rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
         return [hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest() for row in rows]
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None]:
-        """The inputs of a model for some rows: ids and position_ids."""
-        return self.ids[rows], None if self.position_ids is None else self.position_ids[rows]
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The inputs of a model for some rows: ids, position_ids and source."""
+        places, source = (None if part is None else part[rows] for part in (self.position_ids, self.source))
+        return self.ids[rows], places, source
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The ids of each prompt."""
+        """The ids of each prompt, which are those of its source if it has one."""
+        if self.source is not None:
+            return [row[row != NO_ID].tolist() for row in self.source]
         return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
 
     @property
@@ -112,7 +122,15 @@ def joined(sets: Sequence[Texts]) -> Texts:
     prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
     temperature = torch.cat([texts.temperature.expand(len(texts)) for texts in sets])
     domains = [domain for texts in sets for domain in texts.domain]
-    return Texts(ids, prompt, length, domains, None, temperature, sets[0].whole)
+    sources = [texts.source for texts in sets if texts.source is not None]
+    source = widened(sources) if sources else None
+    return Texts(ids, prompt, length, domains, None, temperature, sets[0].whole, source)
+
+
+def widened(sources: Sequence[Tensor]) -> Tensor:
+    """Concatenate sources (N, S) of several widths S, padded on the right to one width."""
+    width = max(part.shape[1] for part in sources)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
 
 
 def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
@@ -135,7 +153,8 @@ def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
 
 class Learnt(Dataset[dict[str, Tensor]]):
     """A data set of texts. A batch has ids (B, T), predicted and sampled (B, T-1), temperature (B,), position_ids
-    (B, T) if texts are packed, and key (B,): the number of the text, counted from `first`."""
+    (B, T) if texts are packed, source (B, S) if they have sources, and key (B,): the number of the text, counted from
+    `first`."""
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
         self.texts, self.first = texts, first
@@ -146,8 +165,9 @@ class Learnt(Dataset[dict[str, Tensor]]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids, places = self.texts.read(torch.tensor(index))
+        ids, places, source = self.texts.read(torch.tensor(index))
         packed = {} if places is None else {"position_ids": places.long()}
+        packed |= {} if source is None else {"source": source}
         return {"ids": ids.long(), "predicted": self.predicted[index], "sampled": self.sampled[index],
                 "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | packed  # fmt: skip
 

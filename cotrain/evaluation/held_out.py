@@ -130,10 +130,11 @@ def evaluate(
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
     """Return a student's guesses on some texts, and the target's states of these texts, on the student's device."""
-    ids, position_ids = held.texts.read(rows)
+    ids, position_ids, source = held.texts.read(rows)
     record = held.at(rows, student.network.device)
     batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
     batch |= {} if position_ids is None else {"position_ids": position_ids}
+    batch |= {} if source is None else {"source": source}
     return student.guesses(batch, seen(record)), record
 
 

@@ -72,6 +72,8 @@ def export(
         write(draft.model, draft.tokenizer, new, draft.metadata, draft.report)
         path = name or str(Path(output).absolute())
         text = card(draft.metadata, engine, path, draft.report, draft.remarks)
+        if draft.model.config.is_encoder_decoder:
+            text = text.replace("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
         (new / "README.md").write_text(text, encoding="utf-8")
         if problems := check(new):
             raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
@@ -105,6 +107,8 @@ def prepare(
     refuse(source, temperature)
     refuse_small_head(source)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
+    if model.config.is_encoder_decoder and engine != "transformers":
+        raise ValueError(f"engine={engine}: it has no drafts for encoder-decoders; engine=transformers")
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
     metadata = _metadata(original, k, target, objective)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.texts import Texts
+from cotrain.data.texts import NO_ID, Texts
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout import samplers
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
+from inference.request import source_limits
 
 Source = PromptRows | TextStarts
 FEATURES = datasets.Features(
@@ -45,16 +46,34 @@ DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft conti
 RESULTS = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
-def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int) -> Texts:
+Start = tuple[int, ...]  # the ids that texts of an encoder-decoder begin with
+
+
+def start_of(target: PreTrainedModel) -> Start | None:
+    """The ids that texts of the target begin with if it is an encoder-decoder, else None. Raises ValueError for an
+    encoder that reads features, and for a generation config that does not say."""
+    limits = source_limits(target)
+    if limits is None:
+        return None
+    if limits.features:
+        raise ValueError(f"target.path: {type(target).__name__} reads features; drafts are trained for encoders that "
+                         "read token ids")  # fmt: skip
+    if limits.start is None:
+        raise ValueError(f"target.path: the generation config of {type(target).__name__} names no "
+                         "decoder_start_token_id, or leaves one of forced_decoder_ids open")  # fmt: skip
+    return limits.start
+
+
+def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int, start: Start | None = None) -> Texts:
     """At most `count` prompts per domain with their completions in the logs. Prompts longer than the limit are left
-    out, and completions are cut to theirs. Raises ValueError when there is none.
+    out, and completions are cut to theirs. start: see `padded`. Raises ValueError when there is none.
     """
     rows = [row for row in chats.chosen(count, ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
         raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
                          f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
                          "data.on_target=false")  # fmt: skip
-    return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows])
+    return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows], start)
 
 
 @dataclass(frozen=True)
@@ -90,10 +109,10 @@ class Sampled:
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
             if self._fits(path, kind, sampling, part):
-                return padded(read_rows(path))
+                return padded(read_rows(path), start_of(self.target))
         if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
             (say or print)(f"kept texts are not used, new ones are sampled: {other}")
-        return padded(read_rows(self.sample(kind, sampling, source(), say, part)))
+        return padded(read_rows(self.sample(kind, sampling, source(), say, part)), start_of(self.target))
 
     def sample(
         self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
@@ -214,10 +233,17 @@ def read_rows(path: Path) -> datasets.Dataset:
         ) from error
 
 
-def padded(rows: Iterable[Mapping[str, Any]]) -> Texts:
-    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row."""
+def padded(rows: Iterable[Mapping[str, Any]], start: Start | None = None) -> Texts:
+    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: of an encoder-decoder, see
+    `start_of`; a row's prompt is then its source, and its text is `start` and the completion."""
     rows = list(rows)
-    ids = [torch.tensor([*row["prompt"], *row["completion"]], dtype=torch.int64) for row in rows]
-    prompt = torch.tensor([len(row["prompt"]) for row in rows])
-    length = torch.tensor([len(row) for row in ids])
-    return Texts(pad_sequence(ids, batch_first=True), prompt, length, [row["domain"] for row in rows])
+    begins = [row["prompt"] if start is None else start for row in rows]
+    ids = [
+        torch.tensor([*begin, *row["completion"]], dtype=torch.int64) for begin, row in zip(begins, rows, strict=True)
+    ]
+    prompt, length = (torch.tensor([len(one) for one in part]) for part in (begins, ids))
+    texts = Texts(pad_sequence(ids, batch_first=True), prompt, length, [row["domain"] for row in rows])
+    if start is None:
+        return texts
+    sources = [torch.tensor(row["prompt"], dtype=torch.int64) for row in rows]
+    return replace(texts, source=pad_sequence(sources, batch_first=True, padding_value=NO_ID))

@@ -48,7 +48,7 @@ KINDS = {  # kind -> module:class, imported on first use
 # settings that only some kinds have, see `Student.takes`, with the value that means unset
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "head_rank": None, "bits": None,
-    "inner": None, "temperatures": [], "mask": None, "markov": None, "confidence": None,
+    "encoder_layers": None, "inner": None, "temperatures": [], "mask": None, "markov": None, "confidence": None,
 }  # fmt: skip
 
 
@@ -86,6 +86,7 @@ class Student(Protocol):
     features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () if there are
     none.
     parallel: whether one pass drafts all tokens of a round.
+    sourced: whether it can draft for an encoder-decoder.
     layouts: for each serving engine that loads this kind, the module of cotrain/export that writes its files. None:
         every engine loads it, in the plain Hugging Face layout.
     """
@@ -102,6 +103,7 @@ class Student(Protocol):
     sized: bool = False
     features: tuple[str, ...] = ()
     parallel: bool = False
+    sourced: bool = False
     layouts: Mapping[str, str] | None = None
     network: PreTrainedModel
     target: PreTrainedModel | None
@@ -150,10 +152,11 @@ class Student(Protocol):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return the predictions for a batch: one guess for each depth 0, 1, ..., or a single guess of depth ANY.
 
-        batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, and position_ids (B, T) if texts are
-        packed. A training step adds uniforms (B, T), for random choices, and predicted (B, T-1), which says whether the
-        loss counts the token after each position. A guess may depend on the text before its round. From the round's
-        first new token on, it may depend only on the drafts before it. Those drafts are tokens of the text itself.
+        batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, position_ids (B, T) if texts are
+        packed, and source (B, S) if they have sources. A training step adds uniforms (B, T), for random choices, and
+        predicted (B, T-1), which says whether the loss counts the token after each position. A guess may depend on the
+        text before its round. From the round's first new token on, it may depend only on the drafts before it. Those
+        drafts are tokens of the text itself.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:

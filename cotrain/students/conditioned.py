@@ -20,6 +20,7 @@ class ConditionedStudent(IndependentStudent):
     draft.temperatures."""
 
     kind = "conditioned"
+    sourced = False
     takes = ("temperatures", *HEAD)
     begins_with = ("independent", "hybrid", "parallel")
 

@@ -31,6 +31,7 @@ class MedusaStudent(Student):
 
     kind = "medusa"
     takes: tuple[str, ...] = ("depths", "markov")
+    sourced = True
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
     target: PreTrainedModel
@@ -104,6 +105,7 @@ class HydraStudent(MedusaStudent):
 
     kind = "hydra"
     takes = ("depths",)
+    sourced = False
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:

@@ -2,6 +2,10 @@
 
 It starts with random weights (init=scratch), layers of the target (init=target_layers), or the weights of any Hugging
 Face model (init=pretrained). Drafts of other kinds start with a draft folder through `pretrained_network`.
+
+For an encoder-decoder, init=target_layers gives a draft with some layers of the decoder. Its encoder is the target's,
+which is frozen and reads no source again, or a part of the target's that learns (draft.encoder_layers=). With
+init=scratch the draft has no encoder and reads the decoder's text alone.
 """
 
 import copy
@@ -16,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -25,20 +28,27 @@ from transformers import (
 
 from cotrain.config.groups import Draft, Init
 from cotrain.losses.guess import Pruned
-from cotrain.students.base import ANY, DEFAULT, Guess, Seen, Student, pruned_to
-from cotrain.teacher.target_model import halves, keeps_apart, split
+from cotrain.students.base import ANY, DEFAULT, Guess, Seen, Student, pruned_to, refuse_keys
+from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.markov import remove_markov_head
-from inference.models.pretrained import TIED, length_of, quantised
+from inference.models.pretrained import TIED, auto_class, layers_of, length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
 Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
 HEAD = ("head_rank", "vocabulary")  # settings of a small head
+LAYERS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))  # config keys: of T5, of BART
+# transformers' caches have as many layers as this key says, and for T5 without it as many as the encoder has
+CACHED = "decoder_layers"
+ENCODERS = ("encoder.", "model.encoder.")  # names of an encoder's tensors begin so
+BIAS = "relative_attention_bias"
+DROPOUT = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop",
+           "decoder_layerdrop")  # fmt: skip
 COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other programs write into draft folders
 
 
@@ -47,15 +57,19 @@ class IndependentStudent(Student):
     distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
-    takes: tuple[str, ...] = HEAD
+    takes: tuple[str, ...] = (*HEAD, "encoder_layers")
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
     sized = True
+    sourced = True
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
         super().__init__(network, target, vocabulary)
         self.read, self.head = halves(network, vocabulary)
+        if target is not None and shares_encoder(network, target):
+            self.reads: tuple[int, ...] = (ENCODER,)
+            network.get_encoder().requires_grad_(False)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -63,7 +77,7 @@ class IndependentStudent(Student):
         if init.kind == "scratch":
             network = scratch(target, *_sizes(draft))
         elif init.kind == "target_layers":
-            network = from_layers(target, init.layers)
+            network = from_layers(target, init.layers, draft.encoder_layers)
         elif init.kind == "pretrained":
             network = causal_lm(_checked_path(cls, draft), target)
             if "markov" not in cls.takes:
@@ -71,6 +85,11 @@ class IndependentStudent(Student):
         else:
             raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained "
                              "(with draft.path=)")  # fmt: skip
+        if init.kind != "target_layers" or not target.config.is_encoder_decoder:
+            refuse_keys(draft, "encoder_layers")
+        if network.config.is_encoder_decoder:
+            refuse_keys(draft, *HEAD)
+            return network
         source = target if init.kind == "scratch" else network
         return with_small_head(network, draft, source.get_output_embeddings().weight.detach())
 
@@ -114,7 +133,10 @@ class IndependentStudent(Student):
             self.small.know(sorted(top.tolist()))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        return [self.everywhere(self.read(batch["ids"], batch.get("position_ids")))]
+        if not self.network.config.is_encoder_decoder:
+            return [self.everywhere(self.read(batch["ids"], batch.get("position_ids")))]
+        encoder = seen.states[ENCODER].to(self.network.dtype) if ENCODER in self.reads else None
+        return [self.everywhere(self.read(batch["ids"], source=batch["source"], encoder=encoder))]
 
     def everywhere(self, states: Tensor, depth: int = ANY) -> Guess:
         """Return the guess that the head makes from states (B, T, D)."""
@@ -163,7 +185,7 @@ def scratch(
         max_position_embeddings=length_of(theirs),
         rope_parameters=dict(rope) if rope.get("rope_type") in ROPES else None,
         tie_word_embeddings=True,
-        bos_token_id=theirs.bos_token_id,
+        bos_token_id=theirs.to_dict().get("bos_token_id"),  # T5 has none
         eos_token_id=theirs.eos_token_id,
         pad_token_id=theirs.pad_token_id,
     )
@@ -209,31 +231,51 @@ def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
                          "whole one")  # fmt: skip
 
 
-def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+@torch.no_grad()
+def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Return whether the draft's encoder has the numbers of the target's, whatever their dtypes."""
+    if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder) or "meta" in (
+        draft.device.type, target.device.type
+    ):  # fmt: skip
+        return False
+    ours, theirs = (model.get_encoder().state_dict() for model in (draft, target))
+    return ours.keys() == theirs.keys() and all(
+        one.shape == theirs[name].shape and torch.equal(one.double(), theirs[name].to(one.device).double())
+        for name, one in ours.items()
+    )
+
+
+def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: int | None = None) -> PreTrainedModel:
     """Return a copy of the target with only some of its decoder layers, and with its embeddings, final norm and head
     (depth pruning).
 
-    layers: indices; negative ones count from the end. Raises ValueError for a missing index, and for an architecture
-    whose layers are not named `layers.N` or `h.N`.
+    layers: indices; negative ones count from the end. encoder_layers: of an encoder-decoder, the number of its first
+    encoder layers that are copied; None for all. Raises ValueError for a missing index, and for an architecture whose
+    layers are not named `layers.N`, `h.N` or `block.N`.
     """
-    total = target.config.get_text_config().num_hidden_layers
+    total, encodes = layers_of(target.config), target.config.is_encoder_decoder
     if any(not -total <= layer < total for layer in layers) or not layers:
         raise ValueError(
             f"init.layers: {list(layers)} are not all layers of the target, whose number of layers is {total}"
         )
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
-    config.num_hidden_layers = len(chosen)
+    if encodes:
+        _shape_decoder(config, len(chosen), encoder_layers)
+    else:
+        config.num_hidden_layers = len(chosen)
     if settings := quantised(config):
         config.tie_word_embeddings = settings.get(TIED, config.tie_word_embeddings)
         del config.quantization_config  # a draft trains in full precision
     kinds = config.to_dict().get("layer_types")
     if kinds:
         config.layer_types = [kinds[layer] for layer in chosen]
-    draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draft = auto_class(config).from_config(config, dtype=torch.float32)
     source, state = plain(target), {}
     for name, value in draft.state_dict().items():
-        origin = _renumber(name, chosen)
+        # the encoder's first layers stay, and so does T5's position bias, which only a first layer has
+        stays = encodes and (name.startswith(ENCODERS) or BIAS in name)
+        origin = name if stays else _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
             raise ValueError(f"init=target_layers: the target has no {origin} with the shape of {name}")
         state[name] = source[origin].to(value.dtype)
@@ -243,6 +285,17 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
         with torch.no_grad():
             draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
     return draft
+
+
+def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | None) -> None:
+    """Set the numbers of layers of an encoder-decoder's config, and no dropout: a draft learns distributions as they
+    are. Raises ValueError for more encoder layers than there are."""
+    keys = next(keys for keys in LAYERS if getattr(config, keys[1], None))
+    most = getattr(config, keys[0])
+    if encoder_layers is not None and encoder_layers > most:
+        raise ValueError(f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}; null shares it")
+    new = {keys[0]: encoder_layers or most, keys[1]: layers, CACHED: layers}
+    config.update(new | {key: 0.0 for key in DROPOUT if getattr(config, key, None)})
 
 
 def plain(target: PreTrainedModel) -> dict[str, Tensor]:
@@ -277,7 +330,7 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
     """Return the target's name of a parameter of the draft: model.layers.0.x -> model.layers.<chosen[0]>.x."""
     parts = name.split(".")
     for at in range(1, len(parts)):
-        if parts[at].isdigit() and parts[at - 1] in ("layers", "h"):
+        if parts[at].isdigit() and parts[at - 1] in ("layers", "h", "block"):
             parts[at] = str(chosen[int(parts[at])])
             break
     return ".".join(parts)

@@ -41,6 +41,7 @@ class ParallelStudent(IndependentStudent):
     id of the mask and the number of depths."""
 
     kind = "parallel"
+    sourced = False
     takes = ("depths", *HEAD, "markov")
     begins_with = ("independent", "hybrid")
     parallel = True

@@ -22,6 +22,7 @@ class RetrievalStudent(Student):
     """The student for the draft that `inference.proposers.retrieval` serves. It makes no guesses and is not trained."""
 
     kind = "retrieval"
+    sourced = True
     takes = ("datastore", "shortest")
     trained = False
     layouts: Mapping[str, str] = LAYOUTS
@@ -56,6 +57,7 @@ class HybridStudent(IndependentStudent):
     `calibrate`."""
 
     kind = "hybrid"
+    sourced = False
     takes = ("datastore", *HEAD, "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True

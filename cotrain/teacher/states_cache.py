@@ -24,6 +24,7 @@ from inference.models.passes import LAST
 
 MANIFEST = "teacher.json"
 SUM = " checksum"  # suffix of an entry's checksum
+Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without one
 
 
 class MemoryCache:
@@ -35,8 +36,8 @@ class MemoryCache:
 
     def __init__(self, read: Reader, limit: int) -> None:
         self.read, self.room = read, limit
-        self.records: dict[tuple[int, int], Record] = {}  # by text key and padded length
-        self.widths: set[int] = set()
+        self.records: dict[tuple[int, Width], Record] = {}  # by text key and padded lengths
+        self.widths: set[Width] = set()
 
     def fill(
         self,
@@ -44,31 +45,35 @@ class MemoryCache:
         keys: Tensor,
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
+        source: Tensor | None = None,
     ) -> None:
         """Store the records of texts (N, T) with keys (N,) until the memory is full. A pass over a whole batch of texts
-        takes less time than the passes of later steps over the few that are missing."""
+        takes less time than the passes of later steps over the few that are missing. source (N, S): of the texts."""
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
             part = slice(start, start + batch)
-            names, before = self._names(ids[part], keys[part]), len(self.records)
+            sources = None if source is None else source[part]
+            names, before = self._names(ids[part], keys[part], sources), len(self.records)
             if all(name in self.records for name in names):
                 continue
-            self._look_up(ids[part], names)
+            self._look_up(ids[part], names, source=sources)
             if len(self.records) == before:
                 break  # full
         if progress:
             progress(len(ids), len(ids))
 
-    def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
+    def __call__(
+        self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
+    ) -> Record:
         """Return the record of texts, tensors (B, T, ...). ids (B, T): the texts. keys (B,): a key stands for the same
-        ids in every call."""
-        return self._look_up(ids, self._names(ids, keys), position_ids)
+        ids, and the same source, in every call."""
+        return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
 
-    def _names(self, ids: Tensor, keys: Tensor) -> list[tuple[int, int]]:
+    def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
         """Return the names of the texts' records. Evict records at other padded lengths, since these are not used
         again."""
-        width = ids.shape[1]
+        width = ids.shape[1], 0 if source is None else source.shape[1]
         for key in keys.tolist():
             for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
                 self.room += nbytes(self.records.pop(name))
@@ -76,14 +81,17 @@ class MemoryCache:
         return [(key, width) for key in keys.tolist()]
 
     @torch.no_grad()
-    def _look_up(self, ids: Tensor, names: list[tuple[int, int]], position_ids: Tensor | None = None) -> Record:
+    def _look_up(
+        self, ids: Tensor, names: list[tuple[int, Width]], position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+    ) -> Record:  # fmt: skip
         if any(name not in self.records for name in names):
-            record = self.read(ids, position_ids)
+            record = self.read(ids, position_ids, source)
             self._store(names, record)
             return record
         return stacked([self.records[name] for name in names], ids.device)
 
-    def _store(self, names: list[tuple[int, int]], record: Record) -> None:
+    def _store(self, names: list[tuple[int, Width]], record: Record) -> None:
         for name, row in zip(names, rows_of(record), strict=True):
             if name not in self.records and nbytes(row) <= self.room:
                 self.records[name] = {part: values.to("cpu", copy=True) for part, values in row.items()}
@@ -150,16 +158,16 @@ class DiskCache:
         return line
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+    def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         """Return the record of texts ids (B, T), tensors (B, T, ...). Texts that are missing or in damaged shards are
         read from the target and stored."""
-        names = [_digest(ids[row], None if position_ids is None else position_ids[row]) for row in range(len(ids))]
+        inputs = (ids, position_ids, source)
+        names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
         missing = [row for row, name in enumerate(names) if not self._whole(name)]
         if missing:
-            positions = None if position_ids is None else position_ids[missing]
             with torch.autocast(ids.device.type, enabled=False):  # mixed precision is for the draft only
-                record = self.read(ids[missing], positions)
+                record = self.read(*(None if part is None else part[missing] for part in inputs))
             records |= self._store([names[row] for row in missing], record)
         return stacked([records[name] for name in names], ids.device)
 
@@ -223,9 +231,10 @@ def _entries(shard: Path) -> list[str]:
         return []
 
 
-def _digest(ids: Tensor, position_ids: Tensor | None) -> str:
+def _digest(ids: Tensor | None, position_ids: Tensor | None, source: Tensor | None) -> str:
+    assert ids is not None
     digest = hashlib.blake2b(digest_size=16)
-    for part in (ids, position_ids):
+    for part in (ids, position_ids, *(() if source is None else (source,))):  # caches of causal LMs keep their names
         digest.update(b"" if part is None else part.long().cpu().numpy().tobytes())
         digest.update(f"{len(ids)}".encode())
     return digest.hexdigest()

@@ -177,8 +177,8 @@ class TopKTeacher:
         self.temperature, self.truncate, self.chunk = temperature, truncate, chunk
 
     @torch.no_grad()
-    def read(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
-        record = self.states(ids, position_ids)
+    def read(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+        record = self.states(ids, position_ids, source)
         last = record[LAST]
         parts = [self._top(part) for part in last.flatten(0, 1).split(self.chunk)]
         whole = (torch.cat(field) for field in zip(*parts, strict=True))

@@ -25,7 +25,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, quantised, widened
+from inference.models.pretrained import auto_class, head_of, layers_of, quantised, widened
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -36,16 +36,20 @@ QUANTISATIONS: dict[str, dict[str, Any]] = {
 
 
 PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
-Read = Callable[..., Tensor]  # ids (B, T), position_ids (B, T) or None -> last hidden states (B, T, D)
+# ids (B, T), position_ids (B, T) or None, source (B, S) or None -> last hidden states (B, T, D). A model with an
+# encoder reads `source`, padded with negative ids, or takes the encoder's states (B, S, D) of it as `encoder`.
+Read = Callable[..., Tensor]
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
 Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); a teacher may add other outputs by name
-Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None -> the record of these texts
+Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None, source (B, S) or None -> their record
+ENCODER = -2  # layer number of the encoder's states (B, S, D), whose columns past a source have no meaning
 
 
 @dataclass(frozen=True)
 class Seen:
     """The target's states for a batch of texts, as a student may read them. states: layer -> (B, T, D). Layer 0 is the
-    embeddings, layer i the residual stream after i decoder layers, and LAST the input of the head."""
+    embeddings, layer i the residual stream after i decoder layers, LAST the input of the head, and ENCODER the
+    encoder's states of the sources (B, S, D)."""
 
     states: Mapping[int, Tensor]
 
@@ -213,7 +217,9 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
-    halves, whole = logits(hidden(ids)).float(), model(input_ids=ids, use_cache=False).logits.float()
+    source = {"source": ids} if model.config.is_encoder_decoder else {}
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if source else {})
+    halves, whole = logits(hidden(ids, **source)).float(), model(**inputs, use_cache=False).logits.float()
     whole = whole[..., : halves.shape[-1]]
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
@@ -226,14 +232,50 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     """Split a model as in `split`, without the comparison, for a model that has passed it."""
     head = head_of(model)
 
-    def hidden(ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def decoded(
+        ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, encoder: Tensor | None = None
+    ) -> Tensor:
+        states: Tensor = decoder_outputs(model, ids, source, encoder).last_hidden_state
+        return states
+
+    def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         return model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions).last_hidden_state
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
 
-    return hidden, logits
+    return decoded if model.config.is_encoder_decoder else hidden, logits
+
+
+def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
+    """Return the encoder's states (B, S, D) of sources (B, S), padded with negative ids; columns of padding are
+    masked."""
+    encoder: Any = model.get_encoder()
+    ids, inside = _masked(model, source)
+    states: Tensor = encoder(input_ids=ids, attention_mask=inside).last_hidden_state
+    return states
+
+
+def decoder_outputs(
+    model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None, **options: bool
+) -> Any:
+    """Return the output of the decoder for texts ids (B, T) with sources (B, S). encoder: the encoder's states of the
+    sources, which are then not computed. Raises ValueError for texts without sources."""
+    if source is None:
+        raise ValueError(f"{type(model).__name__}: texts without sources, which its encoder reads")
+    width = int((source >= 0).sum(1).max())
+    source = source[:, :width]
+    states = encoder_states(model, source) if encoder is None else encoder[:, :width]
+    decoder: Any = model.get_decoder()
+    return decoder(input_ids=ids.to(model.device), encoder_hidden_states=states,
+                   encoder_attention_mask=_masked(model, source)[1], use_cache=False, **options)  # fmt: skip
+
+
+def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 there."""
+    source = source.to(model.device)
+    return source.masked_fill(source < 0, model.config.pad_token_id or 0), (source >= 0).long()
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
@@ -246,9 +288,9 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     if inner:
         read_layers = by_layer(model, inner)
 
-    def states(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+    def states(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with own_precision():
-            return read_layers(ids, position_ids) if inner else {LAST: read(ids, position_ids)}
+            return read_layers(ids, position_ids, source) if inner else {LAST: read(ids, position_ids, source)}
 
     def logits(states: Tensor) -> Tensor:
         with own_precision():
@@ -260,17 +302,24 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
     """Return a reader of the last states and those of some layers, in one pass. Raises ValueError for a missing layer.
     After the last decoder layer, transformers returns only the states after the final norm, which are LAST."""
-    count = model.config.get_text_config().num_hidden_layers
-    if wrong := [layer for layer in layers if not 0 <= layer < count]:
+    count, encodes = layers_of(model.config), model.config.is_encoder_decoder
+    if wrong := [layer for layer in layers if not 0 <= layer < count and not (layer == ENCODER and encodes)]:
         raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
 
-    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+    def decoded(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+        encoder = None if source is None else encoder_states(model, source)
+        deep = any(layer != ENCODER for layer in layers)
+        out = decoder_outputs(model, ids, source, encoder, output_hidden_states=deep)
+        inner: dict[int | str, Any] = {layer: out.hidden_states[layer] for layer in layers if layer != ENCODER}
+        return {LAST: out.last_hidden_state} | inner | ({ENCODER: encoder} if ENCODER in layers else {})
+
+    def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         out = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True, **positions)
         inner: dict[int | str, Tensor] = {layer: out.hidden_states[layer] for layer in layers}
         return {LAST: out.last_hidden_state} | inner
 
-    return read
+    return decoded if encodes else read
 
 
 @torch.no_grad()

@@ -247,7 +247,7 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         each = distributions + len(job.reads) * states
         print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
-        module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done))
+        module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done), source=sampled.source)
 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Validation) -> None:

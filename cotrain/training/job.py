@@ -35,7 +35,7 @@ from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime
+from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime, start_of
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_distributions import TopKAndRest
@@ -137,9 +137,13 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Return whether the user's texts are prompts, with or without completions. Then only completions are
-        learnt."""
-        return self.cfg.data.path is not None and isinstance(self.source("train"), PromptRows)
+        """Return whether the texts begin with whole prompts, as the user's may, or with sources. Then only completions
+        are learnt."""
+        return (
+            self.target.config.is_encoder_decoder
+            or self.cfg.data.path is not None
+            and isinstance(self.source("train"), PromptRows)
+        )
 
     @property
     def messages(self) -> bool:
@@ -160,7 +164,8 @@ class Job:
     def _shipped(self) -> Prompts:
         first = Share(0, self.cfg.rollout.rounds)  # later rounds draw prompts from the same source
         texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
-        ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens)
+        encoder = self.target.config.is_encoder_decoder
+        ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens, encoder)
         return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
 
     def given(self, kind: str) -> Texts:
@@ -168,7 +173,7 @@ class Job:
         if kind not in self.texts_given:
             source, ask = self.source(kind), self.sampled().ask
             self.texts_given[kind] = (
-                logged(source, ask.texts[kind], ask, self.cfg.rollout.seed)
+                logged(source, ask.texts[kind], ask, self.cfg.rollout.seed, start_of(self.target))
                 if isinstance(source, PromptRows)
                 else of_blocks(pack(source.texts, self.tokenizer, self.cfg.data.block))
             )
@@ -247,7 +252,7 @@ def source(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Source:
     """Return the user's texts of a split, see `data.prompt_rows`."""
-    return source_of(cfg.data, split, tokenizer, ends_of(target))
+    return source_of(cfg.data, split, tokenizer, ends_of(target), target.config.is_encoder_decoder)
 
 
 def sample_prompts(

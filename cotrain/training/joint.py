@@ -244,7 +244,9 @@ class MovingTeacher(MemoryCache):
         self.record: Record = {}
         self.moves = True
 
-    def __call__(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
+    def __call__(
+        self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
+    ) -> Record:
         with torch.set_grad_enabled(self.moves and torch.is_grad_enabled()):
             self.record = self.live(ids, position_ids)
         return self.record
@@ -388,7 +390,7 @@ def without_adapter(target: nn.Module) -> Iterator[None]:
 def unadapted(live: Reader, target: nn.Module) -> Reader:
     """Return a reader of the target without its adapter. live: the reader of the target as it is."""
 
-    def read(ids: Tensor, position_ids: Tensor | None = None) -> Record:
+    def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with without_adapter(target):
             return live(ids, position_ids)
 

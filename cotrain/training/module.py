@@ -258,12 +258,12 @@ class Distillation(lightning.LightningModule):
         """Return the loss of a batch.
 
         batch: ids (B, T), predicted (B, T-1) bool, key (B,) and temperature (B,); position_ids (B, T) if texts are
-        packed; sampled (B, T-1) bool, see `distributed.sampled`; counts and group if the step has several batches, see
-        `distributed.Grouped`.
+        packed; source (B, S) if they have sources; sampled (B, T-1) bool, see `distributed.sampled`; counts and group
+        if the step has several batches, see `distributed.Grouped`.
         """
         if not self.batch_sums:
             self.step_figures = {}
-        record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"))
+        record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"), batch.get("source"))
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
         refuse_mixed(guesses)

@@ -24,12 +24,13 @@ from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig, from_target, learnt
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
+from cotrain.data.sequence_tasks import LONGEST
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.self_prompts import SELF, opening, unended
-from cotrain.rollout.training_texts import Source
+from cotrain.rollout.training_texts import Source, start_of
 from cotrain.run_folder import writable
-from cotrain.students.base import Student, student_class
+from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
@@ -269,6 +270,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     """Raise UserError for a target that does not support its quantisation setting, or has fewer rows than its tokenizer
     has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
+    if target.config.is_encoder_decoder:
+        refuse_sourced(cfg, target)
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(
@@ -284,6 +287,27 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
         print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
               file=sys.stderr)  # fmt: skip
+
+
+def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
+    """Raise UserError, naming the key, for settings that have no meaning for an encoder-decoder. Raises the errors of
+    `start_of` too."""
+    start_of(target)
+    kinds = [kind for kind in KINDS if student_class(kind).sourced]
+    name, choice = type(target).__name__, f"it is an encoder-decoder, for which {', '.join(kinds)} drafts are made"
+    refused = {
+        f"draft={cfg.draft.kind}": cfg.draft.kind not in kinds,
+        f"mode={cfg.mode}": cfg.mode != "distil",
+        "data=self": from_target(cfg.data),
+        "data.chat": bool(cfg.data.chat),
+        "data.template": bool(cfg.data.template),
+        "rollout.url": bool(cfg.rollout.url),
+        "draft.quantisation": cfg.draft.quantisation != "none",
+        f"trainer.strategy={SHARDED}": cfg.trainer.strategy == SHARDED,
+    }
+    if wrong := [key for key, used in refused.items() if used]:
+        raise UserError(f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
+                        "texts from this engine, and both models stay whole")  # fmt: skip
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
@@ -377,6 +401,8 @@ def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) ->
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
+    if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not sources:
+        cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
         room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
         others = [texts for split, texts in sources.items() if split != "train"]

@@ -1,5 +1,5 @@
-"""Paths of models. A path may be "bundled" for the bundled target (in a checkout or in an installed `cotrain`), a GGUF
-file, a folder, or a hub id.
+"""Paths of models. A path may be a name of `BUNDLED` for a bundled target (in a checkout or in an installed
+`cotrain`), a GGUF file, a folder, or a hub id.
 """
 
 import os
@@ -12,24 +12,25 @@ from huggingface_hub import try_to_load_from_cache
 from inference.drafts.gguf_target import PACKAGED, dequantised, gguf_file
 
 NAME = "bundled"
+BUNDLED = {NAME: "target", "bundled_t5": "target_t5"}  # name -> folder in data/; the second is an encoder-decoder
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or a data set on the hub
 
 
 def resolve(path: str, key: str = "target.path") -> str:
-    """Return the folder of a model. For "bundled" it is the bundled target. For a GGUF file it is the dequantised
+    """Return the folder of a model. For a name of `BUNDLED` it is that target. For a GGUF file it is the dequantised
     model, which is written if it is not in the cache. Any other path is returned unchanged.
 
-    Raises FileNotFoundError if there is no bundled target, and the errors of `gguf_file` and `dequantised`.
+    Raises FileNotFoundError if that bundled target is missing, and the errors of `gguf_file` and `dequantised`.
     """
-    if path != NAME:
+    if path not in BUNDLED:
         file = gguf_file(path, key)
         return path if file is None else str(dequantised(file, key))
     root = Path(__file__).resolve().parents[2]
-    folders = (root / "data" / "target", root / "cotrain" / "_data" / "target")
+    folders = (root / "data" / BUNDLED[path], root / "cotrain" / "_data" / BUNDLED[path])
     for folder in folders:
         if (folder / "config.json").is_file():
             return str(folder)
-    raise FileNotFoundError(f"target.path: no bundled target at {folders[0]} or {folders[1]}")
+    raise FileNotFoundError(f"target.path: no target {path} at {folders[0]} or {folders[1]}")
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
@@ -39,7 +40,7 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     existing folder or if a similar path exists, unless its config.json is in the hub's cache. The message names the key
     and the working directory.
     """
-    if path == NAME or path in PACKAGED or os.path.lexists(path):
+    if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
     if hub and (isinstance(try_to_load_from_cache(path, "config.json"), str) or not (

@@ -1,0 +1,188 @@
+"""Sequence tasks from the embedded corpora, for encoder-decoder targets: pairs of a source and its output.
+
+`signature`: the docstring of a function -> its first line. `summary`: the code of a function, without its docstring ->
+the first sentence of the docstring. `sentence`: a JSON record -> an English sentence. The documents of `corpora` decide
+the split, and a training pair is dropped if its function has the code or the first sentence of a held-out one, or its
+record is a held-out one. So a source is in one split, and so is what the two tasks of a function tell of each other.
+"""
+
+import ast
+import copy
+import inspect
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from cotrain.data.corpora import ALL, embedded, is_of_python, pieces
+from inference.drafts.atomic import write_atomic
+
+TASKS = ("signature", "summary", "sentence")
+FIRST_SENTENCE = (15, 150)  # characters; shorter ones say little, longer ones are no summaries
+SIGNATURE = 150  # characters at most
+CODE = (40, 600)  # characters of a function without its docstring
+LONGEST = 192  # tokens of a source; few are longer, with the bundled tokenizer
+MONTHS = "January February March April May June July August September October November December".split()
+# phrasings of the records of a kind
+PERSON = ("{name} from {city} has the number {id} and reads mail at {email}.",
+          "Customer {id}, {name}, lives in {city} and is reached at {email}.")  # fmt: skip
+ORDER = ("On {day} {who} ordered {lines}; order {number}{tags}, {total} in total, {paid}.",
+         "Order {number}{tags}, made by {who} on {day}, {paid}: {lines}, which is {total} in total.")  # fmt: skip
+READING = ("Sensor {sensor} read {values} {unit} on {day}; the maximum, {max}, is {state}.",
+           "On {day} sensor {sensor} measured {values} {unit}, at most {max}, which is {state}.")  # fmt: skip
+EVENT = (
+    "At {clock} on {day} {service} logged {level}: {path} took {latency_ms} ms for {who}.",
+    "The service {service} logged {level} on {day} at {clock}, since {who} waited {latency_ms} ms for {path}.",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source, the output that belongs to it, and texts of which each is in one split only."""
+
+    task: str
+    source: str
+    output: str
+    keys: tuple[str, ...]
+
+
+def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
+    """Rows (source, output, domain) of a split, the domain being the task, without repeated sources.
+
+    max_bytes: the size of the documents to read of the corpora "code" and "records"; there are no tasks of others.
+    Raises the errors of `embedded`, and ValueError if there is no pair.
+    """
+    held_out = set()
+    if split == "train":
+        every = max_bytes | {"code": ALL if max_bytes.get("code") else 0}
+        held_out = {key for pair in _pairs(every, "held_out") for key in pair.keys}
+    seen, rows = set[str](), []
+    for pair in _pairs(max_bytes, split):
+        if pair.source not in seen and held_out.isdisjoint(pair.keys):
+            seen.add(pair.source)
+            rows.append({"source": pair.source, "output": pair.output, "domain": pair.task})
+    if not rows:
+        raise ValueError(f"data.bytes: {max_bytes} hold no sequence task of the split {split}: raise code or records")
+    return datasets.Dataset.from_list(rows)
+
+
+def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[Pair]:
+    if size := max_bytes.get("code", 0):
+        for document in embedded("code", split, size):
+            yield from functions(document.text)
+    if size := max_bytes.get("records", 0):
+        for document in embedded("records", split, size):
+            yield from sentences(document.text)
+
+
+def functions(source: str) -> Iterator[Pair]:
+    """Yield the pairs `signature` and `summary` of each public function of a Python source."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template or a file of another Python version
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        docstring = inspect.cleandoc(ast.get_docstring(node) or "")
+        first = _first_sentence(docstring)
+        if not FIRST_SENTENCE[0] <= len(first) <= FIRST_SENTENCE[1]:
+            continue
+        signature, code = _without_docstring(node)
+        keys = (first, code)
+        if len(signature) <= SIGNATURE:
+            yield Pair("signature", f"signature: {pieces(docstring)[0].strip()}", signature, keys)
+        if CODE[0] <= len(code) <= CODE[1]:
+            yield Pair("summary", f"summary: {code}", first, keys)
+
+
+def _first_sentence(docstring: str) -> str:
+    """The first paragraph in one line, up to its first full stop that a space follows."""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0]
+
+
+def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
+    """The first line of a function, and the function without its docstring and decorators, as `ast.unparse` writes
+    it."""
+    bare = copy.copy(node)
+    bare.body, bare.decorator_list = [ast.Pass()], []
+    signature = ast.unparse(bare).partition("\n")[0]
+    bare.body = node.body[1:]
+    return signature, ast.unparse(bare) if bare.body else ""
+
+
+def sentences(text: str) -> Iterator[Pair]:
+    """Yield the pair `sentence` of each record of a document of `corpora.records`."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        record, end = decoder.raw_decode(text, at)
+        source = json.dumps(record)
+        yield Pair("sentence", f"sentence: {source}", sentence(record, random.Random(source)), (source,))
+        at = end + 1  # a line end stands between two records
+
+
+def sentence(record: dict[str, Any], rng: random.Random) -> str:
+    """The English sentence of a record, one of a few phrasings of it."""
+    if "order" in record:
+        return _order(record, rng)
+    if "sensor" in record:
+        return _reading(record, rng)
+    if "service" in record:
+        return _event(record, rng)
+    return _person(record, rng)
+
+
+def _person(record: dict[str, Any], rng: random.Random) -> str:
+    return rng.choice(PERSON).format(**record)
+
+
+def _order(record: dict[str, Any], rng: random.Random) -> str:
+    lines = _list([f"{line['quantity']} {line['sku']} at {line['price']}" for line in record["lines"]])
+    tags = f", {_list(record['tags'])}" if record["tags"] else ""
+    paid = "has been paid" if record["paid"] else "is not paid yet"
+    words = {"who": record["customer"]["name"], "day": _day(record["date"]), "number": record["order"], "lines": lines,
+             "total": record["total"], "tags": tags, "paid": paid}  # fmt: skip
+    return rng.choice(ORDER).format(**words)
+
+
+def _reading(record: dict[str, Any], rng: random.Random) -> str:
+    values = _list([str(value) for value in record["values"]])
+    state = "as it should be" if record["ok"] else "too much"
+    return rng.choice(READING).format(**record | {"values": values, "day": _day(record["at"]), "state": state})
+
+
+def _event(record: dict[str, Any], rng: random.Random) -> str:
+    user = record["user"]
+    who = f"{user['name']} of {user['city']}" if user else "an unknown user"
+    level = {"INFO": "a note", "WARNING": "a warning", "ERROR": "an error"}[record["level"]]
+    words = {"clock": record["time"][11:16], "day": _day(record["time"]), "who": who, "level": level}
+    return rng.choice(EVENT).format(**record | words)
+
+
+def _day(date: str) -> str:
+    year, month, day = date[:10].split("-")
+    return f"{int(day)} {MONTHS[int(month) - 1]} {year}"
+
+
+def _list(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def write_sources(count: int, path: Path, seed: int = 0) -> None:
+    """Write `count` held-out sources per task, of Python's own files and of records. The shipped file is made by
+    write_sources(60, Path("data/sources.jsonl"))."""
+    rng, by_task = random.Random(seed), {task: list[str]() for task in TASKS}
+    documents = [one for one in embedded("code", "held_out", ALL) if is_of_python(one)]
+    pairs = [pair for one in documents for pair in functions(one.text)]
+    pairs += [pair for one in embedded("records", "held_out", 100_000) for pair in sentences(one.text)]
+    for pair in pairs:
+        by_task[pair.task].append(pair.source)
+    chosen = {task: rng.sample(sorted(set(sources)), count) for task, sources in by_task.items()}
+    rows = [{"domain": task, "text": chosen[task][row]} for row in range(count) for task in TASKS]
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))

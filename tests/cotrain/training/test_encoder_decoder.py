@@ -1,0 +1,379 @@
+"""Training for encoder-decoder targets, tiny and random: what the teacher reads, what a draft is and learns, and
+a run through the command line."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from cotrain.bench.plan import Plan
+from cotrain.cli import main
+from cotrain.config.groups import Draft, Init
+from cotrain.data.texts import NO_ID, Learnt, joined
+from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.export.hf import export
+from cotrain.rollout.training_texts import padded, start_of
+from cotrain.students.base import OPTIONAL, Student, student_class
+from cotrain.students.independent import from_layers, shares_encoder
+from cotrain.teacher.states_cache import DiskCache, MemoryCache
+from cotrain.teacher.target_distributions import seen
+from cotrain.teacher.target_model import ENCODER, served
+from inference import Engine, Sampling, load
+from inference.models.passes import LAST
+from inference.policy import Fixed
+from inference.proposers import Independent
+from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
+from tests.folders import tokenizer
+
+FAMILIES = pytest.mark.parametrize("made", [t5, bart, marian])
+SOURCES = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
+# ids 0 and 1, which some of the targets use as padding, are tokens here
+OUTPUTS = [[3, 0, 4], [20, 21, 1, 23, 24], [30]]
+
+
+def texts_of(target: PreTrainedModel) -> Any:
+    rows = [{"domain": "a", "prompt": source, "completion": output}
+            for source, output in zip(SOURCES, OUTPUTS, strict=True)]  # fmt: skip
+    return padded(rows, start_of(target))
+
+
+def student_of(
+    target: Any, kind: str = "independent", init: str = "target_layers", chosen: tuple[int, ...] = (1,), **settings: Any
+) -> Student:
+    sizes = dict.fromkeys(("path", "width", "layers", "intermediate", "head_dim", "kv_heads"))
+    draft = Draft(kind=kind, quantisation="none", **sizes | OPTIONAL | settings)
+    made = student_class(kind)
+    return made(made.initial(draft, Init(init, list(chosen), 0.0), target), target, VOCABULARY)
+
+
+class TestTexts:
+    def test_a_text_is_the_decoders_and_its_source_stays_with_it(self) -> None:
+        target = t5()
+        texts = texts_of(target)
+        assert texts.ids[0, :4].tolist() == [0, 3, 0, 4] and texts.prompt.tolist() == [1, 1, 1]
+        assert texts.length.tolist() == [4, 6, 2] and texts.prompts == SOURCES
+        assert texts.source[1].tolist() == [12, 13, *[NO_ID] * 5]
+        assert texts.predicted.tolist() == texts.at(1.0, whole=True).predicted.tolist()
+        assert texts.rows([2, 1]).prompts == [SOURCES[2], SOURCES[1]]
+        batch = Learnt(texts)[1]
+        assert (batch["ids"][:3].tolist(), batch["source"][:3].tolist()) == ([0, 20, 21], [12, 13, NO_ID])
+
+    def test_sets_are_joined_with_their_sources(self) -> None:
+        texts = texts_of(t5())
+        short = padded([{"domain": "b", "prompt": [9], "completion": [3]}], (0,))
+        assert joined([short, texts]).prompts == [[9], *SOURCES]
+        assert joined([texts, short]).source.shape == (4, 7)
+
+    def test_equal_texts_of_other_sources_are_other_texts(self) -> None:
+        rows = [{"domain": "a", "prompt": source, "completion": [3]} for source in ([4], [5], [4])]
+        one, two, three = padded(rows, (0,)).hashes()
+        assert one != two and one == three
+
+    def test_a_target_that_reads_sound_or_does_not_say_how_it_begins_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"target.path: Whisper.* reads features"):
+            start_of(whisper())
+        silent = t5()
+        silent.generation_config.decoder_start_token_id = silent.config.decoder_start_token_id = None
+        with pytest.raises(ValueError, match=r"target.path: .* names no decoder_start_token_id"):
+            start_of(silent)
+        assert start_of(bart()) == (2,)
+
+
+class TestTeacher:
+    @FAMILIES
+    def test_states_are_those_of_each_text_alone(self, made: Callable[[], Any]) -> None:
+        """The source of each row, without its padding, and the decoder's ids where they stand."""
+        target = made()
+        read, head = served(target, VOCABULARY, (1, ENCODER))
+        texts = texts_of(target)
+        record = read(*texts.read(slice(None)))
+        for row, (source, length) in enumerate(zip(SOURCES, texts.length.tolist(), strict=True)):
+            text = texts.ids[row, :length].tolist()
+            wanted = own_logits(target, text, tuple(source))
+            torch.testing.assert_close(head(record[LAST][row, :length]), wanted, atol=1e-9, rtol=1e-9)
+            alone = target.get_encoder()(input_ids=torch.tensor([source])).last_hidden_state[0]
+            torch.testing.assert_close(record[ENCODER][row, : len(source)], alone, atol=1e-9, rtol=1e-9)
+            inner = target(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([text]),
+                           output_hidden_states=True).decoder_hidden_states[1][0]  # fmt: skip
+            torch.testing.assert_close(record[1][row, :length], inner, atol=1e-9, rtol=1e-9)
+
+    def test_id_0_is_a_token_of_a_source(self) -> None:
+        target = t5()
+        read, head = served(target, VOCABULARY)
+        source = torch.tensor([[0, 5, 0], [6, NO_ID, NO_ID]])
+        logits = head(read(torch.tensor([[0, 3], [0, 3]]), None, source)[LAST])
+        torch.testing.assert_close(logits[0], own_logits(target, [0, 3], (0, 5, 0)), atol=1e-9, rtol=1e-9)
+
+    def test_a_missing_layer_or_source_is_refused(self) -> None:
+        target = t5()
+        with pytest.raises(ValueError, match=r"states of layers \[2\]"):
+            served(target, VOCABULARY, (2,))
+        with pytest.raises(ValueError, match="texts without sources"):
+            served(target, VOCABULARY)[0](torch.tensor([[0, 3]]))
+
+    @torch.no_grad()
+    def test_caches_tell_sources_apart(self, tmp_path: Path) -> None:
+        target = t5()
+        read = served(target, VOCABULARY, (ENCODER,))[0]
+        ids, keys = torch.tensor([[0, 3, 4]] * 3), torch.arange(3)
+        source = texts_of(target).source
+        wanted = read(ids, None, source)
+        memory, disk = MemoryCache(read, 2**20), DiskCache(read, tmp_path, {}, (LAST, ENCODER))
+        for _ in range(2):
+            for record in (memory(ids, keys, None, source), disk(ids, None, source)):
+                assert all(torch.equal(record[layer], wanted[layer]) for layer in (LAST, ENCODER))
+        assert not torch.equal(wanted[LAST][0], wanted[LAST][1])
+        filled = MemoryCache(read, 2**20)
+        filled.fill(ids, keys, source=source)
+        filled.read = None  # type: ignore[assignment]
+        assert torch.equal(filled(ids, keys, None, source)[LAST], wanted[LAST])
+
+
+class TestDraft:
+    @FAMILIES
+    def test_layers_of_the_decoder_are_the_targets(self, made: Callable[..., Any]) -> None:
+        """T5's first layer alone has the position bias, which all layers use."""
+        target = made(**({"layers": 3} if made is t5 else {"decoder_layers": 3}))
+        draft = from_layers(target, [1, -1]).double()
+        cut = copy.deepcopy(target)
+        decoder: Any = cut.get_decoder()
+        layers = decoder.block if made is t5 else decoder.layers
+        if made is t5:
+            layers[1].layer[0].SelfAttention.relative_attention_bias = (
+                layers[0].layer[0].SelfAttention.relative_attention_bias
+            )
+            layers[1].layer[0].SelfAttention.has_relative_attention_bias = True
+        del layers[0]
+        for place, layer in enumerate(layers):  # of transformers' cache
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = place
+        text, source = [1, 3, 4, 5], (6, 7, 8)
+        wanted = own_logits(cut, text, source)
+        torch.testing.assert_close(own_logits(draft, text, source), wanted, atol=1e-6, rtol=1e-6)
+        assert not torch.allclose(wanted, own_logits(target, text, source), atol=1e-3)
+
+    def test_there_is_no_dropout(self) -> None:
+        draft = from_layers(bart(dropout=0.3, attention_dropout=0.2, decoder_layerdrop=0.5), [0])
+        assert (draft.config.dropout, draft.config.attention_dropout, draft.config.decoder_layerdrop) == (0, 0, 0)
+        assert from_layers(t5(dropout_rate=0.3), [0]).config.dropout_rate == 0
+
+    @FAMILIES
+    def test_a_shared_encoder_is_read_from_the_target_and_stays(self, made: Callable[..., Any]) -> None:
+        target = made()
+        student = student_of(target)
+        student.network.double()
+        texts = texts_of(target)
+        record = served(target, VOCABULARY, student.reads)[0](*texts.read(slice(None)))
+        assert student.reads == (ENCODER,)
+        batch = {"ids": texts.ids, "source": texts.source}
+        guess = student.guesses(batch, seen(record))[0]
+        for row, length in enumerate(texts.length.tolist()):
+            logits = guess.head(guess.states.view(*texts.ids.shape, -1)[row, :length])
+            wanted = own_logits(student.network, texts.ids[row, :length].tolist(), tuple(SOURCES[row]))
+            torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
+        before = copy.deepcopy(student.network.get_encoder().state_dict())
+        one_step(student, guess)
+        assert all(
+            torch.equal(value, before[name]) for name, value in student.network.get_encoder().state_dict().items()
+        )
+        assert served_by(student, target).shares_encoder
+
+    def test_an_encoder_of_its_own_learns(self) -> None:
+        target = t5()
+        student = student_of(target, encoder_layers=1)
+        assert student.reads == () and student.network.config.num_layers == 1
+        texts = texts_of(target)
+        before = copy.deepcopy(student.network.get_encoder().block[0].state_dict())
+        guess = student.guesses({"ids": texts.ids, "source": texts.source}, seen({}))[0]
+        one_step(student, guess)
+        after = student.network.get_encoder().block[0].state_dict()
+        assert not any(torch.equal(value, before[name]) for name, value in after.items() if "SelfAttention.q" in name)
+        student.network.double()
+        assert not served_by(student, target).shares_encoder
+        with pytest.raises(ValueError, match="draft.encoder_layers: 3, but the target's encoder has 2"):
+            student_of(target, encoder_layers=3)
+
+    def test_a_draft_without_an_encoder_reads_the_text_alone(self) -> None:
+        target = t5()
+        sizes = {"width": 16, "layers": 1, "intermediate": 16, "head_dim": 8, "kv_heads": 1}
+        student = student_of(target, init="scratch", chosen=(), **sizes)
+        texts = texts_of(target)
+        assert not student.network.config.is_encoder_decoder and student.reads == ()
+        assert len(student.guesses({"ids": texts.ids, "source": texts.source}, seen({}))) == 1
+        with pytest.raises(ValueError, match="draft.encoder_layers=1: "):
+            student_of(target, init="scratch", chosen=(), **sizes, encoder_layers=1)
+
+    def test_a_small_head_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="draft.head_rank=3"):
+            student_of(t5(), head_rank=3)
+
+
+def test_a_draft_is_not_rounded_where_it_has_the_targets_encoder() -> None:
+    """Of a target in float32; the encoder of one in bfloat16 loses nothing."""
+    for dtype, served_in in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        target = t5().to(dtype).float()
+        student = student_of(target)
+        size: Any = SimpleNamespace(draft_dtype="bfloat16")
+        plan = Plan(target, tokenizer(), student.network.train(), Sampling(), "token", size, ("target", "draft"))
+        assert plan.served.dtype == served_in and shares_encoder(plan.served, target) and not plan.served.training
+        own = replace(plan, draft=student_of(target, encoder_layers=1).network)
+        assert own.served.dtype == torch.bfloat16
+
+
+def one_step(student: Student, guess: Any) -> None:
+    """A step of some loss, with every parameter that has a gradient."""
+    guess.head(guess.states).float().logsumexp(-1).sum().backward()
+    with torch.no_grad():
+        for weight in student.network.parameters():
+            if weight.grad is not None:
+                weight -= 0.1 * weight.grad
+
+
+def served_by(student: Student, target: Any) -> Independent:
+    """The proposer of a student after a call of the engine."""
+    proposer = student.proposer()
+    Engine(target, proposer, rows=2).generate(SOURCES, max_new_tokens=3)
+    assert isinstance(proposer, Independent)
+    return proposer
+
+
+@pytest.mark.parametrize("kind", ["independent", "medusa"])
+def test_figures_of_held_out_texts_are_those_of_the_engine(kind: str) -> None:
+    """Acceptance from one teacher-forced pass, against the rounds of the engine: texts of the target, each with its own
+    source."""
+    target = t5(eos=None)
+    student = student_of(target, kind, **({"depths": 1, "layers": 1} if kind == "medusa" else {}))
+    student.network.double()
+    if kind == "medusa":
+        with torch.no_grad():
+            for weight in student.network.parameters():
+                weight.normal_(std=0.3)
+    prompts = [source for _ in range(60) for source in SOURCES]
+    out = Engine(target, rows=32).generate(prompts, max_new_tokens=12, sampling=Sampling(), seed=1)
+    rows = [{"domain": "a", "prompt": one, "completion": text} for one, text in zip(prompts, out.tokens, strict=True)]
+    read, head = served(target, VOCABULARY, student.reads)
+    scores = evaluate(held_out(read, padded(rows, start_of(target)), 1.0), student, head)["all"]
+    engine = Engine(target, student.proposer(), policy=Fixed(1), rows=32)
+    stats = engine.generate(prompts, max_new_tokens=12, sampling=Sampling(), seed=2, ignore_eos=True).stats
+    drafted, accepted = sum(stats.drafted), sum(stats.accepted)
+    predicted = scores.tau(1)
+    assert 1.02 < predicted < 1.98
+    error = (predicted * (1 - predicted / 2) / drafted) ** 0.5 + 0.5 / len(prompts) ** 0.5 / 12
+    assert abs(stats.tau - predicted) < 4 * error + 0.01, (stats.tau, predicted, accepted / drafted)
+
+
+# --- through the command line
+
+SIZES = """rollout.texts=12 rollout.held_out_texts=4 rollout.prompt_tokens=100 rollout.new_tokens=20
+rollout.temperatures=[1.0] trainer.steps=6 trainer.batch=3 trainer.validations=1 trainer.precision=32-true
+optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.new_tokens=8
+bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,2] trainer.threads=1""".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a T5 of three decoder layers, and sources of its own."""
+    place = tmp_path_factory.mktemp("sources")
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=300, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_decoder_layers=3, num_heads=2,
+                      decoder_start_token_id=1, eos_token_id=0, pad_token_id=1, decoder_layers=3)  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.3)
+    model.save_pretrained(place / "target")
+    tokenizer().save_pretrained(place / "target")
+    rows = [{"source": f"sentence: order {number} of {number % 7} items", "text": "not this"} for number in range(200)]
+    (place / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def train(place: Path, output: str, *settings: str) -> int:
+    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]
+    return main(["train", *paths, *SIZES, *settings])
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A finished and measured run."""
+    assert train(place, "run") == 0
+    return place / "run"
+
+
+def test_a_run_ends_with_a_measured_draft(run: Path) -> None:
+    report = json.loads((run / "draft" / "report.json").read_text())
+    assert report["exactness"]["passed"] and abs(report["extra"]["parity"]["z"]) < 4
+    assert report["extra"]["prompts"] == "own"
+    engine = load(run / "draft")
+    assert engine.proposer.model.config.num_decoder_layers == 2  # type: ignore[union-attr]
+    out = engine.generate(["sentence: order 3"], max_new_tokens=8, sampling=Sampling(temperature=0))
+    assert engine.proposer.shares_encoder  # type: ignore[union-attr]
+    plain = Engine(engine.target.model, tokenizer=engine.tokenizer)
+    assert (
+        out.tokens == plain.generate(["sentence: order 3"], max_new_tokens=8, sampling=Sampling(temperature=0)).tokens
+    )
+
+
+def test_the_encoder_has_not_moved(run: Path, place: Path) -> None:
+    draft, target = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (run / "draft", place / "target"))
+    theirs = target.get_encoder().state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in draft.get_encoder().state_dict().items())
+    moved = [name for name, value in draft.decoder.block[1].state_dict().items()
+             if not torch.equal(value, target.decoder.block[2].state_dict()[name])]  # fmt: skip
+    assert len(moved) > 5
+
+
+def test_transformers_drafts_with_the_folder(run: Path, place: Path) -> None:
+    draft, target = (AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (run / "draft", place / "target"))
+    inputs = tokenizer()("sentence: order 3", return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    alone = target.generate(**inputs, **settings)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), alone)
+
+
+def test_sources_of_embedded_records_reach_a_run_without_files(place: Path, capsys: pytest.CaptureFixture) -> None:
+    settings = [one for one in SIZES if "prompt_tokens" not in one]
+    wanted = ["data.bytes={code: 0, prose: 0, records: 4000}", "data.held_out_bytes={code: 0, prose: 0, records: 4000}"]
+    assert main(["train", f"target.path={place / 'target'}", f"output={place / 'embedded'}", *settings, *wanted,
+                 "rollout.prompt_tokens=400", "measure=false"]) == 0  # fmt: skip
+    assert (place / "embedded" / "draft" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["draft=eagle", "draft.depths=2"],
+            "draft=eagle: not for T5ForConditionalGeneration: .*independent, medusa, retrieval",
+        ),
+        (["draft=early_exit", "draft.layers=1"], "draft=early_exit"),
+        (["data=self", "data.path=null"], "data=self"),
+        (["data.chat=true"], "data.chat"),
+        (["draft.quantisation=int8"], "draft.quantisation"),
+        (["mode=joint"], "mode=joint"),
+        (["trainer.strategy=fsdp2"], "trainer.strategy=fsdp2"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(
+    place: Path, settings: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert train(place, "refused", *settings, "check=true") != 0
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_folder_is_exported_for_transformers_alone(run: Path, tmp_path: Path) -> None:
+    output = export(run / "draft", tmp_path / "out", "transformers")
+    assert "AutoModelForSeq2SeqLM" in (output / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"engine=vllm: it has no drafts for encoder-decoders"):
+        export(run / "draft", tmp_path / "other", "vllm")
