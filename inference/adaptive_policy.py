@@ -139,7 +139,9 @@ class CallDecisions:
             return True
         estimates, seen = self.policy.estimates, self.seen[: depth + 1]
         reached = np.prod([estimate(estimates.here, one) for one in seen], axis=0)
-        gain = reached * estimate(estimates.ahead, seen[depth]) * (np.array(room) > depth + 1)
+        gain = reached * estimate(estimates.ahead, seen[depth])
+        gain = np.where(np.array(room) > depth + 1, gain, 0.0)
+        gain = np.nan_to_num(gain)  # a row without a distribution gains nothing
         return bool(gain.sum() >= self.best * (self.seconds[depth + 2] - self.seconds[depth + 1]))
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:

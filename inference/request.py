@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.models.encoder_decoder import features_shape
-from inference.models.pretrained import length_of
+from inference.models.encoder_decoder import features_shape, longest_source
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole
@@ -449,9 +448,7 @@ def source_limits(model: PreTrainedModel) -> SourceLimits | None:
     if (getattr(config, "decoder_vocab_size", None) or config.vocab_size) != config.vocab_size:
         raise ValueError(f"{type(model).__name__}: decoder_vocab_size={config.decoder_vocab_size} is not vocab_size="
                          f"{config.vocab_size}; the ids of sources and texts must be the same here")  # fmt: skip
-    table = hasattr(model.get_decoder(), "embed_positions")  # relative positions have no end
-    longest = length_of(config) if table else None
-    return SourceLimits(_start_of(model), config.vocab_size, longest, features_shape(model))
+    return SourceLimits(_start_of(model), config.vocab_size, longest_source(model), features_shape(model))
 
 
 def _start_of(model: PreTrainedModel) -> tuple[int, ...] | None:

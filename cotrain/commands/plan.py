@@ -105,7 +105,7 @@ def _compared(log: Path, plan: Path) -> Drift:
     try:
         given = json.loads(plan.read_text(encoding="utf-8"))
         return drift(given, served(log))
-    except (OSError, json.JSONDecodeError, KeyError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"output: {plan} is no plan to compare with: {error!r}") from error
 
 

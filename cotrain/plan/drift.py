@@ -74,8 +74,8 @@ def drift(plan: Mapping[str, Any], counters: Served) -> Drift:
     planned = next(iter(profiles))  # the first temperature is that of serving
     nearest = min(profiles, key=lambda t: abs(sum(profiles[t][:k]) - sum(shares)))
     cell = next(one for one in plan["cells"] if one["draft"] == draft and one["temperature"] == planned)
-    forecast, tau = 1 + sum(profiles[planned][:k]), counters.tau
-    error = math.hypot(_error(shares, counters.rounds), _planned_error(cell, k))
+    forecast, tau = float(cell["tau"][k]), counters.tau  # at this draft length: rounds begin elsewhere at another
+    error = math.hypot(_error(shares, counters.rounds), float(cell["tau_errors"][k]))
     z = (tau - forecast) / error if error else 0.0
     drifts = abs(z) > SIGMAS and abs(tau / forecast - 1) > SMALL
     cause = _cause(profiles, planned, nearest, shares) if drifts else None
@@ -88,11 +88,6 @@ def _error(shares: Sequence[float], rounds: int) -> float:
     mean = sum(shares)
     square = sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1))
     return math.sqrt(max(square - mean**2, 0.0) / rounds)
-
-
-def _planned_error(cell: Mapping[str, Any], k: int) -> float:
-    errors: Sequence[float] = cell["tau_errors"]
-    return float(errors[min(k, len(errors) - 1)])
 
 
 def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:

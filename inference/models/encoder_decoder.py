@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from inference.models.cache import SlotCache, Window, grown
 from inference.models.forward import Stock, positions_on_paths
 from inference.models.passes import Layers, Pass
-from inference.models.pretrained import decoder_layers
+from inference.models.pretrained import decoder_layers, length_of
 from inference.source import Source
 
 
@@ -185,13 +185,16 @@ def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjection
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
     """Return the lengths of sources, and the encoder's arguments. Ids are padded on the right and masked; features all
-    have one shape."""
-    lengths = [source.shape[-1] if isinstance(source, Tensor) else len(source) for source in sources]
+    have one shape. A draft's encoder may read less than the target's: ids that it lacks are read as its last id, and of
+    a source that is too long for it the beginning is read."""
     if isinstance(sources[0], Tensor):
         features = torch.stack([source for source in sources if isinstance(source, Tensor)])
-        return lengths, {"input_features": features.to(model.device, model.dtype)}
+        return [features.shape[-1]] * len(features), {"input_features": features.to(model.device, model.dtype)}
+    longest, last = longest_source(model), model.config.vocab_size - 1
+    known = [[min(int(token), last) for token in source[:longest]] for source in sources]
+    lengths = [len(source) for source in known]
     pad, width = model.config.pad_token_id or 0, max(lengths)
-    rows = [[*map(int, source), *[pad] * (width - len(source))] for source in sources]
+    rows = [[*source, *[pad] * (width - len(source))] for source in known]
     inputs = {"input_ids": torch.tensor(rows, device=model.device)}
     if min(lengths) < width:
         ends = torch.tensor(lengths, device=model.device).unsqueeze(1)
@@ -260,6 +263,23 @@ def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
     if model.main_input_name != "input_features":
         return None
     return config.num_mel_bins, 2 * config.max_source_positions
+
+
+def longest_source(model: PreTrainedModel) -> int | None:
+    """Return the largest number of ids that the encoder reads. None for no limit, since relative positions have no
+    end."""
+    return length_of(model.config) if hasattr(model.get_decoder(), "embed_positions") else None
+
+
+def refuse_other_sources(draft: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+    """Raise ValueError, beginning with `where`, if the draft has an encoder that cannot read the target's sources."""
+    if not draft.config.is_encoder_decoder:
+        return
+    if not target.config.is_encoder_decoder:
+        raise ValueError(f"{where}: {type(draft).__name__} has an encoder, and the target has none")
+    ours, theirs = (features_shape(model) or "token ids" for model in (draft, target))
+    if ours != theirs:
+        raise ValueError(f"{where}: the encoder of {type(draft).__name__} reads {ours}, and the target's {theirs}")
 
 
 def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
-from inference.models.encoder_decoder import same_encoder
+from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.lm import LM, padded, store_prompts, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
@@ -69,6 +69,11 @@ class Independent(Proposer):
         network = draft if int8 else widened(draft)
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
+    @classmethod
+    def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for an encoder that cannot read the target's sources."""
+        refuse_other_sources(network, target, where)
+
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None if self.branching else LM(self.model, rows, vocabulary, int8=self.int8)
 
@@ -88,6 +93,7 @@ class Independent(Proposer):
     def open(self, host: Host) -> None:
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
+        refuse_other_sources(self.model, host.target.model, type(self).__name__)
         wanted = host.rows, host.vocabulary, host.context, host.spare
         if wanted != self.opened or self.lm.stale:  # slots last from call to call
             self.opened = wanted

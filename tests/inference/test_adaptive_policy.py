@@ -280,6 +280,15 @@ def test_rows_whose_limit_is_near_gain_nothing() -> None:
     assert decisions.goes_on(0, [2, 2]) and not decisions.goes_on(0, [1, 1])
 
 
+def test_a_row_without_a_distribution_gains_nothing_and_stops_no_other() -> None:
+    """Such as a row whose draft reads NaN: it stays in the batch, without drafts."""
+    sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions.open([0, 1], True)
+    decisions.see(0, torch.stack((logits_of(0.9)[0], torch.full((3,), math.nan))), torch.ones(2))
+    assert decisions.goes_on(0, [2, 2]) and decisions.goes_on(0, [2, 0]) and not decisions.goes_on(0, [1, 2])
+
+
 def test_the_temperature_of_a_row_is_that_of_its_estimates() -> None:
     decisions = Adaptive({2: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)).begin()
     decisions.open([0, 1], True)

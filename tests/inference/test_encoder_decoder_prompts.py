@@ -131,6 +131,29 @@ def test_wrong_sources_are_refused_by_name(case: str) -> None:
         Engine(made()).generate(prompts)
 
 
+@pytest.mark.parametrize("draft", ["ids", "positions"])
+def test_a_draft_whose_encoder_reads_less_drafts_and_changes_nothing(draft: str) -> None:
+    """It lacks ids of the source, or is too short for it."""
+    target = bart(eos_token_id=None)
+    small = bart(5, vocab_size=20) if draft == "ids" else bart(5, positions=32)
+    prompts, settings = [[31] * 50, [4, 5, 6], [3, 30]], {"max_new_tokens": 9, "sampling": COLD}
+    plain = Engine(target, rows=2).generate(prompts, **settings)  # type: ignore[arg-type]
+    out = Engine(target, Independent(small), rows=2, policy=Fixed(2)).generate(prompts, **settings)  # type: ignore[arg-type]
+    assert out.tokens == plain.tokens and out.stats.drafted[0] > 6
+
+
+def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:
+    for target, draft, says in (
+        (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), and the target's token ids"),
+        (whisper(), t5(), rf"Independent: .*T5.* reads token ids, and the target's \({MELS}, {FRAMES}\)"),
+        (tiny(), t5(), "Independent: T5ForConditionalGeneration has an encoder, and the target has none"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Engine(target, Independent(draft)).generate(sources(target, 1))
+        with pytest.raises(ValueError, match="a folder: .*encoder"):
+            Independent.fits(draft, target, "a folder")
+
+
 def test_what_is_missing_is_said() -> None:
     model = whisper()
     model.generation_config.forced_decoder_ids = [[1, None], [2, 7]]  # the language is to be detected

@@ -23,4 +23,6 @@ ROWS_OF_BUGS = [
     ('two_start_tokens_of_a_decoder', 'inference/request.py', 'PromptReader._first_ids', 'ids if not start or ids[0] == start[0] else [start[0], *ids]', '[*(start or ())[:1], *ids]', ['tests/inference/test_encoder_decoder_prompts.py::test_the_decoders_text_begins_as_asked'], 52),
     ('first_tokens_suppressed_later_too', 'inference/sampling/penalties.py', 'Penalties.apply', 'new < 1', 'new < 2', ['tests/inference/sampling/test_batched_settings.py::test_histories_are_processed_as_one_by_one[dtype0]'], 12),
     ('a_source_that_is_not_encoded_again', 'inference/models/lm.py', 'store_prompts', 'if lm.encodes:', 'if lm.encodes and low == 0:', ['tests/inference/test_encoder_decoder.py::test_a_cleared_slot_is_encoded_again[t5]'], 'a row goes on with a slot that was cleared'),
+    ('ids_that_an_encoder_lacks', 'inference/models/encoder_decoder.py', 'padded_sources', 'min(int(token), last)', 'int(token)', ['tests/inference/test_encoder_decoder_prompts.py::test_a_draft_whose_encoder_reads_less_drafts_and_changes_nothing[ids]'], 40),
+    ('sources_longer_than_an_encoder', 'inference/models/encoder_decoder.py', 'padded_sources', 'source[:longest]', 'source', ['tests/inference/test_encoder_decoder_prompts.py::test_a_draft_whose_encoder_reads_less_drafts_and_changes_nothing[positions]'], 40),
 ]

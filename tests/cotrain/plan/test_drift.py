@@ -1,5 +1,6 @@
 """What `cotrain plan log=` says of a server's counters."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ PREFIX = {"1": [0.6, 0.36, 0.22, 0.13], "0.3": [0.8, 0.64, 0.51, 0.41]}
 PLAN: dict[str, Any] = {
     "recommended": "d",
     "acceptance": {"d": {t: {"prefix": prefix} for t, prefix in PREFIX.items()}},
-    "cells": [{"draft": "d", "temperature": float(t), "tau_errors": [0.0, 0.01, 0.01, 0.01, 0.01]} for t in PREFIX],
-}
+    "cells": [
+        {"draft": "d", "temperature": float(t), "tau": [1 + sum(prefix[:k]) for k in range(5)],
+         "tau_errors": [0.0, 0.01, 0.01, 0.01, 0.01]}
+        for t, prefix in PREFIX.items()
+    ],
+}  # fmt: skip
 
 
 def counters(tmp_path: Path, shares: list[float], rounds: int = 20_000) -> Any:
@@ -50,6 +55,18 @@ def test_the_score_is_that_of_the_rounds_and_of_the_texts(tmp_path: Path) -> Non
     """By hand for one draft: a share of 0.55 in 400 rounds, 0.6 forecast with a standard error of 0.01."""
     found = drift(PLAN, counters(tmp_path, [0.55], rounds=400))
     assert found.z == pytest.approx(-0.05 / (0.55 * 0.45 / 400 + 0.01**2) ** 0.5)
+
+
+def test_the_forecast_is_that_of_the_servers_draft_length(tmp_path: Path) -> None:
+    """Rounds of longer drafts begin elsewhere, so their profile is not that of shorter drafts."""
+    plan = copy.deepcopy(PLAN)
+    plan["cells"][0] |= {"tau": [1, 1.55, 1.9, 2.1, 2.2], "tau_errors": [0, 0.03, 0.05, 0.05, 0.05]}
+    found = drift(plan, counters(tmp_path, [0.55, 0.35]))
+    assert found.forecast == 1.9 and found.cause is None and abs(found.z) < 1e-6
+    low = drift(plan, counters(tmp_path, [0.55], rounds=400))
+    assert low.forecast == 1.55 and low.z == pytest.approx(0, abs=1e-9)
+    off = drift(plan, counters(tmp_path, [0.5], rounds=10**9))
+    assert off.z == pytest.approx(-0.05 / 0.03, rel=1e-3)
 
 
 def test_the_page_of_a_server_is_read(tmp_path: Path) -> None:
