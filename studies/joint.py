@@ -5,11 +5,12 @@
         joint.warm_steps=0 joint.epsilon=0.01 output=outputs/joint/medusa/joint_0.01 ...
     cotrain train draft=medusa init=pretrained draft.path=outputs/joint/medusa/warm/draft measure=false \
         output=outputs/joint/medusa/frozen ...
-    python -m studies.joint outputs/joint outputs/results/joint.json
+    python -m studies.joint outputs/joint outputs/results/joint.json outputs/results/joint.svg
 
 Reads one folder per kind. In it, `frozen*` are runs that go on from the same draft with the frozen target for about
 the same time, and every run with a moved target is compared with the best of them. tau is the exact expectation on
-held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts.
+held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts. The picture has
+the gain of tau against the KL, a line per kind.
 """
 
 import json
@@ -74,8 +75,30 @@ def row(run: Path, frozen: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(folder: Path, output: Path) -> None:
-    """Write the report and print its table."""
+def draw(kinds: dict[str, Any], path: Path) -> None:
+    """Draw the gain of tau(4) against the KL of the moved target, for the runs under a bound."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "cotrain"  # the same figure, the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for kind, found in kinds.items():
+        rows = sorted((row for row in found["rows"] if row["weight"] is None), key=lambda row: float(row["kl"]))
+        gains = [row["gain"][DEPTHS[0]] for row in rows]
+        spread = [[100 * abs(gain[end] - gain["value"]) for gain in gains] for end in ("low", "high")]
+        axes.errorbar([row["kl"] for row in rows], [100 * gain["value"] for gain in gains], spread, marker="o",
+                      capsize=2, label=kind)  # fmt: skip
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set(xscale="log", xlabel="KL(original || moved), nats per token, held-out texts",
+             ylabel="gain of tau(4) over the frozen target, %")  # fmt: skip
+    axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main(folder: Path, output: Path, picture: Path) -> None:
+    """Write the report and the picture, and print the table."""
     kinds: dict[str, Any] = {}
     for place in sorted(path for path in folder.iterdir() if path.is_dir()):
         runs = sorted(file.parent for file in place.glob(f"*/{FIGURES}"))
@@ -85,6 +108,7 @@ def main(folder: Path, output: Path) -> None:
             best = max(frozen, key=lambda run: tau(figures(run), DEPTHS[0]))
             kinds[place.name] = {"rows": [row(run, best) for run in moved], "frozen": settings(best)}
     output.write_text(json.dumps({"environment": environment(), "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
+    draw(kinds, picture)
     for kind, found in kinds.items():
         for one in found["rows"]:
             value, low, high = (100 * one["gain"][DEPTHS[0]][name] for name in ("value", "low", "high"))
@@ -95,4 +119,4 @@ def main(folder: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))
