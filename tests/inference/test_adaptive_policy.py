@@ -271,6 +271,19 @@ def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
     assert 10 < rounds < 200
 
 
+@pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])
+def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wanted: int) -> None:
+    """No rate is 0 or 1, where odds and the geometric series are infinite."""
+    weights = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(mean, weights, weights)).begin()
+    for _ in range(3):
+        assert decisions.open([0], False) == wanted and math.isfinite(decisions.best)
+        decisions.close([(2, accepted)])
+    decisions.open([0], True)
+    decisions.see(0, logits_of(0.9), torch.ones(1))
+    assert np.isfinite(decisions.seen).all()
+
+
 def test_rows_whose_limit_is_near_gain_nothing() -> None:
     """The gain is that of rows that can draft on."""
     sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -22,4 +22,5 @@ ROWS_OF_BUGS = [
     ('drift_of_conditional_shares', 'cotrain/plan/drift.py', 'drift', 'accepted / counters.rounds for', 'accepted / max(counters.by_depth) for', ['tests/cotrain/plan/test_drift.py::test_a_difference_has_its_likely_cause'], 'shares of another total'),
     ('rows_without_a_distribution_stop_all', 'inference/adaptive_policy.py', 'CallDecisions.goes_on', 'np.nan_to_num(gain)', 'gain', ['tests/inference/test_adaptive_policy.py::test_a_row_without_a_distribution_gains_nothing_and_stops_no_other'], 41),
     ('drift_from_the_longest_drafts', 'cotrain/plan/drift.py', 'drift', 'float(cell["tau"][k])', '1 + sum(profiles[planned][:k])', ['tests/cotrain/plan/test_drift.py::test_the_forecast_is_that_of_the_servers_draft_length'], 'rounds of another draft length begin at other tokens'),
+    ('acceptance_of_zero_or_one', 'inference/adaptive_policy.py', 'CallDecisions.rate', 'min(max(rate, EDGE), 1 - EDGE)', 'rate', ['tests/inference/test_adaptive_policy.py::test_drafts_that_are_always_or_never_accepted[1.0-2-2]'], 'a series divided by zero'),
 ]
