@@ -302,6 +302,23 @@ def test_a_row_without_a_distribution_gains_nothing_and_stops_no_other() -> None
     assert decisions.goes_on(0, [2, 2]) and decisions.goes_on(0, [2, 0]) and not decisions.goes_on(0, [1, 2])
 
 
+def test_earlier_calls_are_forgotten() -> None:
+    target = tiny()
+    engine = Engine(target, Independent(near(target)), rows=3, policy=VARIED)
+    first, again = (engine.generate(PROMPTS, max_new_tokens=20, seed=3) for _ in range(2))
+    assert first.stats.rows == again.stats.rows and first.tokens == again.tokens
+
+
+def test_decisions_see_what_the_settings_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distribution that a draft is drawn from, not that of the model."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Scripted, "see", lambda self, depth, logits, temperature: seen.append(logits[:, 5]))
+    target = tiny()
+    engine = Engine(target, Independent(near(target)), policy=Script(stops=False))
+    engine.generate(PROMPTS[:2], max_new_tokens=6, sampling=Sampling(0.8, banned=((5,),)), seed=3)
+    assert seen and all((of_5 == -math.inf).all() for of_5 in seen)
+
+
 def test_the_temperature_of_a_row_is_that_of_its_estimates() -> None:
     decisions = Adaptive({2: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)).begin()
     decisions.open([0, 1], True)
