@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
+from inference.models.checksum import Stamp
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.lm import LM, padded, store_prompts, takes_int8
 from inference.models.passes import States
@@ -52,6 +53,7 @@ class Independent(Proposer):
         self.branching, self.own_encoder = trees_of(shape), own_encoder
         self.served: LM | None = None  # the target that it was opened for
         self.shares_encoder = False
+        self.shared: list[tuple[Any, Stamp]] = []  # both encoders, if the target's is used, as they were when compared
         # of a round that drafts trees: the anchors' slots, on the host and on the device, and the number of levels
         self.anchors: tuple[list[int], Tensor, int]
         self.opened: tuple[int, int, int, int] | None = None
@@ -100,9 +102,11 @@ class Independent(Proposer):
             self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare,
                          scaled=self.scaled)  # fmt: skip
             self.served = None
-        if self.served is not host.target:
+        if self.served is not host.target or not all(stamp.holds(encoder) for encoder, stamp in self.shared):
             self.served = host.target
             self.shares_encoder = not self.own_encoder and same_encoder(self.model, host.target.model)
+            both = [model.get_encoder() for model in (self.model, host.target.model) if self.shares_encoder]
+            self.shared = [(encoder, Stamp(encoder, addresses=True, values=False)) for encoder in both]
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:

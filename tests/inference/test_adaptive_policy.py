@@ -271,6 +271,19 @@ def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
     assert 10 < rounds < 200
 
 
+@pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])
+def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wanted: int) -> None:
+    """No rate is 0 or 1, where odds and the geometric series are infinite."""
+    weights = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(mean, weights, weights)).begin()
+    for _ in range(3):
+        assert decisions.open([0], False) == wanted and math.isfinite(decisions.best)
+        decisions.close([(2, accepted)])
+    decisions.open([0], True)
+    decisions.see(0, logits_of(0.9), torch.ones(1))
+    assert np.isfinite(decisions.seen).all()
+
+
 def test_rows_whose_limit_is_near_gain_nothing() -> None:
     """The gain is that of rows that can draft on."""
     sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -287,6 +300,23 @@ def test_a_row_without_a_distribution_gains_nothing_and_stops_no_other() -> None
     decisions.open([0, 1], True)
     decisions.see(0, torch.stack((logits_of(0.9)[0], torch.full((3,), math.nan))), torch.ones(2))
     assert decisions.goes_on(0, [2, 2]) and decisions.goes_on(0, [2, 0]) and not decisions.goes_on(0, [1, 2])
+
+
+def test_earlier_calls_are_forgotten() -> None:
+    target = tiny()
+    engine = Engine(target, Independent(near(target)), rows=3, policy=VARIED)
+    first, again = (engine.generate(PROMPTS, max_new_tokens=20, seed=3) for _ in range(2))
+    assert first.stats.rows == again.stats.rows and first.tokens == again.tokens
+
+
+def test_decisions_see_what_the_settings_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distribution that a draft is drawn from, not that of the model."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Scripted, "see", lambda self, depth, logits, temperature: seen.append(logits[:, 5]))
+    target = tiny()
+    engine = Engine(target, Independent(near(target)), policy=Script(stops=False))
+    engine.generate(PROMPTS[:2], max_new_tokens=6, sampling=Sampling(0.8, banned=((5,),)), seed=3)
+    assert seen and all((of_5 == -math.inf).all() for of_5 in seen)
 
 
 def test_the_temperature_of_a_row_is_that_of_its_estimates() -> None:

@@ -65,6 +65,22 @@ def test_thirty_two_rows_have_the_likeliest_tokens_of_their_own_sources(model: A
         assert text == wanted[len(start) - 1 : -1].tolist()
 
 
+def test_texts_that_begin_with_several_ids_and_end_at_the_context(model: Any) -> None:
+    """Their first ids are stored in free and in spare slots, beside sources of other lengths; drafts of the longest row
+    and the padding of the others pass the last position."""
+    made, whole = torch.Generator().manual_seed(2), Engine(model)
+    begins = [torch.randint(3, 30, (1 + 5 * n % 7,), generator=made).tolist() for n in range(9)]
+    sourced: Any = [source_of(start) for start in whole.starts(sources(model, 9))]
+    starts = [SourcedText(*one) for one in zip(begins, sourced, strict=True)]
+    engine = Engine(model, Independent(near(model, 0.02)), rows=3, policy=Fixed(3), context=64)
+    limits = [99 if n % 3 == 0 else 6 for n in range(9)]
+    out = engine.generate(starts, max_new_tokens=limits, sampling=Sampling(0), ignore_eos=True)
+    for start, text, limit in zip(starts, out.tokens, limits, strict=True):
+        assert len(text) == min(limit, 64 - len(start))
+        wanted = own_logits(model, [*start, *text], start.source).argmax(-1)
+        assert text == wanted[len(start) - 1 : -1].tolist()
+
+
 @pytest.mark.parametrize("tree", [None, SHAPE])
 @pytest.mark.parametrize("width", [1, 4])
 def test_logits_are_those_of_the_whole_forward(model: Any, tree: Any, width: int) -> None:
@@ -218,6 +234,21 @@ def test_each_source_is_encoded_once(model: Any) -> None:
         again = own.generate(prompts, max_new_tokens=LIMITS, seed=1)
         assert (sum(target_rows), sum(draft_rows)) == (18, 9)
     assert once.tokens == again.tokens and once.stats.accepted == again.stats.accepted
+
+
+@pytest.mark.parametrize("changed", ["draft", "target"])
+def test_an_encoder_that_changes_is_no_longer_shared(changed: str) -> None:
+    """As while a draft is trained: no new slots are needed, so nothing else asks again whether they are equal."""
+    target = t5()
+    proposer = Independent(with_encoder_of(target))
+    engine, prompts = Engine(target, proposer, rows=2), sources(target, 3)
+    engine.generate(prompts, max_new_tokens=4)
+    assert proposer.shares_encoder
+    with torch.no_grad():
+        model: Any = target if changed == "target" else proposer.model
+        model.get_encoder().block[0].layer[1].DenseReluDense.wo.weight.add_(1)
+    engine.generate(prompts, max_new_tokens=4)
+    assert not proposer.shares_encoder
 
 
 def test_what_earlier_sources_left_is_not_read(model: Any) -> None:

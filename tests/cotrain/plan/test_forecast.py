@@ -150,6 +150,14 @@ def test_a_batch_alone_pays_for_the_rows_that_are_left() -> None:
     assert alone(one, table, 4) == ()
 
 
+def test_batches_of_texts_in_any_order() -> None:
+    """Each sample has other batches: texts of two sorts, sorted, would otherwise only meet their own sort."""
+    ends = torch.cat((torch.full((1, 16, 20), 10), torch.tensor([2] * 10 + [10] * 10).expand(1, 16, 20)))
+    one = Calls(ends[:, 0].double(), torch.full((20,), 10.0), ends)
+    mixed = alone(one, {1: (1.0, 1.0), 2: (1.0, 1.0)}, 2)[1]
+    assert mixed == pytest.approx(10 / (10 * (1 - 9 / 38) + 2 * 9 / 38), rel=0.06)  # 9 / 38: both of the short sort
+
+
 def test_batches_of_texts_that_end_together_are_full_batches() -> None:
     table = {1: (1.0, 1.1), 4: (2.0, 2.5)}
     same = Calls(torch.tensor([[8.0] * 8, [4.0] * 8]), torch.full((8,), 8.0), torch.tensor([[[8] * 8], [[4] * 8]]))
