@@ -22,6 +22,7 @@ from cotrain.export.fitting import (
 )
 from cotrain.export.publishing import card, without_markov
 from inference.drafts.atomic import new_folder
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.drafts.draft_folder import (
     GENERATION,
@@ -234,7 +235,7 @@ def _generation(path: Path) -> list[str]:
 
 def _weights(path: Path) -> list[str]:
     try:
-        _, problems, unexpected = load_weights(path)
+        _, problems, unexpected = load_weights(path, network=CausalLM)
     except (OSError, ValueError) as error:
         return [str(error)]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]
