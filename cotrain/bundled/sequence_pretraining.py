@@ -46,7 +46,7 @@ on sequence tasks made of Python sources and JSON records that are on the machin
 
 {steps} steps of {rows} pairs, {tokens:.1f} M tokens of outputs, {seconds} s on {cpu}, one thread beside other work,
 {date}. {train} training pairs; no held-out source and no held-out function is among them. That is little. Outputs
-have the right form, and sentences mostly the right names, cities and years; other numbers, and names of code, are wrong,
+have the right form, and sentences mostly the right names, cities and years; other numbers and names of code are wrong,
 and greedy outputs of code repeat themselves. More STEPS in the module would make it better.
 
 | held-out task | pairs | bits per byte | token accuracy | greedy output equals the pair's (two phrasings a record) |
