@@ -21,6 +21,7 @@ BARE: dict[str, Any] = dict.fromkeys(
         "depths",
         "vocabulary",
         "head_rank",
+        "encoder_layers",
         "bits",
         "inner",
         "mask",

@@ -63,10 +63,10 @@ class Plan:
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
             return self.draft
-        made = cast(copy.deepcopy(self.draft).eval(), dtype)
-        if shares_encoder(self.draft, self.target) and not shares_encoder(made, self.target):
+        rounded = cast(copy.deepcopy(self.draft).eval(), dtype)
+        if shares_encoder(self.draft, self.target) and not shares_encoder(rounded, self.target):
             return copy.deepcopy(self.draft).eval()
-        return made
+        return rounded
 
     @cached_property
     def int8(self) -> bool:

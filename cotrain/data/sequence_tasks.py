@@ -42,7 +42,7 @@ EVENT = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class SequencePair:
     """A source, the output that belongs to it, and texts of which each is in one split only."""
 
     task: str
@@ -71,7 +71,7 @@ def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[Pair]:
+def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[SequencePair]:
     if size := max_bytes.get("code", 0):
         for document in embedded("code", split, size):
             yield from functions(document.text)
@@ -80,7 +80,7 @@ def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[Pair]:
             yield from sentences(document.text)
 
 
-def functions(source: str) -> Iterator[Pair]:
+def functions(source: str) -> Iterator[SequencePair]:
     """Yield the pairs `signature` and `summary` of each public function of a Python source."""
     try:
         tree = ast.parse(source)
@@ -96,9 +96,9 @@ def functions(source: str) -> Iterator[Pair]:
         signature, code = _without_docstring(node)
         keys = (first, code)
         if len(signature) <= SIGNATURE:
-            yield Pair("signature", f"signature: {pieces(docstring)[0].strip()}", signature, keys)
+            yield SequencePair("signature", f"signature: {pieces(docstring)[0].strip()}", signature, keys)
         if CODE[0] <= len(code) <= CODE[1]:
-            yield Pair("summary", f"summary: {code}", first, keys)
+            yield SequencePair("summary", f"summary: {code}", first, keys)
 
 
 def _first_sentence(docstring: str) -> str:
@@ -117,13 +117,13 @@ def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
     return signature, ast.unparse(bare) if bare.body else ""
 
 
-def sentences(text: str) -> Iterator[Pair]:
+def sentences(text: str) -> Iterator[SequencePair]:
     """Yield the pair `sentence` of each record of a document of `corpora.records`."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         record, end = decoder.raw_decode(text, at)
         source = json.dumps(record)
-        yield Pair("sentence", f"sentence: {source}", sentence(record, random.Random(source)), (source,))
+        yield SequencePair("sentence", f"sentence: {source}", sentence(record, random.Random(source)), (source,))
         at = end + 1  # a line end stands between two records
 
 

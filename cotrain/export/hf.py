@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.export.engines import engine_named, refuse_kind
 from cotrain.export.fitting import (
@@ -36,6 +36,7 @@ from inference.drafts.draft_folder import (
 )
 from inference.drafts.weight_files import CONFIG, load_weights, read_json, weight_files
 from inference.models.markov import remove_markov_head
+from inference.models.pretrained import auto_class
 from inference.report.build import validate
 
 
@@ -234,7 +235,7 @@ def _generation(path: Path) -> list[str]:
 
 def _weights(path: Path) -> list[str]:
     try:
-        _, problems, unexpected = load_weights(path)
+        _, problems, unexpected = load_weights(path, network=auto_class(AutoConfig.from_pretrained(path)))
     except (OSError, ValueError) as error:
         return [str(error)]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]

@@ -295,7 +295,7 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     start_of(target)
     kinds = [kind for kind in KINDS if student_class(kind).sourced]
     name, choice = type(target).__name__, f"it is an encoder-decoder, for which {', '.join(kinds)} drafts are made"
-    refused = {
+    unsupported = {
         f"draft={cfg.draft.kind}": cfg.draft.kind not in kinds,
         f"mode={cfg.mode}": cfg.mode != "distil",
         "data=self": from_target(cfg.data),
@@ -305,7 +305,7 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
         "draft.quantisation": cfg.draft.quantisation != "none",
         f"trainer.strategy={SHARDED}": cfg.trainer.strategy == SHARDED,
     }
-    if wrong := [key for key, used in refused.items() if used]:
+    if wrong := [key for key, used in unsupported.items() if used]:
         raise UserError(f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
                         "texts from this engine, and both models stay whole")  # fmt: skip
 

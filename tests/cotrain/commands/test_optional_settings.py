@@ -26,7 +26,8 @@ TAKES = {
     "quantised": {"bits"},
     "two_levels": {"bits", "inner"},
 }
-VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5, "bits": 8,
+VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5,
+          "encoder_layers": 1, "bits": 8,
           "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
 
 

@@ -31,7 +31,8 @@ def test_every_setting_of_a_kind_is_here() -> None:
         "shortest",
         "bits",
         "inner",
-    }  # of look-up, always given, and of kinds without training
+        "encoder_layers",
+    }  # of look-up, always given, of kinds without training, and of encoder-decoders
 
 
 def stated(network: Any) -> dict[str, Any]:

@@ -16,7 +16,9 @@ def test_sliding_windows_are_rejected_before_weights_are_allocated() -> None:
     config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8)
     with torch.device("meta"):
         target = MistralForCausalLM(config)
-        draft: Any = SimpleNamespace(layers=1, rank=2, depths=2, path=None, vocabulary=None, head_rank=None)
+        draft: Any = SimpleNamespace(
+            layers=1, rank=2, depths=2, path=None, vocabulary=None, head_rank=None, encoder_layers=None
+        )
         init: Any = SimpleNamespace(kind="target_layers", layers=[0])
         with pytest.raises(ValueError, match="draft.kind: Mistral.* sliding windows.* draft.rank=0"):
             EarlyExitStudent.initial(draft, init, target)
