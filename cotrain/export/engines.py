@@ -74,8 +74,10 @@ def _tensorrt_llm(draft: str, target: str, k: int, objective: str, kind: str = "
 
 def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     code = (
-        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer\n"
         f"target, draft = {target!r}, {draft!r}\n"
+        "encoder = AutoConfig.from_pretrained(target).is_encoder_decoder\n"
+        "Model = AutoModelForSeq2SeqLM if encoder else AutoModelForCausalLM\n"
         "tokenizer = AutoTokenizer.from_pretrained(target)\n"
         'target, draft = (Model.from_pretrained(name, dtype="auto") for name in (target, draft))\n'
         f"draft.generation_config.num_assistant_tokens = {k}\n"

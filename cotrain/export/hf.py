@@ -73,8 +73,6 @@ def export(
         write(draft.model, draft.tokenizer, new, draft.metadata, draft.report)
         path = name or str(Path(output).absolute())
         text = card(draft.metadata, engine, path, draft.report, draft.remarks)
-        if draft.model.config.is_encoder_decoder:
-            text = text.replace("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
         (new / "README.md").write_text(text, encoding="utf-8")
         if problems := check(new):
             raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
