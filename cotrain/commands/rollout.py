@@ -9,7 +9,7 @@ from cotrain.config.settings import RolloutConfig, from_target, sampling
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.data.sequence_tasks import LONGEST
 from cotrain.errors import UserError, user_errors
-from cotrain.rollout.training_texts import Source, beside
+from cotrain.rollout.training_texts import Source, beside, start_of
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, sample_prompts, sampled, settle, source
@@ -60,7 +60,9 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
         if not asked.prompt_tokens:
             splits = {"train", cfg.kind} if cfg.data.path else set()
             texts = {split: source(cfg, split, target, tokenizer) for split in splits}
+            after = 0 if target.config.is_encoder_decoder else asked.new_tokens
             train = texts.pop("train", None)
-            asked.prompt_tokens = prompt_tokens(train, room - asked.new_tokens, texts.values())
-        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room)
+            asked.prompt_tokens = prompt_tokens(train, room - after, texts.values())
+        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room,
+             start_of(target))  # fmt: skip
         return source(cfg, cfg.kind, target, tokenizer)

@@ -34,6 +34,7 @@ from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
+from inference.models.encoder_decoder import refuse_other_sources
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import TIED, auto_class, layers_of, length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
@@ -80,6 +81,7 @@ class IndependentStudent(Student):
             network = from_layers(target, init.layers, draft.encoder_layers)
         elif init.kind == "pretrained":
             network = causal_lm(_checked_path(cls, draft), target)
+            refuse_other_sources(network, target, f"draft.path={draft.path}")
             if "markov" not in cls.takes:
                 remove_markov_head(network)
         else:
@@ -289,13 +291,21 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
 
 def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | None) -> None:
     """Set the numbers of layers of an encoder-decoder's config, and no dropout: a draft learns distributions as they
-    are. Raises ValueError for more encoder layers than there are."""
+    are. Raises ValueError unless there are more encoder layers than `encoder_layers`."""
     keys = next(keys for keys in LAYERS if getattr(config, keys[1], None))
     most = getattr(config, keys[0])
-    if encoder_layers is not None and encoder_layers > most:
-        raise ValueError(f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}; null shares it")
+    if (
+        encoder_layers is not None and encoder_layers >= most
+    ):  # all of them would be the target's encoder, which is frozen
+        raise ValueError(f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}, and one that "
+                         "learns has fewer; null shares it")  # fmt: skip
     new = {keys[0]: encoder_layers or most, keys[1]: layers, CACHED: layers}
-    config.update(new | {key: 0.0 for key in DROPOUT if getattr(config, key, None)})
+    config.update(new | _no_dropout(config))
+
+
+def _no_dropout(config: PretrainedConfig) -> dict[str, float]:
+    """Return the keys of an encoder-decoder's config that turn its dropout off."""
+    return {key: 0.0 for key in DROPOUT if getattr(config, key, None)}
 
 
 def plain(target: PreTrainedModel) -> dict[str, Tensor]:
@@ -350,11 +360,16 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     if ours > theirs and CausalLM.has_parts(config):
         raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
                          "it serves the target that it was made for")  # fmt: skip
+    options: dict[str, Any] = {}
+    if config.is_encoder_decoder:
+        config.update(_no_dropout(config))
+        options["config"] = config
     if target.device.type == "meta":
         config.get_text_config().vocab_size = theirs
         with torch.device("meta"):
             return cast(PreTrainedModel, CausalLM(config))
-    loaded: Any = CausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    loaded: Any = CausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+                                           **options)  # fmt: skip
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")

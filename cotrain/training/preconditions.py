@@ -24,11 +24,11 @@ from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig, from_target, learnt
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
-from cotrain.data.sequence_tasks import LONGEST
+from cotrain.data.sequence_tasks import CORPORA, LONGEST
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.self_prompts import SELF, opening, unended
-from cotrain.rollout.training_texts import Source, start_of
+from cotrain.rollout.training_texts import Source, Start, start_of
 from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
@@ -99,7 +99,7 @@ def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenize
     sources = _sources(cfg, target, tokenizer)
     fill_prompt_tokens(cfg, target, sources)
     _texts(cfg, target, tokenizer, sources)
-    _shares(cfg, sources)
+    _shares(cfg, target, sources)
     return sources
 
 
@@ -301,6 +301,8 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
         "data=self": from_target(cfg.data),
         "data.chat": bool(cfg.data.chat),
         "data.template": bool(cfg.data.template),
+        "data.on_target": cfg.data.on_target,  # rows are sources, without outputs
+        "trainer.corpus_steps": cfg.trainer.corpus_steps > 0,
         "rollout.url": bool(cfg.rollout.url),
         "draft.quantisation": cfg.draft.quantisation != "none",
         f"trainer.strategy={SHARDED}": cfg.trainer.strategy == SHARDED,
@@ -404,7 +406,8 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mappi
     if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not sources:
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
-        room = holds(target.config) - max(cfg.rollout.new_tokens, timed(cfg.bench))
+        after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, timed(cfg.bench))
+        room = holds(target.config) - after
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
 
@@ -438,21 +441,23 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
         raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
 
 
-def domains(cfg: TrainConfig, sources: Mapping[str, Source], split: str) -> set[str]:
-    """Return the domains of the user's texts, or those of the embedded corpora."""
+def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source], split: str) -> set[str]:
+    """Return the domains of the user's texts, or those of the embedded corpora, which are tasks for an
+    encoder-decoder."""
     if from_target(cfg.data):
         return {SELF}
     if split in sources:
         return {domain for domain, _ in sources[split].prompts(1, cfg.rollout.prompt_tokens, 0)}
     sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
-    return {domain for domain, size in sizes.items() if size}
+    named = {domain for domain, size in sizes.items() if size}
+    return {task for task, corpus in CORPORA.items() if corpus in named} if target.config.is_encoder_decoder else named
 
 
-def _shares(cfg: TrainConfig, sources: Mapping[str, Source]) -> None:
+def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Raise UserError for shares of unknown domains, and for shares so small that no text remains."""
     if not cfg.data.shares:
         return
-    known, shares = domains(cfg, sources, "train"), shares_of(cfg)
+    known, shares = domains(cfg, target, sources, "train"), shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):
         raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
     each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
@@ -464,12 +469,13 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
     """Check that all texts fit the models' contexts: those to sample, to learn from and to time."""
     ask, size = cfg.rollout, cfg.bench
     long, short = holds(target.config), holds(draft.config)
-    fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long)
+    start = start_of(target)
+    fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long, start)
     if cfg.measure:
         key, prompt = "bench.prompt_tokens", size.prompt_tokens
         if cfg.data.path:
             key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
-        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short))
+        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short), start)
 
 
 def timed(size: Bench) -> int:
@@ -478,9 +484,14 @@ def timed(size: Bench) -> int:
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
-def fits(key: str, prompt: int, other: str, new: int, room: int) -> None:
-    """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models."""
-    if prompt + new > room:
+def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:
+    """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models. start: of an
+    encoder-decoder, whose prompts are sources: these and its texts, which begin with `start`, are read apart."""
+    if start is not None:
+        for name, size in ((key, prompt), (other, len(start) + new)):
+            if size > room:
+                raise UserError(f"{name}: {size} tokens exceed the longest text, which has {room} tokens")
+    elif prompt + new > room:
         raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
                         f"longest text, which has {room} tokens")  # fmt: skip
 

@@ -234,7 +234,7 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
     most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
     if split in known.sources:
         return len(known.sources[split].prompts(most, ask.prompt_tokens, ask.seed)) * sets
-    return most * len(domains(cfg, known.sources, split)) * sets
+    return most * len(domains(cfg, known.target, known.sources, split)) * sets
 
 
 def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:

@@ -26,6 +26,7 @@ from cotrain.students.independent import from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_distributions import seen
 from cotrain.teacher.target_model import ENCODER, served
+from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
 from inference.models.passes import LAST
 from inference.policy import Fixed
@@ -199,8 +200,19 @@ class TestDraft:
         assert not any(torch.equal(value, before[name]) for name, value in after.items() if "SelfAttention.q" in name)
         student.network.double()
         assert not served_by(student, target).shares_encoder
-        with pytest.raises(ValueError, match="draft.encoder_layers: 3, but the target's encoder has 2"):
-            student_of(target, encoder_layers=3)
+        with pytest.raises(ValueError, match="draft.encoder_layers: 2, but the target's encoder has 2"):
+            student_of(target, encoder_layers=2)
+
+    def test_weights_of_a_folder(self, tmp_path: Path) -> None:
+        """Begin a draft that learns without dropout; a target without an encoder has no use for it."""
+        t5(dropout_rate=0.3).float().save_pretrained(tmp_path)
+        network = student_of(t5(), init="pretrained", chosen=(), path=str(tmp_path)).network.train()
+        assert network.config.dropout_rate == 0
+        assert not [module for module in network.modules() if isinstance(module, torch.nn.Dropout) and module.p]
+        causal = student_of(t5(), init="scratch", chosen=(), width=16, layers=1, intermediate=16, head_dim=8,
+                            kv_heads=1).network  # fmt: skip
+        with pytest.raises(ValueError, match=r"draft.path=.*: T5.* has an encoder, and the target has none"):
+            student_of(causal, init="pretrained", chosen=(), path=str(tmp_path))
 
     def test_a_draft_without_an_encoder_reads_the_text_alone(self) -> None:
         target = t5()
@@ -363,6 +375,8 @@ def test_sources_of_embedded_records_reach_a_run_without_files(place: Path, caps
         (["draft.quantisation=int8"], "draft.quantisation"),
         (["mode=joint"], "mode=joint"),
         (["trainer.strategy=fsdp2"], "trainer.strategy=fsdp2"),
+        (["trainer.corpus_steps=2"], "trainer.corpus_steps: not for T5"),
+        (["data.on_target=true"], "data.on_target: not for T5"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(
@@ -370,6 +384,23 @@ def test_what_has_no_meaning_is_refused_by_name(
 ) -> None:
     assert train(place, "refused", *settings, "check=true") != 0
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_sources_and_texts_fit_each_for_itself() -> None:
+    """The encoder reads the one and the decoder the other, so each may be as long as the context."""
+    fits("a", 100, "b", 99, 100, start=(2,))
+    for prompt, new, key in ((101, 10, "a: 101"), (10, 100, "b: 101")):
+        with pytest.raises(ValueError, match=key):
+            fits("a", prompt, "b", new, 100, start=(2,))
+    with pytest.raises(ValueError, match="a, b: "):
+        fits("a", 100, "b", 10, 100)
+
+
+def test_domains_of_embedded_texts_are_the_tasks() -> None:
+    cfg: Any = SimpleNamespace(
+        data=SimpleNamespace(from_target=False, path=None, bytes={"code": 9, "prose": 9, "records": 0})
+    )
+    assert domains(cfg, t5(), {}, "train") == {"signature", "summary"}
 
 
 def test_the_folder_is_exported_for_transformers_alone(run: Path, tmp_path: Path) -> None:
