@@ -22,7 +22,8 @@ import datasets
 from cotrain.data.corpora import ALL, embedded, is_of_python, pieces
 from inference.drafts.atomic import write_atomic
 
-TASKS = ("signature", "summary", "sentence")
+CORPORA = {"signature": "code", "summary": "code", "sentence": "records"}  # the corpus of each task
+TASKS = tuple(CORPORA)
 FIRST_SENTENCE = (15, 150)  # characters; shorter ones say little, longer ones are no summaries
 SIGNATURE = 150  # characters at most
 CODE = (40, 600)  # characters of a function without its docstring
@@ -94,7 +95,7 @@ def functions(source: str) -> Iterator[SequencePair]:
         if not FIRST_SENTENCE[0] <= len(first) <= FIRST_SENTENCE[1]:
             continue
         signature, code = _without_docstring(node)
-        keys = (first, code)
+        keys = (first, code) if code else (first,)  # many functions have no code but a docstring
         if len(signature) <= SIGNATURE:
             yield SequencePair("signature", f"signature: {pieces(docstring)[0].strip()}", signature, keys)
         if CODE[0] <= len(code) <= CODE[1]:

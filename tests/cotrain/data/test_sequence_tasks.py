@@ -70,6 +70,18 @@ def test_what_a_held_out_function_tells_is_not_learnt(monkeypatch: pytest.Monkey
     assert all("volume" in row["source"] + row["output"] for row in rows)
 
 
+def test_a_held_out_function_without_code_keeps_no_other_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Abstract functions have no code but a docstring, which is their own."""
+    code = 'def area(width):\n    """Return the area of a rectangle."""\n'
+    other = code.replace("area", "volume")
+
+    def documents(domain: str, split: str, size: int) -> list[Document]:
+        return [Document(split, code if split == "held_out" else other)]
+
+    monkeypatch.setattr(sequence_tasks, "embedded", documents)
+    assert embedded_pairs({"code": 100}, "train")["output"] == ["def volume(width):"]
+
+
 def test_the_splits_share_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     few_files(monkeypatch)
     size = {"code": 400_000, "prose": 10_000, "records": 20_000}
