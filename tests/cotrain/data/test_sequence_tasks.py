@@ -68,6 +68,9 @@ def test_what_a_held_out_function_tells_is_not_learnt(monkeypatch: pytest.Monkey
     rows = embedded_pairs({"code": 100, "records": 0}, "train")
     assert {row["domain"] for row in rows} == {"signature", "summary"} and len(rows) == 2
     assert all("volume" in row["source"] + row["output"] for row in rows)
+    monkeypatch.setattr(sequence_tasks, "embedded", lambda domain, split, size: [Document(split, records(3))])
+    with pytest.raises(ValueError, match="no sequence task of the split train"):  # its records are held out
+        embedded_pairs({"records": 100}, "train")
 
 
 def test_a_held_out_function_without_code_keeps_no_other_back(monkeypatch: pytest.MonkeyPatch) -> None:

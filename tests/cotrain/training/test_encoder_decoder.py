@@ -17,6 +17,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5For
 from cotrain.bench.plan import Plan
 from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
+from cotrain.data.splits import Prompts
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.export.hf import export
@@ -24,7 +25,7 @@ from cotrain.rollout.training_texts import padded, start_of
 from cotrain.students.base import OPTIONAL, Student, student_class
 from cotrain.students.independent import from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
-from cotrain.teacher.target_distributions import seen
+from cotrain.teacher.target_distributions import TopKTeacher, seen
 from cotrain.teacher.target_model import ENCODER, served
 from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
@@ -87,6 +88,12 @@ class TestTexts:
             start_of(silent)
         assert start_of(bart()) == (2,)
 
+    def test_a_text_may_begin_with_several_ids(self) -> None:
+        """As with a forced first id: it is no output, so nothing is learnt from it."""
+        texts = padded([{"domain": "a", "prompt": [9], "completion": [3, 4]}], (2, 7))
+        assert texts.ids.tolist() == [[2, 7, 3, 4]] and texts.prompt.tolist() == [2]
+        assert texts.predicted.tolist() == [[False, True, True]]
+
 
 class TestTeacher:
     @FAMILIES
@@ -136,6 +143,44 @@ class TestTeacher:
         filled.fill(ids, keys, source=source)
         filled.read = None  # type: ignore[assignment]
         assert torch.equal(filled(ids, keys, None, source)[LAST], wanted[LAST])
+
+    @torch.no_grad()
+    def test_a_cache_filled_in_parts_has_each_texts_own_source(self) -> None:
+        read = served(t5(), VOCABULARY)[0]
+        ids, keys, source = torch.tensor([[0, 3, 4]] * 3), torch.arange(3), texts_of(t5()).source
+        filled = MemoryCache(read, 2**20)
+        filled.fill(ids, keys, batch=2, source=source)
+        filled.read = None  # type: ignore[assignment]
+        torch.testing.assert_close(filled(ids, keys, None, source)[LAST], read(ids, None, source)[LAST])
+
+    @torch.no_grad()
+    def test_a_record_at_another_width_of_sources_is_not_used(self) -> None:
+        """Encoder states of two widths cannot stand in one batch."""
+        read = served(t5(), VOCABULARY, (ENCODER,))[0]
+        ids, keys, source = torch.tensor([[0, 3, 4]]), torch.arange(1), torch.tensor([[12, 13, NO_ID, NO_ID]])
+        cache = MemoryCache(read, 2**20)
+        cache(ids, keys, None, source)
+        assert cache(ids, keys, None, source[:, :3])[ENCODER].shape[1] == 3
+
+    @torch.no_grad()
+    def test_what_a_folder_lacks_is_read_with_its_own_source(self, tmp_path: Path) -> None:
+        read = served(t5(), VOCABULARY)[0]
+        ids, source = torch.tensor([[0, 3, 4]] * 3), texts_of(t5()).source
+        disk = DiskCache(read, tmp_path, {})
+        disk(ids[:1], None, source[:1])
+        torch.testing.assert_close(disk(ids, None, source)[LAST], read(ids, None, source)[LAST])
+
+    @torch.no_grad()
+    def test_the_most_probable_tokens_are_those_after_each_source(self) -> None:
+        target = t5()
+        read, head = served(target, VOCABULARY, (ENCODER,))
+        teacher = TopKTeacher(read, head, 3, VOCABULARY, 1.0, None, 4, (ENCODER,))
+        texts = texts_of(target)
+        record = teacher.read(*texts.read(slice(None)))
+        for row, length in enumerate(texts.length.tolist()):
+            logits = own_logits(target, texts.ids[row, :length].tolist(), tuple(SOURCES[row]))
+            torch.testing.assert_close(record["logs"][row, :length].double(),
+                                       logits.log_softmax(-1).topk(3).values, atol=1e-5, rtol=1e-5)  # fmt: skip
 
 
 class TestDraft:
@@ -239,6 +284,14 @@ def test_a_draft_is_not_rounded_where_it_has_the_targets_encoder() -> None:
         assert plan.served.dtype == served_in and shares_encoder(plan.served, target) and not plan.served.training
         own = replace(plan, draft=student_of(target, encoder_layers=1).network)
         assert own.served.dtype == torch.bfloat16
+
+
+def test_a_measurement_reads_whole_sources() -> None:
+    size: Any = SimpleNamespace(prompt_tokens=4)
+    given = Prompts(SOURCES[:2], SOURCES[2:], "own")
+    plan = Plan(t5(), tokenizer(), t5(), Sampling(), "token", size, ("target", "draft"), given=given)
+    assert [(list(one), list(one.source)) for one in plan.ranking(1, 2)] == [([0], SOURCES[1]), ([0], SOURCES[0])]
+    assert [list(one.source) for one in plan.final(0, 1)] == [SOURCES[2]]
 
 
 def one_step(student: Student, guess: Any) -> None:
