@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
+from cotrain import losses
 from cotrain.bench.plan import Plan
 from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
@@ -21,12 +23,14 @@ from cotrain.data.splits import Prompts
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.export.hf import export
+from cotrain.losses.spec import LossSpec
 from cotrain.rollout.training_texts import padded, start_of
 from cotrain.students.base import OPTIONAL, Student, student_class
-from cotrain.students.independent import from_layers, shares_encoder
+from cotrain.students.independent import IndependentStudent, from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_distributions import TopKTeacher, seen
 from cotrain.teacher.target_model import ENCODER, served
+from cotrain.training.module import Distillation, Stage
 from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
 from inference.models.passes import LAST
@@ -284,6 +288,22 @@ def test_a_draft_is_not_rounded_where_it_has_the_targets_encoder() -> None:
         assert plan.served.dtype == served_in and shares_encoder(plan.served, target) and not plan.served.training
         own = replace(plan, draft=student_of(target, encoder_layers=1).network)
         assert own.served.dtype == torch.bfloat16
+
+
+def test_a_step_compares_target_and_draft_after_the_same_source() -> None:
+    """A copy of the target, which reads the sources with its own encoder, has nothing to learn."""
+    target = t5().float()
+    student = IndependentStudent(copy.deepcopy(target).requires_grad_(True), None, VOCABULARY)
+    texts = texts_of(target)
+    held = {1.0: held_out(served(target, VOCABULARY)[0], texts, 1.0)}
+    stages: Any = [Stage(1.0, LossSpec(losses.kl))]
+    module = Distillation(student, target, stages, None, None, held, remember=2**20)  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=2, world_size=1)  # type: ignore[assignment]
+    module.eval()
+    module.log = module.log_dict = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+    for rows in ([0, 1, 2], [2, 0]):  # the second batch comes from memory
+        loss = module.learn(default_collate([Learnt(texts)[row] for row in rows]))
+        assert abs(loss.item()) < 1e-5
 
 
 def test_a_measurement_reads_whole_sources() -> None:
