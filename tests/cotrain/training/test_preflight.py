@@ -22,7 +22,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Any:
     sizes = {"big": Size(100, 40), "small": Size(8, 4)}
     monkeypatch.setattr(preflight, "size_of", lambda model: sizes[model.name])
     monkeypatch.setattr(preflight, "half", lambda device: torch.bfloat16)
-    config = SimpleNamespace(hidden_size=6, num_hidden_layers=5, vocab_size=7)
+    config = SimpleNamespace(hidden_size=6, num_hidden_layers=5, vocab_size=7, is_encoder_decoder=False)
     config.get_text_config = lambda: config
     return SimpleNamespace(target=SimpleNamespace(name="big", config=config), sources={},
                            draft=SimpleNamespace(name="small", config=config))  # fmt: skip
