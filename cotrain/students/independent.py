@@ -34,7 +34,7 @@ from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
-from inference.models.encoder_decoder import refuse_other_sources
+from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import TIED, auto_class, layers_of, length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
@@ -236,15 +236,7 @@ def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
 @torch.no_grad()
 def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
     """Return whether the draft's encoder has the numbers of the target's, whatever their dtypes."""
-    if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder) or "meta" in (
-        draft.device.type, target.device.type
-    ):  # fmt: skip
-        return False
-    ours, theirs = (model.get_encoder().state_dict() for model in (draft, target))
-    return ours.keys() == theirs.keys() and all(
-        one.shape == theirs[name].shape and torch.equal(one.double(), theirs[name].to(one.device).double())
-        for name, one in ours.items()
-    )
+    return same_encoder(draft, target, as_run=False)
 
 
 def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: int | None = None) -> PreTrainedModel:
