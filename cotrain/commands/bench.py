@@ -18,6 +18,7 @@ from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
+from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
@@ -73,7 +74,9 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     for bits in (cfg.quantisation.kind, *cfg.matrix.targets):
         refuse_rounded(kind, bits, pair.target)
     size = cfg.bench
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair))
+    fits(
+        "bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair), start_of(pair.target)
+    )
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 

@@ -34,6 +34,7 @@ from cotrain.plan.forecast import (
 from cotrain.plan.policy_file import Observation, estimates, observed
 from cotrain.plan.policy_file import content as policy_content
 from cotrain.plan.timed import measured_table, timed_cells
+from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
@@ -138,7 +139,8 @@ def _drafted(
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
     model, tokenizer = pair
     draft_folder, outline = measured_folder(path), refuse_pair(path, name, cfg.target.trust_remote_code)
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(outline))
+    room, start = room_of(outline), start_of(outline.target)
+    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room, start)
     given = prompts(cfg.data, size, outline.target, outline.tokenizer, None, draft_folder.path)
     draft, metadata = load_network(draft_folder, model, tokenizer), draft_folder.metadata
     assert cfg.verify is not None
