@@ -11,7 +11,7 @@ from cotrain.teacher.target_model import Record
 def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
     asked: list[list[int]] = []
 
-    def read(ids: Tensor, _: object = None) -> Record:
+    def read(ids: Tensor, *_: object) -> Record:
         asked.append(ids[:, 0].tolist())
         return {LAST: ids.unsqueeze(-1).float().expand(-1, -1, 4)}
 
@@ -26,7 +26,7 @@ def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
 def test_filled_texts_are_not_read_again() -> None:
     asked: list[int] = []
 
-    def read(ids: Tensor, _: object = None) -> Record:
+    def read(ids: Tensor, *_: object) -> Record:
         asked.append(len(ids))
         return {LAST: ids.unsqueeze(-1).float()}
 
@@ -45,7 +45,7 @@ def test_texts_padded_to_another_width_are_read_again() -> None:
     """As those of the first round are once a longer text came in the second."""
     asked: list[tuple[int, ...]] = []
 
-    def read(ids: torch.Tensor, _: object = None) -> Record:
+    def read(ids: torch.Tensor, *_: object) -> Record:
         asked.append(tuple(ids.shape))
         return {LAST: ids[..., None].float()}
 
