@@ -121,8 +121,10 @@ class Plan:
 
     @cached_property
     def prompts(self) -> Prompts:
+        if self.given:
+            return self.given
         encoder = self.target.config.is_encoder_decoder
-        return self.given or apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
+        return apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
         """Return `count` ranking prompts from number `first` on. The first prompt follows the last one. For an

@@ -213,7 +213,11 @@ def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
     monkeypatch.setattr(quantisation_table, "rounded", lambda draft, kind: seen.append((draft, kind)) or draft)
     monkeypatch.setattr(quantisation_table, "line", lambda cell: "")
     plan = plan_of(objective="greedy", bench=replace(plan_of().bench, draft_dtype="float32"))
-    held: Any = lambda kind: f"target {kind}"  # noqa: E731
+
+    class Named(str):
+        config = SimpleNamespace(is_encoder_decoder=False)
+
+    held: Any = lambda kind: Named(f"target {kind}")  # noqa: E731
     cells = quantisation_table.table(plan, held, ["none", "nf4"], ["none", "int8"], [0.0, 0.5], 2)
     wanted = [(t, at, d) for t in ("none", "nf4") for at in (0.0, 0.5) for d in ("none", "int8")]
     assert [(cell["target"], cell["temperature"], cell["draft"]) for cell in cells] == wanted

@@ -303,7 +303,8 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
      (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
 )  # fmt: skip
 def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
-    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k}, "verify": verify}
+    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k, "file": None},
+           "verify": verify}  # fmt: skip
     assert served(generate._engine(OmegaConf.create(cfg)))[:3] == wanted  # type: ignore[arg-type]
 
 

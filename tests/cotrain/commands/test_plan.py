@@ -90,7 +90,8 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=4", "batches=[2]") == 0
     (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
     best = max(cell["k"], 1)
-    assert {"plain", "adaptive", f"k = {best}", f"k = {best + 1}"} <= set(cell["arms"]) and cell["rows"] == 2
+    near = {f"k = {k}" for k in (best - 1, best, best + 1) if 0 < k <= 3}
+    assert {"plain", "adaptive"} | near == set(cell["arms"]) and cell["rows"] == 2
     assert cell["arms"]["plain"]["speedup"]["value"] == 1
     for name in ("adaptive", f"k = {best}"):
         assert cell["arms"][name]["speedup"]["value"] > 0 and cell["arms"][name]["tau"] >= 1

@@ -25,7 +25,7 @@ class Reads:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None) -> Record:
+    def __call__(self, ids: Tensor, *_: object) -> Record:
         self.count += 1
         return {LAST: torch.sin(ids.unsqueeze(-1) * torch.arange(1, 5)).bfloat16()}
 
@@ -88,9 +88,9 @@ def wanted(layer: int) -> torch.Tensor:
 def counting(read: Any) -> tuple[Any, list[int]]:
     asked: list[int] = []
 
-    def counted(ids: torch.Tensor, places: object = None) -> Any:
+    def counted(ids: torch.Tensor, *places: object) -> Any:
         asked.append(len(ids))
-        return read(ids, places)
+        return read(ids, *places)
 
     return counted, asked
 

@@ -208,7 +208,8 @@ def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tre
 
     bench: Any = SimpleNamespace(new_tokens=40, seed=5)
     nothing: Any = None
-    plan = Known(nothing, nothing, nothing, SAMPLING, "block", bench, ("target", "draft"),
+    target: Any = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+    plan = Known(target, nothing, nothing, SAMPLING, "block", bench, ("target", "draft"),
                  given=Prompts(((1, 2),), ((3, 4), (5, 6)), "own"))  # fmt: skip
     extra = {"planned_k": 3, "planned_shape": tree, "planned_rule": "tree", "planned_likeliest": False}
     measurement.recorded(plan, extra)
