@@ -23,8 +23,9 @@ from inference import Sampling, load
 from inference.adaptive_policy import Adaptive, seconds_of
 from inference.engine import Engine
 from inference.measure.adaptive import Wanted, until_known
+from inference.measure.arms import Arm, ArmResult, engine_arm
+from inference.measure.costs import drafting_by
 from inference.measure.environment import environment
-from inference.measure.timing import engine_arm
 from inference.policy import Fixed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -97,15 +98,14 @@ def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: l
             "runs": reached.runs, "others": reached.others}  # fmt: skip
 
 
-def _with(arm: Any, engine: Engine, policy: Any) -> Any:
+def _with(arm: Arm, engine: Engine, policy: Any) -> Arm:
     """Return the arm with this policy of its engine."""
-    run = arm.run
 
-    def with_policy(*given: Any) -> Any:
-        engine.policy = policy
-        return run(*given)
+    def run(*given: Any) -> ArmResult:
+        with drafting_by(engine, policy):
+            return arm.run(*given)
 
-    return type(arm)(arm.name, with_policy)
+    return Arm(arm.name, run)
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def cells_of(path: str, target: Any, size: argparse.Namespace, plain: dict[tuple
             found.append({
                 "draft": path, "domain": domain, "temperature": t, "longest": longest, "figures": single,
                 "tau_seen": taus(seen, longest), "tau": taus(judged, longest), "conditional": conditional.tolist(),
-                "measured": tokens / calls, "seconds": [costs.round(k) for k in range(longest + 1)],
+                "measured": tokens / calls, "seconds": list(costs.rounds),
                 "z": (calls - expected * tokens / float(judged.lengths.sum())) / max(deviation * 2**0.5, 1e-9),
             })  # fmt: skip
             print(f"{path} {domain} T={t:g}: tau({JUDGED}) {found[-1]['tau'][min(JUDGED, longest)]:.3f} "

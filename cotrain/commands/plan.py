@@ -151,7 +151,7 @@ def _drafted(
     temperatures = list(cfg.temperatures) or [plan.sampling.temperature]
     longest = max(plan.depths)
     costs = {rows: _costs(plan, rows).costs for rows in sorted({1, *cfg.batches})}
-    seconds = {rows: [one.round(k) for k in range(longest + 1)] for rows, one in costs.items()}
+    seconds = {rows: one.rounds for rows, one in costs.items()}
     by: dict[tuple[float, int], Forecast] = {}
     ends: dict[tuple[float, int], Sequence[float]] = {}
     alpha, profiles, observations, shares = {}, {}, list[Observation](), list[float]()

@@ -135,7 +135,7 @@ def forecast(calls: Calls, costs: Costs) -> Forecast:
     Regression Trees, 1984, 3.4.3).
     """
     longest = min(len(calls.calls) - 1, len(costs.target) - 1)
-    seconds = tuple(costs.round(k) for k in range(longest + 1))
+    seconds = costs.rounds[: longest + 1]
     times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * calls.calls[: longest + 1]  # (K+1, N)
     totals = times.sum(1)
     fastest = int(totals.argmin())

@@ -1,4 +1,4 @@
-"""The file of an adaptive policy (`policy=adaptive`): seconds of rounds on this machine, and estimates of the draft's
+"""The file of an adaptive policy (`policy.file=`): seconds of rounds on this machine, and estimates of the draft's
 acceptance, fitted to real rounds on ranking texts.
 
 The rounds draft the longest chains, and every draft whose predecessors were all accepted is one observation. So the
@@ -15,7 +15,7 @@ import torch
 from cotrain.evaluation.confidence import logistic
 from inference import Engine, Sampling
 from inference.adaptive_policy import INPUTS, Adaptive, CallDecisions, Estimates, Numbers, Recent, inputs
-from inference.measure.costs import Costs
+from inference.measure.costs import Costs, drafting_by
 
 UNKNOWN = Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)
 BY_RATE = (0.0, 1.0, *(0.0,) * (INPUTS - 2))  # weights of an estimate that is the row's recent acceptance
@@ -65,12 +65,9 @@ def observed(
 ) -> tuple[float, list[Observation]]:
     """Return the share of accepted drafts, of those whose predecessors were all accepted, in rounds of `engine` with
     chains of `longest` drafts, and the observations. The engine's policy is replaced and restored."""
-    own = engine.policy
-    engine.policy = policy = Observing({1: (1.0,) * (longest + 1)}, UNKNOWN)  # more drafts cost nothing, so none stops
-    try:
+    policy = Observing({1: (1.0,) * (longest + 1)}, UNKNOWN)  # more drafts cost nothing, so none stops
+    with drafting_by(engine, policy):
         stats = engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed).whole().stats
-    finally:
-        engine.policy = own
     tried = sum(stats.tried)
     return (sum(stats.accepted) / tried if tried else 0.0), [one for call in policy.calls for one in call.observations]
 
@@ -98,5 +95,5 @@ def estimates(mean: float, observations: Sequence[Observation]) -> Estimates:
 
 def content(fit: Estimates, costs: Mapping[int, Costs]) -> dict[str, Any]:
     """Return the content of the file that `Adaptive.load` reads. costs: by number of rows."""
-    seconds = {str(rows): [one.round(k) for k in range(len(one.target))] for rows, one in sorted(costs.items())}
+    seconds = {str(rows): list(one.rounds) for rows, one in sorted(costs.items())}
     return {"seconds": seconds, "estimates": asdict(fit)}

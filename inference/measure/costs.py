@@ -25,7 +25,7 @@ from inference.engine import Engine
 from inference.models.encoder_decoder import any_source
 from inference.models.lm import LM, store_prompts
 from inference.output import Stats
-from inference.policy import Fixed
+from inference.policy import Fixed, Policy
 from inference.proposers.base import Host, Outcome, Proposer
 from inference.request import Request
 from inference.round import DecodingRound
@@ -64,6 +64,11 @@ class Costs:
     def round(self, k: int) -> float:
         """Return the seconds of a round that drafts k tokens: drafting(k) + target[k] + rest[k]."""
         return self.drafting(k) + self.target[k] + self.rest[k]
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """Return the seconds of a round at each draft length 0 .. K."""
+        return tuple(map(self.round, range(len(self.target))))
 
     def drafting(self, k: int) -> float:
         """Return the seconds that k drafts take."""
@@ -312,7 +317,7 @@ def measure_drafting(
             break
         for key, (engine, k) in engines.items():
             batch = [prompts[(repeat * engine.rows + row) % len(prompts)] for row in range(engine.rows)]
-            with _drafting(engine, k):
+            with drafting_by(engine, Fixed(k)):
                 out = engine.generate(
                     batch, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + repeat, ignore_eos=True
                 ).whole()
@@ -322,8 +327,9 @@ def measure_drafting(
 
 
 @contextmanager
-def _drafting(engine: Engine, k: int) -> Iterator[None]:
-    own, engine.policy = engine.policy, Fixed(k)
+def drafting_by(engine: Engine, policy: Policy) -> Iterator[None]:
+    """Let an engine draft by another policy within the block."""
+    own, engine.policy = engine.policy, policy
     try:
         yield
     finally:
