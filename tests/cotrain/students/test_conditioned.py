@@ -159,11 +159,9 @@ def test_rounded_weights_keep_their_scale() -> None:
 
 
 def test_time_is_reckoned_for_texts_of_every_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg, known = (
-        job_of("draft.temperatures=[0.0,0.3,1.0]", "rollout.temperatures=[0.5]").cfg,
-        SimpleNamespace(sources={}),
-    )
-    monkeypatch.setattr(preflight, "domains", lambda cfg, sources, split: ["a", "b"])
+    cfg = job_of("draft.temperatures=[0.0,0.3,1.0]", "rollout.temperatures=[0.5]").cfg
+    known = SimpleNamespace(sources={}, target=tiny())
+    monkeypatch.setattr(preflight, "domains", lambda *_: ["a", "b"])
     given: Any = known
     assert preflight._count(cfg, given, "train") == 3 * 2 * cfg.rollout.texts
     assert preflight._count(cfg, given, "held_out") == 5 * 2 * cfg.rollout.held_out_texts  # 0.8, the regime's, too
