@@ -1,7 +1,6 @@
 """Measurement of speed-up by temperature and batch size. A cell is one pair of them, and an arm is one engine or draft
 length. The arms of a cell are timed in turn. Each speed-up is compared with the one that the measured costs allow."""
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -43,9 +42,7 @@ def matrix(plan: Plan, grid: Grid, say: Say = print) -> list[dict[str, Any]]:
     costs allow."""
     cells, machine = [], measure_machine(plan.target.device, plan.target.dtype)
     for rows in grid.batches:
-        bench = copy.copy(plan.bench)
-        bench.rows = rows
-        plan = replace(plan, draft=plan.served, bench=bench)
+        plan = plan.batched(rows)
         with ExitStack() as stack:
             servers = _servers(plan, grid, stack) if grid.vllm else {}
             for temperature in grid.temperatures:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import NamedTuple
@@ -77,6 +77,12 @@ class Plan:
         """Return the served draft as this machine runs it. It is cast to float32 if its dtype would be emulated and no
         8-bit kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
+
+    def batched(self, rows: int) -> "Plan":
+        """Return the plan for another number of rows. It shares the served draft."""
+        bench = copy.copy(self.bench)
+        bench.rows = rows
+        return replace(self, draft=self.served, bench=bench)
 
     def student(self, network: PreTrainedModel) -> Student:
         """Return the student of the draft's kind with the weights of `network`."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from cotrain.bench.forecast import alone
+from cotrain.bench.forecast import expected as expected_calls
 from cotrain.bench.plan import CompiledParts, Plan
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
@@ -198,9 +200,12 @@ def tau_of(figures: Figures, verify: str, k: int) -> float:
 
 def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
     """Return the predicted tau by draft length on `texts`. By default these are new `plain_texts`."""
-    longest = max(plan.depths)
-    figures = text_figures(plan, texts or plain_texts(plan), longest)
-    return {k: tau_of(figures, plan.verify, k) for k in range(1, longest + 1)}
+    return taus_of(plan, text_figures(plan, texts or plain_texts(plan), max(plan.depths)))
+
+
+def taus_of(plan: Plan, figures: Figures) -> dict[int, float]:
+    """Return the predicted tau by draft length, from figures at the longest of the plan's depths."""
+    return {k: tau_of(figures, plan.verify, k) for k in range(1, max(plan.depths) + 1)}
 
 
 # --- the choice
@@ -208,10 +213,16 @@ def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
 
 def plan_draft(plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf) -> PlannedDraft:
     """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others. texts:
-    `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds."""
+    `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds.
+
+    At several rows the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
+    timed. Those of trees are of full batches."""
     chains = replace(plan, tree=None)
-    expected = taus(chains, texts)
+    figures = text_figures(chains, texts, max(chains.depths))
+    expected = taus_of(chains, figures)
     length, costs = plan_length(chains, costs, expected.__getitem__, until)
+    if plan.bench.rows > 1:
+        length = alone_length(chains, costs.costs, figures, until) or length
     tree = best_tree(replace(chains, tree=plan.tree), length, expected, texts, until)
     served, line = chain_or_tree(length, tree, plan.planned is not None)
     plan = replace(chains, tree=served.tree if served else None)
@@ -238,10 +249,24 @@ def plan_length(
 
 def choose(costs: Costs, tau: Callable[[int], float], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
     """Choose the draft length with the fewest seconds per token, see `measure.costs.best_k`."""
-    speedups = best_k(costs, tau).speedups
+    return fastest(best_k(costs, tau).speedups, depths, always)
+
+
+def fastest(speedups: tuple[float, ...], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
+    """Choose the fastest draft length among `always` and `depths`. speedups: by draft length."""
     allowed = sorted({*always, *depths})
     best, drafting = (max(lengths, key=speedups.__getitem__) for lengths in (allowed, allowed[1:]))
     return DraftLength(best, drafting, speedups)
+
+
+def alone_length(plan: Plan, costs: Costs, figures: Figures, until: float = inf) -> DraftLength | None:
+    """Choose the draft length of batches that are decoded alone, from the costs of rounds of one row, measured here,
+    and of all rows. Return None if the texts fill no batch. figures: of the texts."""
+    rows, longest = plan.bench.rows, max(plan.depths)
+    one_row = measured(plan.batched(1), until).costs
+    table = {1: one_row.rounds, rows: costs.rounds}
+    speedups = alone(expected_calls(figures, plan.verify, longest), table, rows)
+    return fastest(speedups, plan.depths, ALWAYS[:1] if plan.planned else ALWAYS) if speedups else None
 
 
 # --- trees
@@ -265,7 +290,9 @@ def best_tree(
     if distributions is None:
         print(f"bench: {plan.kind} drafts are planned as chains: they draft no trees")
         return None
-    trees = candidates(plan, distributions, tree_seconds(plan, until))[:CANDIDATES] if plan.bench.trees else []
+    trees: list[PlannedTree] = []
+    if plan.bench.trees:
+        trees = candidates(tree_search(plan, distributions), tree_seconds(plan, until))[:CANDIDATES]
     trees += [given] if given is not None and given not in trees else []
     if not trees:
         return None
@@ -305,7 +332,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
     return distributions_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
 
 
-def tree_seconds(plan: Plan, until: float) -> Seconds:
+def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
     """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
@@ -314,7 +341,7 @@ def tree_seconds(plan: Plan, until: float) -> Seconds:
 
 
 def rounds_in_turn(
-    plan: Plan, drafted: Sequence[PlannedTree | int], until: float
+    plan: Plan, drafted: Sequence[PlannedTree | int], until: float = inf
 ) -> dict[PlannedTree | int, RealRound]:
     """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
     decoding."""
@@ -330,15 +357,17 @@ def rounds_in_turn(
     )
 
 
-def candidates(plan: Plan, distributions: Distributions, seconds: Seconds) -> list[PlannedTree]:
-    """Return the best tree for each rule, in the order of seconds per token. Each rule has two trees: one with sampled
-    children, and one with the likeliest tokens as children. With greedy drafting, and at temperature 0, all children
-    are the likeliest tokens.
-    """
+def tree_search(plan: Plan, distributions: Distributions) -> Search:
+    """Rate trees of at most bench.trees nodes, with sampled children and with the likeliest tokens as children. With
+    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
-    search = Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
-    ranked = search.ranked(seconds, branching=True)
-    return [PlannedTree(one.shape.parents, one.rule, one.likeliest) for one in ranked]
+    children = min(CHILDREN, most, distributions.p.shape[-1])
+    return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
+
+
+def candidates(search: Search, seconds: Seconds) -> list[PlannedTree]:
+    """Return the best tree for each rule and sort of children, in the order of seconds per token."""
+    return [PlannedTree(one.shape.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 
 
 def _likeliest_only(plan: Plan) -> bool:

@@ -150,6 +150,7 @@ class PlanConfig:
     quantisation: Quantisation
     draft: Model
     drafts: list[str]  # further draft folders, of the same target
+    shapes: list[str]  # without draft folders: settings of cotrain train, which make a draft each
     regime: ServedRegime
     data: Data  # as in BenchConfig
     bench: Bench

@@ -6,7 +6,7 @@ It begins with a summary (speed-up, acceptance, exactness). A section without fi
 from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from markupsafe import Markup
 
@@ -27,14 +27,28 @@ GENERATOR, PAGE = "cotrain report", "report.html"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
+class Titled(Protocol):
+    """A subject of a page. partial: it has not ended, so that figures may still change."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def partial(self) -> bool: ...
+
+
 def page(runs: Sequence[LoadedRun]) -> str:
-    """Return the HTML document. Charts need its scripts, but all numbers are also in the document as text."""
-    document = render(
-        "page.html", runs=runs, headlines=[(run, headline(run)) for run in runs],
-        sections=[make(runs) for make in SECTIONS], generator=GENERATOR, version=__version__,
-        policy=POLICY, style=_asset("page.css"), scripts=[_asset("page.js"), _asset("replay.js")], plotly=_plotly(),
-    )  # fmt: skip
-    return str(document)
+    """Return the HTML document of runs."""
+    return document([(run, headline(run)) for run in runs], [make(runs) for make in SECTIONS], GENERATOR)
+
+
+def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
+    """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
+    each subject of the page with its result in one line. generator: the command that writes the page."""
+    return str(render(
+        "page.html", headlines=headlines, sections=sections, generator=generator, version=__version__, policy=POLICY,
+        style=_asset("page.css"), scripts=[_asset("page.js"), _asset("replay.js")], plotly=_plotly(),
+    ))  # fmt: skip
 
 
 def _asset(name: str) -> str:

@@ -42,7 +42,9 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
     monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
-    monkeypatch.setattr(planner, "taus", part("taus", {4: 2.5}))
+    monkeypatch.setattr(planner, "text_figures", part("text_figures", "figures"))
+    monkeypatch.setattr(planner, "taus_of", part("taus_of", {4: 2.5}))
+    monkeypatch.setattr(planner, "alone_length", part("alone_length", None))
     monkeypatch.setattr(planner, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
     monkeypatch.setattr(planner, "best_tree", part("best_tree", grown))
     monkeypatch.setattr(planner, "chain_or_tree", part("chain_or_tree", (served, "a line")))
@@ -61,7 +63,8 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     size = replace(plan_of().bench, minutes=10)
     result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
     assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
-    assert asked["plain_texts"] == (here, 32) and asked["taus"] == (here, "texts")
+    assert asked["plain_texts"] == (here, 32) and asked["text_figures"] == (here, "texts", 4)
+    assert asked["taus_of"] == (here, "figures") and asked["alone_length"][:3] == (here, MORE, "figures")
     assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
     assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
     engine = asked["_timed"][1]

@@ -25,6 +25,7 @@ from cotrain.bench.planner import (
     plain_texts,
     plan_entries,
     served_tree,
+    tree_search,
     tree_tau,
 )
 from cotrain.commands import generate
@@ -359,7 +360,7 @@ def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forc
     assert distributions is not None and distributions.q.shape == (*distributions.x.shape, 2, 300)
     alone = distributions.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
     assert bool((alone[:, 1] == 0).all()) and bool((distributions.q[:, 1:-2].sum(-1) > 0.99).all())
-    result = candidates(plan, distributions, lambda parents: 1.0)
+    result = candidates(tree_search(plan, distributions), lambda parents: 1.0)
     assert result and max(tree.depth for tree in result) <= 2
 
 
@@ -368,15 +369,20 @@ def test_children_are_as_the_draft_was_trained() -> None:
     plan, texts = plan_of(), plain_texts(plan_of())
     distributions = plain_distributions(plan, texts)
     assert distributions
-    flat = candidates(plan, distributions, lambda parents: 1.0)
+    flat = candidates(tree_search(plan, distributions), lambda parents: 1.0)
     assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
     taus = [tree_tau(distributions, tree) for tree in flat]
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
     assert all(
-        tree.likeliest for tree in candidates(replace(plan, objective="greedy"), distributions, lambda parents: 1.0)
+        tree.likeliest
+        for tree in candidates(tree_search(replace(plan, objective="greedy"), distributions), lambda parents: 1.0)
     )
-    assert candidates(plan, distributions, lambda parents: 1.0 if parents == (-1, -1) else 99.0)[0].parents == (-1, -1)
-    cheap_chains = candidates(plan, distributions, lambda parents: 0.01 if parents == chain(len(parents)) else 1.0)
+    assert candidates(tree_search(plan, distributions), lambda parents: 1.0 if parents == (-1, -1) else 99.0)[
+        0
+    ].parents == (-1, -1)
+    cheap_chains = candidates(
+        tree_search(plan, distributions), lambda parents: 0.01 if parents == chain(len(parents)) else 1.0
+    )
     assert all(len(set(tree.parents)) < len(tree.parents) for tree in cheap_chains)  # each branches
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotrain.acceptance import iid_tau
-from cotrain.plan.forecast import Calls, acceptance, alone, expected, forecast, schedule, stops_paying
+from cotrain.bench.forecast import Calls, acceptance, alone, expected, forecast, schedule, stops_paying
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 

@@ -41,7 +41,7 @@ class Calls:
     def error(self, k: int) -> float:
         """Return the standard error of `tau`, from the differences between texts; infinite for one text."""
         tau = self.tau(k)
-        return tau * _error(self.calls[k] * tau - self.lengths) / float(self.lengths.sum())
+        return tau * error_of_sum(self.calls[k] * tau - self.lengths) / float(self.lengths.sum())
 
 
 def expected(figures: Figures, verify: str, longest: int, seed: int = 0) -> Calls:
@@ -90,21 +90,32 @@ class Forecast:
     @property
     def perfect(self) -> float:
         """Return the speed-up of a draft whose tokens are all accepted: the most that these costs allow."""
-        return max(self.seconds[0] * (k + 1) / seconds for k, seconds in enumerate(self.seconds))
+        return at_acceptance(self.seconds, 1.0)[0]
 
     @property
     def break_even(self) -> float | None:
-        """Return the acceptance, the same at every depth, above which some draft length beats plain decoding. None if
-        none does."""
-        if self.perfect <= 1:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            pays = any(self.seconds[0] * iid_tau(middle, k) > seconds
-                       for k, seconds in enumerate(self.seconds) if k)  # fmt: skip
-            low, high = (low, middle) if pays else (middle, high)
-        return high
+        """Return `break_even` of these seconds."""
+        return break_even(self.seconds)
+
+
+def at_acceptance(seconds: Sequence[float], acceptance: float) -> tuple[float, int]:
+    """Return the speed-up over plain decoding at the best draft length, and this length, of a draft with the same
+    acceptance at every depth. seconds: of a round, by draft length."""
+    speedups = [seconds[0] * iid_tau(acceptance, k) / one for k, one in enumerate(seconds)]
+    k = max(range(len(speedups)), key=speedups.__getitem__)
+    return speedups[k], k
+
+
+def break_even(seconds: Sequence[float]) -> float | None:
+    """Return the acceptance, the same at every depth, above which some draft length beats plain decoding. Return None
+    if none does. seconds: of a round, by draft length."""
+    if not at_acceptance(seconds, 1.0)[1]:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at_acceptance(seconds, middle)[1] else (middle, high)
+    return high
 
 
 def alone(calls: Calls, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
@@ -140,16 +151,16 @@ def forecast(calls: Calls, costs: Costs) -> Forecast:
     totals = times.sum(1)
     fastest = int(totals.argmin())
     worse = times - times[fastest]  # of each text
-    k = next(k for k in range(longest + 1) if float(worse[k].sum()) <= _error(worse[k]) or k == fastest)
-    gain = (float(worse[k].sum()) + SIGMAS * _error(worse[k])) / float(totals[fastest])
+    k = next(k for k in range(longest + 1) if float(worse[k].sum()) <= error_of_sum(worse[k]) or k == fastest)
+    gain = (float(worse[k].sum()) + SIGMAS * error_of_sum(worse[k])) / float(totals[fastest])
     speedups = tuple(float(totals[0] / total) for total in totals)
-    errors = tuple(speedup * _error(times[0] - speedup * times[k]) / float(totals[0])
+    errors = tuple(speedup * error_of_sum(times[0] - speedup * times[k]) / float(totals[0])
                    for k, speedup in enumerate(speedups))  # fmt: skip
     return Forecast(calls, seconds, k, fastest, speedups, errors, gain)
 
 
-def _error(values: Tensor) -> float:
-    """Return the standard error of the sum of values (N,), each of one text; infinite for one text."""
+def error_of_sum(values: Tensor) -> float:
+    """Return the standard error of the sum of values (N,), each of one text. It is infinite for one text."""
     count = len(values)
     return math.inf if count < 2 else float(values.std() * math.sqrt(count))
 

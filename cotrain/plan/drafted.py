@@ -1,0 +1,121 @@
+"""The forecasts of one draft: figures of texts of the target, costs of rounds here, and what follows from both."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cotrain.bench.forecast import Calls, Forecast, acceptance, alone, expected, forecast
+from cotrain.bench.plan import Plan
+from cotrain.bench.planner import BATCH, measured, plain_distributions, plain_texts, text_figures, tree_search
+from cotrain.config.settings import PlanConfig
+from cotrain.plan.policy_file import Observation, estimates, observed
+from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
+from inference.adaptive_policy import Estimates
+from inference.exactness.figures import Figures
+from inference.measure.costs import Costs
+from inference.output import Emitted
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The forecasts at one temperature and number of rows. chains: of full batches. alone: speed-ups by draft length of
+    batches that are decoded alone, see `forecast.alone`; empty if the texts fill no batch. tree: of the best tree, None
+    if none was asked for or the kind drafts none."""
+
+    chains: Forecast
+    alone: Sequence[float]
+    tree: TreeForecast | None
+
+    @property
+    def speedup(self) -> float:
+        """Return the expected speed-up of what is recommended."""
+        if self.tree and self.tree.recommended:
+            return self.tree.speedup
+        return self.chains.speedups[self.chains.k]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The forecasts of one draft. plan: the draft with its target. cells: by (temperature, rows). alpha: mean
+    acceptance by temperature. profiles: acceptance by depth and temperature at the longest draft length. costs: by
+    number of rows. estimates: of an adaptive policy."""
+
+    path: str
+    plan: Plan
+    cells: Mapping[tuple[float, int], Cell]
+    alpha: Mapping[float, float]
+    profiles: Mapping[float, Mapping[str, Any]]
+    costs: Mapping[int, Costs]
+    estimates: Estimates
+
+
+@dataclass(frozen=True)
+class AtTemperature:
+    """What the texts of one temperature say, whatever the number of rows. share: of accepted drafts, of those whose
+    predecessors were all accepted, in the rounds that were observed."""
+
+    calls: Calls
+    alpha: float
+    profile: Mapping[str, Any]
+    share: float
+    observations: Sequence[Observation]
+
+
+def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted:
+    """Forecast one draft. plan: the draft with its target. texts: those of the target by temperature; missing ones are
+    sampled here, so that all drafts are forecast on the same ones."""
+    costs = {rows: costs_at(plan, rows) for rows in sorted({1, *cfg.batches})}
+    seconds = {rows: one.rounds for rows, one in costs.items()}
+    found: dict[float, AtTemperature] = {}
+    cells: dict[tuple[float, int], Cell] = {}
+    for t in list(cfg.temperatures) or [plan.sampling.temperature]:
+        here = replace(plan, sampling=replace(plan.sampling, temperature=t))
+        if t not in texts:
+            print(f"plan: {cfg.texts} texts of the target at temperature {t:g}")
+            texts[t] = plain_texts(here, cfg.texts)
+        found[t] = _at_temperature(here, texts[t])
+        calls = found[t].calls
+        chains = {rows: forecast(calls, costs[rows]) for rows in cfg.batches}
+        trees = _trees(here, texts[t], chains)
+        cells |= {(t, rows): Cell(one, alone(calls, seconds, rows), trees.get(rows)) for rows, one in chains.items()}
+    mean = sum(one.share for one in found.values()) / len(found)
+    observations = [each for one in found.values() for each in one.observations]
+    return Drafted(
+        plan.names[1], plan, cells, {t: one.alpha for t, one in found.items()},
+        {t: one.profile for t, one in found.items()}, costs, estimates(mean, observations),
+    )  # fmt: skip
+
+
+def costs_at(plan: Plan, rows: int) -> Costs:
+    """Return the costs of rounds of this many rows."""
+    print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
+    return measured(plan.batched(rows)).costs
+
+
+def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
+    longest = max(plan.depths)
+    figures = text_figures(plan, texts, longest)
+    engine, new = plan.engine(longest, BATCH), plan.bench.new_tokens
+    share, observations = observed(engine, longest, texts.prompts, plan.sampling, new, plan.bench.seed + 1)
+    return AtTemperature(
+        expected(figures, plan.verify, longest), _mean_acceptance(figures), acceptance(figures, plan.verify, longest),
+        share, observations,
+    )  # fmt: skip
+
+
+def _mean_acceptance(figures: Figures) -> float:
+    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
+    return float(figures.first(figures.alpha)[inside].mean())
+
+
+def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
+    """Return the forecast of the best tree by number of rows, where there is one."""
+    distributions = plain_distributions(plan, texts) if plan.bench.trees else None
+    if distributions is None:
+        return {}
+    print("plan: trees")
+    search = tree_search(plan, distributions)
+    found = {rows: tree_forecast(plan.batched(rows), one, distributions, search) for rows, one in chains.items()}
+    return {rows: tree for rows, tree in found.items() if tree is not None}

@@ -1,0 +1,156 @@
+"""What `cotrain plan` writes and prints: plan.json, the files for other programs, and the table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cotrain.acceptance import iid_tau
+from cotrain.bench.forecast import SIGMAS, schedule, stops_paying
+from cotrain.plan.drafted import Cell, Drafted
+from cotrain.plan.policy_file import content as policy_content
+from inference.report.table import aligned
+
+PROFILE, SCHEDULE, POLICY = "speculation_profile.json", "schedule.json", "policy.json"
+METHODS = {"independent": "draft_model", "eagle": "eagle3", "block": "dflash"}  # names of the kinds in profiles
+ANALYTIC = ("independent", "eagle")  # kinds whose k drafts begin with their k - 1 drafts
+TOLERANCE = 0.02  # of a profile's mean
+
+
+def entries(drafts: Sequence[Drafted], best: Drafted) -> dict[str, Any]:
+    """Return the entries of plan.json about the drafts. best: the recommended one."""
+    return {
+        "recommended": best.path,
+        "cells": [_cell(one, t, rows, cell) for one in drafts for (t, rows), cell in one.cells.items()],
+        "costs": {one.path: {str(rows): asdict(costs) for rows, costs in one.costs.items()} for one in drafts},
+        "acceptance": {one.path: {f"{t:g}": profile for t, profile in one.profiles.items()} for one in drafts},
+    }
+
+
+def _cell(one: Drafted, t: float, rows: int, cell: Cell) -> dict[str, Any]:
+    """Return the entry of a cell. iid: tau by the formula of equal acceptance at all depths, from the mean acceptance,
+    beside the exact expectation."""
+    chains, lengths = cell.chains, range(len(cell.chains.seconds))
+    tree = cell.tree and asdict(cell.tree) | {"recommended": cell.tree.recommended}
+    return {
+        "draft": one.path, "kind": one.plan.kind, "rule": one.plan.verify, "temperature": t, "rows": rows,
+        "k": chains.k, "fastest": chains.fastest, "undecided": chains.undecided, "gain": chains.gain,
+        "speedup": chains.speedups[chains.k], "speedups": list(chains.speedups), "errors": list(chains.errors),
+        "tau": [chains.calls.tau(k) for k in lengths], "tau_errors": [chains.calls.error(k) for k in lengths],
+        "iid": [iid_tau(one.alpha[t], k) for k in lengths], "alpha": one.alpha[t],
+        "speedups_alone": list(cell.alone), "seconds_per_round": list(chains.seconds), "perfect": chains.perfect,
+        "break_even": chains.break_even, "tree": tree,
+    }  # fmt: skip
+
+
+def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
+    first temperature, the acceptance of the recommended draft, and its adaptive policy. plan: the content of
+    plan.json."""
+    t = next(iter(best.alpha))
+    lengths = {rows: best.cells[t, rows].chains.k for rows in batches}
+    return {
+        SCHEDULE: {"draft": best.path, "temperature": t, **schedules(lengths)},
+        PROFILE: profile(best, t, batches[0], plan),
+        POLICY: policy_content(best.estimates, best.costs) | {"draft": best.path, "environment": plan["environment"]},
+    }
+
+
+def profile(best: Drafted, t: float, rows: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. Rates are
+    by draft position. A histogram is over tokens that a round emits, the one after the accepted drafts included; its
+    counts are expected ones."""
+    histogram, calls = best.profiles[t]["histogram"], best.cells[t, rows].chains.calls
+    k = len(histogram) - 1
+    marginal = [sum(histogram[n:]) for n in range(1, k + 1)]  # over all rounds, also those that end a text early
+    conditional = [m / before if before else 0.0 for before, m in pairwise([1.0, *marginal])]
+    rounds, implied, mean = float(calls.calls[k].sum()), 1 + sum(marginal), calls.tau(k)
+    analytic = best.plan.kind in ANALYTIC
+    violations = [{"position": i, "value": marginal[i], "previous": marginal[i - 1]}
+                  for i in range(1, k) if marginal[i] > marginal[i - 1] + 1e-9]  # fmt: skip
+    return {
+        "schema_version": "1.0", "measured": True, "method": METHODS.get(best.plan.kind, best.plan.kind),
+        "draft_checkpoint": {"id": _id(best.path)}, "target_model": {"id": _id(best.plan.names[0])},
+        "num_speculative_tokens": k, "block_size": None, "max_supported_k": k,
+        "verification_method": "block" if best.plan.verify == "block" else "longest_prefix",
+        "conditional_accept_rates": conditional, "marginal_accept_rates": marginal,
+        "mean_accept_length": mean, "mean_accept_length_per_request": float((calls.lengths / calls.calls[k]).mean()),
+        "accept_length_model": "chain_analytic" if analytic else "measured_per_k",
+        "accept_length_by_k": {str(n): calls.tau(n) for n in range(1, k + 1)},
+        "acceptance_length_histogram": {str(n + 1): rounds * share for n, share in enumerate(histogram)},
+        "per_category": None,
+        "measurement_conditions": {
+            "temperature": t, "rule": best.plan.verify, "settings": plan["settings"],
+            "environment": plan["environment"], "figures": "expected on texts of the target, from both models' "
+            "distributions; not counted in rounds",
+        },
+        "validation": {
+            "mean_consistency": {
+                "implied_mean_accept_length": implied, "reported_mean_accept_length": mean,
+                "abs_delta": abs(implied - mean), "tolerance": TOLERANCE, "passed": abs(implied - mean) <= TOLERANCE,
+            },
+            "marginal_monotonicity": {"passed": not violations, "violations": violations},
+        },
+    }  # fmt: skip
+
+
+def _id(path: str) -> str:
+    """Return the last two parts of a path: a profile is published, and the rest is of this machine."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return the draft lengths by number of rows, and the settings that give them to other engines. Each engine's are
+    for its speculative configuration, beside those of the draft; they are null if no draft is recommended at any number
+    of rows. TensorRT-LLM (1.3 and later) names the largest batch of each length, and drafts nothing above the last.
+    lengths: the recommended length by number of rows."""
+    ranges = schedule(lengths, max(lengths))
+    longest = max(k for _, _, k in ranges)
+    vllm = {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": ranges}
+    tensorrt_llm = {"max_draft_len": longest, "draft_len_schedule": {str(last): k for _, last, k in ranges}}
+    return {"ranges": ranges, "vllm": vllm if longest else None, "tensorrt_llm": tensorrt_llm if longest else None}
+
+
+def table(drafts: Sequence[Drafted]) -> str:
+    """Return the forecasts as a table, and a line for each thing that a reader must know before using them."""
+    rows = [["draft", "temperature", "rows", "k", "tau", "speed-up", "95 % interval", "batch alone", "break-even",
+             "perfect draft"]]  # fmt: skip
+    lines = []
+    for one in drafts:
+        for (t, count), cell in one.cells.items():
+            rows.append([one.path, f"{t:g}", str(count), *_columns(cell)])
+            lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in remarks(cell)]
+        for t in one.alpha:
+            stop = stops_paying({count: cell.chains for (at, count), cell in one.cells.items() if at == t})
+            if stop:
+                lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
+    lines.append("speed-ups are those of this machine; their intervals are those of the texts. Rows that end are "
+                 "replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`")  # fmt: skip
+    return "\n".join([aligned(rows, left=1), *lines])
+
+
+def _columns(cell: Cell) -> list[str]:
+    chains = cell.chains
+    speedup, error = chains.speedups[chains.k], SIGMAS * chains.errors[chains.k]
+    return [
+        str(chains.k), f"{chains.calls.tau(chains.k):.3f}", f"{speedup:.2f}x",
+        f"[{speedup - error:.2f}, {speedup + error:.2f}]" if chains.k else "",
+        f"{cell.alone[chains.k]:.2f}x" if cell.alone else "-",
+        "-" if chains.break_even is None else f"{chains.break_even:.2f}", f"{chains.perfect:.2f}x",
+    ]  # fmt: skip
+
+
+def remarks(cell: Cell) -> list[str]:
+    """Return what the numbers of a cell do not say: what more texts could show, and whether a tree is faster."""
+    chains, tree, lines = cell.chains, cell.tree, []
+    if chains.undecided:
+        lines.append(f"k = {chains.fastest} may be up to {100 * chains.gain:.0f} % faster than {chains.k}: raise "
+                     "texts= to know")  # fmt: skip
+    if tree:
+        drawn, sort = tree.tree, "likeliest" if tree.tree.likeliest else "sampled"
+        shape = f"a tree of {len(drawn.parents)} nodes in {drawn.depth} levels, {sort} children, {drawn.rule}"
+        gain = f"{100 * tree.gain:+.0f} % over {f'k = {chains.k}' if chains.k else 'plain decoding'}"
+        verdict = "recommended" if tree.recommended else "not recommended, since the texts do not show a gain"
+        lines.append(f"{shape}: {tree.speedup:.2f}x, {gain} (standard error {100 * tree.error:.1f} %), {verdict}")
+    return lines

@@ -1,0 +1,93 @@
+"""Draft shapes without a trained draft (`cotrain plan shapes=`): what a round with each would cost here, and from which
+acceptance on it would pay.
+
+A shape is a line of settings of `cotrain train`, such as `draft=eagle` or `draft.layers=1 draft.width=256
+draft.vocabulary=4096 init=scratch`. The draft is made as training would make it, and timed untrained: the time of a
+round does not depend on the weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from hydra import compose
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.bench.forecast import at_acceptance, break_even
+from cotrain.bench.plan import Plan
+from cotrain.config.settings import PlanConfig, TrainConfig, checked, sampling
+from cotrain.errors import UserError
+from cotrain.plan.drafted import costs_at
+from cotrain.training.assembly import new_student
+from inference.measure.costs import Costs
+from inference.report.table import aligned
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape and its costs. settings: those of `cotrain train`. parameters: of the draft. costs: by number of rows."""
+
+    settings: str
+    kind: str
+    parameters: int
+    costs: Mapping[int, Costs]
+
+    def entry(self) -> dict[str, Any]:
+        """Return the shape's entry in plan.json. by_acceptance: for each of `ACCEPTANCES`, the speed-up over plain
+        decoding and the best draft length, 0 for plain decoding."""
+        cells = {}
+        for rows, costs in self.costs.items():
+            by_acceptance = {f"{a:g}": dict(zip(("speedup", "k"), at_acceptance(costs.rounds, a), strict=True))
+                             for a in ACCEPTANCES}  # fmt: skip
+            cells[str(rows)] = {"seconds_per_round": list(costs.rounds), "draft_step": costs.draft, "cost": costs.ratio,
+                                "break_even": break_even(costs.rounds), "by_acceptance": by_acceptance}  # fmt: skip
+        return {"settings": self.settings, "kind": self.kind, "parameters": self.parameters, "rows": cells}
+
+
+def shapes(cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[Shape]:
+    """Time the shapes of `cfg.shapes` with a target and its tokenizer. Raises UserError for settings that are not those
+    of `cotrain train`, and the errors of `assembly.initial`."""
+    composed = [(settings, _composed(settings)) for settings in cfg.shapes]
+    return [_timed(cfg, settings, made, pair) for settings, made in composed]
+
+
+def _composed(settings: str) -> TrainConfig:
+    try:
+        return cast(TrainConfig, checked("train", compose("train", overrides=settings.split())))
+    except Exception as error:  # Hydra's errors have no common class
+        raise UserError(f"shapes: {settings!r} are not settings of cotrain train: {error}") from error
+
+
+def _timed(
+    cfg: PlanConfig, settings: str, made: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> Shape:
+    target, tokenizer = pair
+    student = new_student(made, target, len(cast(Any, tokenizer)))
+    if student.undecided or made.draft.vocabulary:
+        student.know(torch.arange(len(cast(Any, tokenizer)), 0, -1))  # which ids are known does not change the time
+    network, kind = student.network, made.draft.kind
+    size = sum(weight.numel() for weight in network.parameters())
+    print(f"plan: shape {settings}, {size / 1e6:.2f} M parameters")
+    plan = Plan(target, tokenizer, network, sampling(cfg.regime), "token", cfg.bench, (str(cfg.target.path), settings),
+                kind=kind)  # fmt: skip
+    return Shape(settings, kind, size, {rows: costs_at(plan, rows) for rows in cfg.batches})
+
+
+def shape_table(found: Sequence[Shape]) -> str:
+    """Return the shapes as a table."""
+    head = ["shape", "parameters", "rows", "draft step", "of a plain step", "break-even",
+            *(f"at {a:g}" for a in ACCEPTANCES)]  # fmt: skip
+    rows = [head]
+    for shape in found:
+        for count, costs in shape.costs.items():
+            edge = break_even(costs.rounds)
+            speeds = [at_acceptance(costs.rounds, a) for a in ACCEPTANCES]
+            rows.append([shape.settings, f"{shape.parameters / 1e6:.2f} M", str(count), f"{1e3 * costs.draft:.2f} ms",
+                         f"{costs.ratio:.2f}", "-" if edge is None else f"{edge:.2f}",
+                         *(f"{speed:.2f}x (k = {k})" if k else "-" for speed, k in speeds)])  # fmt: skip
+    last = ("at A: the speed-up of a draft whose drafts are accepted with probability A at every depth, at its best "
+            "draft length; -: plain decoding is faster")  # fmt: skip
+    return "\n".join([aligned(rows, left=1), last])
