@@ -9,10 +9,14 @@ it has no noise of the clock, so fixed lengths can be compared one by one. `time
 with intervals over batches. The oracle knows where each round would be rejected: it drafts what is accepted and no
 more. Its rounds are those of the longest fixed length, so its share of the gain, (policy - best fixed) / (oracle - best
 fixed), is in tokens per second of the table.
+
+`--beside-plain` names further numbers of rows, at which the policy is timed beside plain decoding alone. At every
+number of rows an arm `k = 0` is timed: the policy with a draft that costs so much that it never drafts.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +32,7 @@ from inference.measure.costs import drafting_by
 from inference.measure.environment import environment
 from inference.policy import Fixed
 
-PLAIN, ADAPTIVE = "plain", "adaptive"
+PLAIN, ADAPTIVE, NEVER = "plain", "adaptive", "k = 0"
 
 
 class Rounds:
@@ -86,11 +90,12 @@ def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: l
     """Return speeds of the arms in turn: plain, the best fixed length of the table, and the adaptive policy."""
     if not size.seconds:
         return None
-    arms = [engine_arm(PLAIN, plain, sampling, size.tokens), engine_arm(ADAPTIVE, engine, sampling, size.tokens)]
+    dear = {rows: (row[0], *(100 * row[0] for _ in row[1:])) for rows, row in policy.seconds.items()}
+    policies = {ADAPTIVE: policy, NEVER: Adaptive(dear, policy.estimates)}
     if best != PLAIN:
-        arms.append(engine_arm(best, engine, sampling, size.tokens))
-    policies = {ADAPTIVE: policy} | ({best: Fixed(int(best.removeprefix("k = ")))} if best != PLAIN else {})
-    arms = [arm if arm.name == PLAIN else _with(arm, engine, policies[arm.name]) for arm in arms]
+        policies[best] = Fixed(int(best.removeprefix("k = ")))
+    arms = [engine_arm(PLAIN, plain, sampling, size.tokens)]
+    arms += [_with(engine_arm(name, engine, sampling, size.tokens), engine, own) for name, own in policies.items()]
     wanted = Wanted(1, 0.02, time.perf_counter() + size.seconds)
     timing, reached = until_known(arms, prompts, engine.rows, (ADAPTIVE, best), wanted)
     over_plain = {arm.name: timing.ratio(arm.name, PLAIN)._asdict() for arm in arms}
@@ -108,6 +113,17 @@ def _with(arm: Arm, engine: Engine, policy: Any) -> Arm:
     return Arm(arm.name, run)
 
 
+def beside_plain(draft: str, policy: Adaptive, rows: int, temperature: float, size: argparse.Namespace) -> Any:
+    """Return the speeds of the policy beside plain decoding."""
+    engine = load(draft, rows=rows, policy=policy)
+    plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
+    assert engine.tokenizer is not None
+    prompts = shipped_ids(engine.tokenizer, 48)[1][: max(size.prompts, rows)]
+    found = timed(engine, plain, policy, PLAIN, prompts, Sampling(temperature), size)
+    print(f"{rows} rows, T = {temperature:g}: {found}", flush=True)
+    return {"rows": rows, "temperature": temperature, "timed": found}
+
+
 def main() -> None:
     """Write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,12 +134,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=60.0, help="of timing per cell; 0: none")
+    parser.add_argument("--beside-plain", type=lambda text: [int(one) for one in text.split(",")], default=[])
     size = parser.parse_args()
     file = size.plan / "policy.json"
     given, policy = json.loads(file.read_text(encoding="utf-8")), Adaptive.load(file)
     cells = [cell(given["draft"], policy, rows, t, size) for rows in size.rows for t in size.temperatures]
-    report = {"environment": environment(), "policy": given, "prompts": size.prompts, "tokens": size.tokens,
-              "cells": cells}  # fmt: skip
+    more = [beside_plain(given["draft"], policy, rows, t, size) for rows in size.beside_plain
+            for t in size.temperatures]  # fmt: skip
+    report = {"environment": environment(), "command": " ".join(sys.argv[1:]), "policy": given,
+              "prompts": size.prompts, "tokens": size.tokens, "cells": cells, "beside_plain": more}  # fmt: skip
     size.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -31,6 +31,7 @@ import torch
 from cotrain.acceptance import iid_tau
 from cotrain.data.corpora import DOMAINS, shipped
 from inference import Engine, Sampling, load
+from inference.drafts.draft_folder import read
 from inference.exactness.figures import Figures, predictable_reach
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.teacher_forced import teacher_forced
@@ -97,14 +98,17 @@ def one_figures(target: LM, draft: LM, texts: Emitted, temperature: float) -> di
     return means
 
 
-def cells_of(path: str, target: Any, size: argparse.Namespace, plain: dict[tuple[str, float], Emitted]) -> list[Any]:
-    """Return the cells of one draft. plain: the target's texts by domain and temperature, filled by the first draft."""
-    engine = load(path, target, rows=ROWS, policy=Fixed(LONGEST))
+def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float], Emitted]) -> list[Any]:
+    """Return the cells of one draft. plain: texts of its target by domain and temperature, filled by the first
+    draft."""
+    engine = load(path, rows=ROWS, policy=Fixed(LONGEST))
     assert engine.proposer is not None and engine.tokenizer is not None
     longest = min(LONGEST, engine.proposer.depths or LONGEST)
     draft = engine.proposer.language_model(ROWS, engine.target.vocabulary)
-    costs = measure_costs(LM(engine.target.model, 1, engine.target.vocabulary), load(path, target, rows=1).proposer,  # type: ignore[arg-type]
-                          longest, context=96, repeats=5)  # fmt: skip
+    alone = load(path, engine.target.model, rows=1).proposer
+    assert alone is not None
+    one_row = LM(engine.target.model, 1, engine.target.vocabulary)
+    costs = measure_costs(one_row, alone, longest, context=96, repeats=5)
     found = []
     for domain in DOMAINS:
         rows = [row["text"] for row in shipped() if row["domain"] == domain][: size.texts]
@@ -230,10 +234,11 @@ def main() -> None:
     parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")],
                         default=[0.0, 0.3, 0.5, 0.7, 1.0])  # fmt: skip
     size = parser.parse_args()
-    first = load(size.drafts[0])
-    target, plain, cells = first.target.model, dict[tuple[str, float], Emitted](), list[Any]()
+    texts, cells = dict[str, dict[tuple[str, float], Emitted]](), list[Any]()
     for path in size.drafts:
-        cells += cells_of(path, target, size, plain)
+        metadata = read(path).metadata
+        assert metadata is not None
+        cells += cells_of(path, size, texts.setdefault(metadata.target["name"], {}))
         content = {"environment": environment(), "command": " ".join(sys.argv[1:]), **report(cells), "cells": cells}
         size.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, table in content["tables"].items():

@@ -4,10 +4,12 @@ from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cotrain.bench import measurement, planner
 from cotrain.bench.plan import CompiledParts
 from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose, plan_length
+from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
 
@@ -93,3 +95,27 @@ def test_nothing_is_compiled_that_there_is_no_time_to_measure(until, tried, ran,
 
 def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:
     assert measurement.Budget(100.0, 5.0).until(0.25) == 30.0 and measurement.Budget(0, 5.0).until(0.25) == inf
+
+
+def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> None:
+    """One of four rows takes twice the rounds of the others. A round of one row costs half of that of four when a draft
+    is made, and a tenth of it without drafts."""
+    lengths = torch.tensor([40, 40, 40, 80])
+    r = torch.full((4, 80), 1.0, dtype=torch.float64)
+    none, k = torch.zeros_like(r, dtype=torch.bool), torch.full((4, 80), 1)
+    figures = Figures(torch.full_like(r, -0.1), torch.full_like(r, -0.1), r, none, none, k, lengths)
+    asked = []
+
+    def measured(plan, until):
+        asked.append(plan)
+        return SimpleNamespace(costs=Costs((0.1, 0.6), 0.0, (0.0, 0.0)))
+
+    monkeypatch.setattr(planner, "measured", measured)
+    size = SimpleNamespace(rows=4)
+    plan = SimpleNamespace(bench=size, depths=[1], planned=None, verify="token", batched=lambda rows: ("plan of", rows))
+    length = planner.alone_length(plan, Costs((1.0, 1.2), 0.0, (0.0, 0.0), 4), figures)  # type: ignore[arg-type]
+    # plainly 40 rounds of four rows and 40 of one; with a draft half as many of each
+    assert length is not None and asked == [("plan of", 1)]
+    assert length.speedups == pytest.approx((1.0, (40 + 40 * 0.1) / (20 * 1.2 + 20 * 0.6))) and length.k == 1
+    few = SimpleNamespace(**vars(plan) | {"bench": SimpleNamespace(rows=8)})
+    assert planner.alone_length(few, Costs((1.0, 1.2), 0.0, (0.0, 0.0), 8), figures) is None  # type: ignore[arg-type]
