@@ -2,6 +2,7 @@
 # PYTHON=       the interpreter to build .venv with; by default the newest of 3.13, 3.12, 3.11 that works
 # TORCH_INDEX=  the package index torch comes from; by default the one pip is set to
 # Either is read when .venv is first made: `make clean` before another choice.
+# MINUTES=      `make mutants` and `make test-engines` begin nothing more after so many minutes, and list what they left
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -55,11 +56,11 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 
 mutants: $(READY)
-	$(BIN)/python -m tests.run_mutants
+	$(BIN)/python -m tests.run_mutants $(if $(MINUTES),--minutes $(MINUTES))
 
 test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \
-	    $(BIN)/python -m pytest -rA -s tests/engines
+	    COTRAIN_ENGINE_MINUTES=$(MINUTES) $(BIN)/python -m pytest -rA -s tests/engines
 
 clean:
 	rm -rf .venv .venv-engines $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache

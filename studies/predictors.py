@@ -1,6 +1,6 @@
 """How well acceptance figures predict tau, the best draft length, and the speed that is lost by a wrong one.
 
-    python -m studies.predictors DRAFT [DRAFT ...] --output outputs/results/predictors.json
+    python -m studies.predictors DRAFT [DRAFT ...] --output outputs/results/predictors.json [--add REPORT ...]
 
 A cell is a draft, a domain of prompts and a temperature. Its texts are the target's. Each predictor sees figures of
 one half of the texts, and is judged on the other half: exact expected tokens per call of the other half, and rounds of
@@ -227,19 +227,23 @@ def _as_predicted(cell: Any) -> bool:
 def main() -> None:
     """Write the report and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafts", nargs="+")
+    parser.add_argument("drafts", nargs="*")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="reports whose cells are judged too")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")],
                         default=[0.0, 0.3, 0.5, 0.7, 1.0])  # fmt: skip
     size = parser.parse_args()
-    texts, cells = dict[str, dict[tuple[str, float], Emitted]](), list[Any]()
-    for path in size.drafts:
-        metadata = read(path).metadata
-        assert metadata is not None
-        cells += cells_of(path, size, texts.setdefault(metadata.target["name"], {}))
-        content = {"environment": environment(), "command": " ".join(sys.argv[1:]), **report(cells), "cells": cells}
+    others = [json.loads(file.read_text(encoding="utf-8")) for file in size.add]
+    texts, cells = dict[str, dict[tuple[str, float], Emitted]](), [cell for one in others for cell in one["cells"]]
+    commands = [*(command for one in others for command in one["commands"]), " ".join(sys.argv[1:])]
+    for path in [*size.drafts, None]:
+        if path is not None:
+            metadata = read(path).metadata
+            assert metadata is not None
+            cells += cells_of(path, size, texts.setdefault(metadata.target["name"], {}))
+        content = {"environment": environment(), "commands": commands, **report(cells), "cells": cells}
         size.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, table in content["tables"].items():
         print(name)

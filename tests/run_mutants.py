@@ -1,23 +1,28 @@
 """Plants each row of `tests.mutants.MUTANTS` in a copy of the checkout and expects its tests to fail.
 
-    python -m tests.run_mutants [name ...]
+    python -m tests.run_mutants [--minutes N] [name ...]
 
 The named tests must first pass on the unmodified copy. A mutant is caught when a test fails; a module that
 no longer imports is an error of the table, not a catch. One that was not caught is run once more at the end, where the
 log names it: a run that the machine ended says nothing. One whose tests are all skipped here (without Chromium, say) is
-neither: it is listed at the end. Heavy libraries are imported once, here,
+neither: it is listed at the end. With --minutes the rows come in an order that differs from day to day, and those for
+which no time is left are counted at the end. Heavy libraries are imported once, here,
 and every run is a fork of this process, so `cotrain` and `inference` must not be imported before it.
 """
 
+import argparse
 import gc
 import importlib
 import os
+import random
 import shutil
 import sys
 import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from datetime import date
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -125,11 +130,16 @@ def child(job: Job, root: Path) -> NoReturn:
         os._exit(status)
 
 
-def run(jobs: list[Job], slots: list[Path]) -> list[Result]:
-    """Runs the jobs, as many at a time as there are copies of the tree, and reports each as it ends."""
+def run(jobs: list[Job], slots: list[Path], until: float = inf) -> list[Result]:
+    """Runs the jobs, as many at a time as there are copies of the tree, and reports each as it ends. until: the value
+    of time.monotonic() from which on no job is begun."""
     waiting, free, results = list(jobs), list(slots), []
     running: dict[int, tuple[Job, Path, float]] = {}
     while waiting or running:
+        if time.monotonic() > until:
+            waiting.clear()
+        if not waiting and not running:
+            break
         while waiting and free:
             job, root = waiting.pop(0), free.pop()
             pid = os.fork()
@@ -186,13 +196,19 @@ def baseline(rows: list[Mutant], workers: int) -> list[Job]:
     return [Job(None, hand) for hand in hands if hand]
 
 
-def main(names: list[str]) -> int:
-    """Runs the mutants called `names`; exit status 0 when every one is caught."""
+def main(words: list[str]) -> int:
+    """Runs the mutants that are named; exit status 0 when every one that ran is caught."""
+    parser = argparse.ArgumentParser(prog="python -m tests.run_mutants")
+    parser.add_argument("--minutes", type=float, default=inf)
+    parser.add_argument("names", nargs="*")
+    given, began = parser.parse_args(words), time.monotonic()
     try:
-        rows = chosen(names)
+        rows = chosen(given.names)
     except (ValueError, SyntaxError) as error:
         print(error, file=sys.stderr)
         return 2
+    if given.minutes < inf:
+        random.Random(date.today().toordinal()).shuffle(rows)
     os.environ.update(ENVIRONMENT)
     for name in HEAVY:
         importlib.import_module(name)
@@ -203,14 +219,18 @@ def main(names: list[str]) -> int:
         if any(result.status not in (PASSED, SKIPPED) for result in run(baseline(rows, workers), slots)):
             print("The named tests must pass on the unmodified tree first.", file=sys.stderr)
             return 1
-        results = run([Job(mutant, mutant.tests) for mutant in rows], slots)
+        results = run([Job(mutant, mutant.tests) for mutant in rows], slots, began + 60 * given.minutes)
         skipped = [result.job.mutant.name for result in results if result.status == SKIPPED and result.job.mutant]
         doubtful = [result.job for result in results if result.status not in (CAUGHT, SKIPPED)]
         if doubtful:
             print(f"{len(doubtful)} once more, now that the machine has less to do:", flush=True)
         failed = [result for result in run(doubtful, slots) if result.status != CAUGHT]
-    print(f"{len(rows) - len(failed) - len(skipped)} passed, {len(failed)} failed, {len(skipped)} not run for want of "
-          f"what their tests need{': ' if skipped else ''}{', '.join(skipped)}")  # fmt: skip
+    late = len(rows) - len(results)
+    if late:
+        print(f"{late} of {len(rows)} not run: the {given.minutes:g} minutes were over")
+    passed = len(results) - len(failed) - len(skipped)
+    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} not run for want of what their tests need"
+          f"{': ' if skipped else ''}{', '.join(skipped)}")  # fmt: skip
     return int(bool(failed))
 
 
