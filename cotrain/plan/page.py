@@ -105,4 +105,8 @@ def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
             ends = [Number(arm["speedup"][end]) for end in ("value", "low", "high")]
             rows.append([f"T {cell['temperature']:g}, {cell['rows']} rows: {name}", interval(ends),
                          number(Number(arm.get("predicted")), ".2f"), number(Number(arm["tau"]))])  # fmt: skip
+        if full := cell.get("full_batches"):
+            ends = [Number(full["speedup"][end]) for end in ("value", "low", "high")]
+            name = f"T {cell['temperature']:g}, {cell['rows']} rows: k = {full['k']}, others wait"
+            rows.append([name, interval(ends), number(Number(full["predicted"]), ".2f"), ""])  # fmt: skip
     return table(["", "measured", "forecast", "tau"], rows) if rows else None

@@ -8,11 +8,13 @@ from typing import Any
 
 from cotrain.bench.plan import Plan
 from cotrain.plan.drafted import Cell
+from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import Wanted, until_known
 from inference.measure.timing import engine_arm
 from inference.report.table import aligned
 
+QUEUE, LEAST = 3, 2  # prompts per row of a run whose rows are replaced; runs
 PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 
@@ -20,7 +22,8 @@ def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Ada
     """Time each cell (temperature, rows) on final prompts, for bench.minutes or until the interval is bench.interval
     wide. Return an entry per cell: arms with the measured speed-up over plain decoding (value, low, high) and tau, and
     the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more than one row
-    the forecast of a length is `Cell.alone`; that of a tree is of full batches."""
+    the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended length is
+    timed again with prompts that wait (`full_batches`)."""
     found = []
     for (t, rows), cell in cells.items():
         print(f"plan: timing at temperature {t:g}, {rows} row{'s' * (rows > 1)}")
@@ -54,9 +57,22 @@ def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
     if tree and TREE in figures:
         figures[TREE] |= {"predicted": tree.speedup, "predicted_tau": tree.tau}
     gain = timing.ratio(ADAPTIVE, f"k = {best}")._asdict()
+    full = _full(plan, cell, best, engines) if size.rows > 1 else None
     return {"temperature": plan.sampling.temperature, "rows": size.rows, "k": chains.k, "arms": figures,
-            "adaptive_over_best": gain, "runs": reached.runs, "seconds": reached.seconds,
+            "adaptive_over_best": gain, "full_batches": full, "runs": reached.runs, "seconds": reached.seconds,
             "others": reached.others}  # fmt: skip
+
+
+def _full(plan: Plan, cell: Cell, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """Return the speed-up of the draft length `best` where `QUEUE` prompts come for each row, so that others wait for
+    the slots of rows that have ended; with its forecast."""
+    size, name = plan.bench, f"k = {best}"
+    arms = [engine_arm(one, engines[one], plan.sampling, size.new_tokens) for one in (PLAIN, name)]
+    until = time.perf_counter() + 60 * size.minutes
+    queue = QUEUE * size.rows
+    timing, _ = until_known(arms, plan.final(0, LEAST * queue), queue, (name, PLAIN),
+                            Wanted(LEAST, size.interval, until), size.seed)  # fmt: skip
+    return {"k": best, "speedup": timing.ratio(name, PLAIN)._asdict(), "predicted": cell.chains.speedups[best]}
 
 
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -69,4 +85,9 @@ def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
                 rows.append([f"{cell['temperature']:g}", str(cell["rows"]), name, f"{arm['tau']:.3f}",
                              f"{speedup['value']:.2f}x", f"[{speedup['low']:.2f}, {speedup['high']:.2f}]",
                              "" if forecast is None else f"{forecast:.2f}x"])  # fmt: skip
+        if full := cell["full_batches"]:
+            speedup = full["speedup"]
+            rows.append([f"{cell['temperature']:g}", str(cell["rows"]), f"k = {full['k']}, others wait", "",
+                         f"{speedup['value']:.2f}x", f"[{speedup['low']:.2f}, {speedup['high']:.2f}]",
+                         f"{full['predicted']:.2f}x"])  # fmt: skip
     return aligned(rows, left=0)

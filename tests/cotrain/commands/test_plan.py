@@ -105,6 +105,7 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     for name in ("adaptive", f"k = {best}"):
         assert cell["arms"][name]["speedup"]["value"] > 0 and cell["arms"][name]["tau"] >= 1
     assert cell["arms"][f"k = {best}"]["predicted"] > 0
+    assert cell["full_batches"]["k"] == best and cell["full_batches"]["speedup"]["value"] > 0
     assert "adaptive" in capsys.readouterr().out
 
 
