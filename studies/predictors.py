@@ -68,6 +68,12 @@ def taus(figures: Figures, longest: int) -> list[float]:
     return [1.0, *(float(predict_chain.tau_from(reach, figures.lengths)) for reach in reaches)]
 
 
+def ratio(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float]:
+    """Return tokens per call of texts, and its standard error over texts. Both arguments are (N,)."""
+    tau = float(tokens.sum() / calls.sum())
+    return tau, float((tokens - tau * calls).std()) * len(calls) ** 0.5 / float(calls.sum())
+
+
 def one_figures(target: LM, draft: LM, texts: Emitted, temperature: float) -> dict[str, float]:
     """Return the mean figures of both distributions over the tokens of texts. For temperature 0 they are those of
     temperature 1, since one-hot distributions have no KL."""
@@ -123,19 +129,20 @@ def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float],
                             for part in parts)  # fmt: skip
             engine.policy = Fixed(min(JUDGED, longest))
             counts = texts_of(engine, parts[1].prompts, size.tokens, t, 1).counts
-            calls, tokens = sum(one.target_calls for one in counts), sum(one.tokens for one in counts)
+            calls, tokens = (torch.tensor(some, dtype=torch.float64) for some in
+                             ([one.target_calls for one in counts], [one.tokens for one in counts]))  # fmt: skip
             single = {} if draft is None else one_figures(engine.target, draft, parts[0], t)
             inside = torch.arange(seen.logp.shape[1]) < seen.lengths[:, None]
             single["acceptance"] = float(seen.first(seen.alpha)[inside].mean())
             reach = predictable_reach(judged, "token", min(JUDGED, longest))
-            expected = float(predict_chain.calls_from(reach, judged.lengths).sum())
-            deviation = float(predict_chain.variance_from(reach, judged.lengths).sum()) ** 0.5
+            expected = predict_chain.calls_from(reach, judged.lengths)
+            (said, said_error), (measured, error) = ratio(judged.lengths, expected), ratio(tokens, calls)
             conditional = predict_chain.depths_from(predictable_reach(seen, "token", longest), longest, seen.lengths)[1]
             found.append({
                 "draft": path, "domain": domain, "temperature": t, "longest": longest, "figures": single,
                 "tau_seen": taus(seen, longest), "tau": taus(judged, longest), "conditional": conditional.tolist(),
-                "measured": tokens / calls, "seconds": list(costs.rounds),
-                "z": (calls - expected * tokens / float(judged.lengths.sum())) / max(deviation * 2**0.5, 1e-9),
+                "measured": measured, "seconds": list(costs.rounds),
+                "z": (measured - said) / max((said_error**2 + error**2) ** 0.5, 1e-9),
             })  # fmt: skip
             print(f"{path} {domain} T={t:g}: tau({JUDGED}) {found[-1]['tau'][min(JUDGED, longest)]:.3f} "
                   f"measured {found[-1]['measured']:.3f} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
