@@ -73,10 +73,9 @@ class Adaptive:
             given: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
             here, ahead = (tuple(map(float, given["estimates"][name])) for name in ("here", "ahead"))
-            estimates = Estimates(float(given["estimates"]["mean"]), here, ahead)
+            return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"policy: {file} is no policy file of cotrain plan: {error!r}") from error
-        return cls(seconds, estimates)
 
     @property
     def longest(self) -> int:

@@ -222,7 +222,7 @@ def plan_draft(plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = 
     expected = taus_of(chains, figures)
     length, costs = plan_length(chains, costs, expected.__getitem__, until)
     if plan.bench.rows > 1:
-        length = alone_length(chains, costs.costs, figures, until) or length
+        length, costs = alone_length(chains, costs, figures, until) or (length, costs)
     tree = best_tree(replace(chains, tree=plan.tree), length, expected, texts, until)
     served, line = chain_or_tree(length, tree, plan.planned is not None)
     plan = replace(chains, tree=served.tree if served else None)
@@ -259,14 +259,24 @@ def fastest(speedups: tuple[float, ...], depths: Any, always: Sequence[int] = AL
     return DraftLength(best, drafting, speedups)
 
 
-def alone_length(plan: Plan, costs: Costs, figures: Figures, until: float = inf) -> DraftLength | None:
+def alone_length(
+    plan: Plan, costs: MeasuredCosts, figures: Figures, until: float = inf
+) -> tuple[DraftLength, MeasuredCosts] | None:
     """Choose the draft length of batches that are decoded alone, from the costs of rounds of one row, measured here,
-    and of all rows. Return None if the texts fill no batch. figures: of the texts."""
-    rows, longest = plan.bench.rows, max(plan.depths)
-    one_row = measured(plan.batched(1), until).costs
-    table = {1: one_row.rounds, rows: costs.rounds}
-    speedups = alone(expected_calls(figures, plan.verify, longest), table, rows)
-    return fastest(speedups, plan.depths, ALWAYS[:1] if plan.planned else ALWAYS) if speedups else None
+    and of all rows. As in `plan_length`, rounds at the chosen length are timed. Return None if the texts fill no batch.
+    figures: of the texts."""
+    rows, always = plan.bench.rows, ALWAYS[:1] if plan.planned else ALWAYS
+    one_row = measured(plan.batched(1), until).costs.rounds
+    calls = expected_calls(figures, plan.verify, max(plan.depths))
+    for last in range(TRIES, -1, -1):
+        speedups = alone(calls, {1: one_row, rows: costs.costs.rounds}, rows)
+        if not speedups:
+            return None
+        length = fastest(speedups, plan.depths, always)
+        if length.drafting in costs.rounds or not last:
+            break
+        costs = costs.at(rounds_of(plan, (length.drafting,), until))
+    return length, costs
 
 
 # --- trees

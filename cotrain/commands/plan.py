@@ -30,10 +30,14 @@ from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
 from inference.adaptive_policy import Adaptive
 from inference.drafts.atomic import write_atomic
+from inference.drafts.draft_folder import PROMPTS
 from inference.measure.environment import environment
 from inference.output import Emitted
 
 PLAN, BUNDLED = "plan.json", "bundled"
+# settings that several drafts must have in common
+SHARED = ("target.path", "target.adapter", "quantisation.kind", "regime.top_k", "regime.top_p", "bench.prompt_tokens",
+          "data.chat", "data.template")  # fmt: skip
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
@@ -64,7 +68,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         texts: dict[float, Emitted] = {}
         drafts = [drafted(mine, _plan(mine, target), texts) for mine in settings.values()]
         best = _best(drafts)
-        plan = _made(cfg, texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
+        plan = _made(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():
             _write(folder.path / name, content)
@@ -73,7 +77,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
             plan["measured"] = timed_cells(best.plan, best.cells, Adaptive.load(folder.path / POLICY))
             _write(folder.path / PLAN, plan)
             lines.append(measured_table(plan["measured"]))
-        write_atomic(folder.path / PAGE, page(plan))
+        write_atomic(folder.path / PAGE, page(strict(plan)))
         folder.finish()
     lines.append(f"plan: {Path(cfg.output) / PLAN}, with {PROFILE}, {SCHEDULE}, {POLICY} and {PAGE} beside it")
     return plan, "\n".join(lines)
@@ -82,6 +86,9 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
 def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     """Time drafts of these shapes, write plan.json, and return its content and the text to print."""
     began = time.monotonic()
+    if cfg.measure or cfg.temperatures:
+        raise UserError("shapes: a draft that does not exist yet has no acceptance to forecast or measure: leave out "
+                        "measure= and temperatures=")  # fmt: skip
     cfg.target.path = cfg.target.path or BUNDLED
     as_trained(cfg, None)
     measurement.refuse(cfg.bench)
@@ -110,6 +117,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _compared(log: Path, plan: Path) -> Drift:
     """Compare a server's counters with a plan. Raises UserError for files that are missing or something else."""
+    if not plan.is_file():
+        raise UserError(f"output: there is no {plan}: make it with cotrain plan draft.path= of the served draft")
     try:
         given = json.loads(plan.read_text(encoding="utf-8"))
         return drift(given, served(log))
@@ -128,14 +137,24 @@ def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
 
 
 def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
-    """Raise UserError unless all drafts are for the same target and regime, since they share it and its texts."""
+    """Raise UserError unless all drafts are for the same target, regime and form of prompts, since they share the
+    target's texts. Without data.path= their folders must have the same prompts: a draft may have learnt from prompts
+    that another one did not."""
     (first, one), *others = settings.items()
     for path, other in others:
-        for key in ("target.path", "target.adapter", "quantisation.kind", "regime.top_k", "regime.top_p"):
+        if one.data.path is None and _own_prompts(path) != _own_prompts(first):
+            raise UserError(f"drafts: {first} and {path} have not the same prompts set aside: name prompts that "
+                            "neither has learnt from with data.path=")  # fmt: skip
+        for key in (*SHARED, *(() if one.temperatures else ("regime.temperature",))):
             mine, theirs = (OmegaConf.select(cast(Any, cfg), key) for cfg in (one, other))
             if mine != theirs:
                 raise UserError(f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by "
                                 "one")  # fmt: skip
+
+
+def _own_prompts(path: str) -> bytes | None:
+    file = Path(path) / PROMPTS
+    return file.read_bytes() if file.is_file() else None
 
 
 def _plan(cfg: PlanConfig, pair: Pair) -> Plan:

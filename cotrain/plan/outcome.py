@@ -36,7 +36,7 @@ def _cell(one: Drafted, t: float, rows: int, cell: Cell) -> dict[str, Any]:
     return {
         "draft": one.path, "kind": one.plan.kind, "rule": one.plan.verify, "temperature": t, "rows": rows,
         "k": chains.k, "fastest": chains.fastest, "undecided": chains.undecided, "gain": chains.gain,
-        "speedup": chains.speedups[chains.k], "speedups": list(chains.speedups), "errors": list(chains.errors),
+        "speedup": cell.speedup, "speedups": list(chains.speedups), "errors": list(chains.errors),
         "tau": [chains.calls.tau(k) for k in lengths], "tau_errors": [chains.calls.error(k) for k in lengths],
         "iid": [iid_tau(one.alpha[t], k) for k in lengths], "alpha": one.alpha[t],
         "speedups_alone": list(cell.alone), "seconds_per_round": list(chains.seconds), "perfect": chains.perfect,
@@ -60,12 +60,13 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
 def profile(best: Drafted, t: float, rows: int, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. Rates are
     by draft position. A histogram is over tokens that a round emits, the one after the accepted drafts included; its
-    counts are expected ones."""
+    counts are expected ones. Tokens past a text's end count in it, and not in `accept_length_by_k`, which is tau."""
     histogram, calls = best.profiles[t]["histogram"], best.cells[t, rows].chains.calls
     k = len(histogram) - 1
     marginal = [sum(histogram[n:]) for n in range(1, k + 1)]  # over all rounds, also those that end a text early
     conditional = [m / before if before else 0.0 for before, m in pairwise([1.0, *marginal])]
-    rounds, implied, mean = float(calls.calls[k].sum()), 1 + sum(marginal), calls.tau(k)
+    rounds, implied = float(calls.calls[k].sum()), 1 + sum(marginal)
+    mean = sum((n + 1) * share for n, share in enumerate(histogram))
     analytic = best.plan.kind in ANALYTIC
     violations = [{"position": i, "value": marginal[i], "previous": marginal[i - 1]}
                   for i in range(1, k) if marginal[i] > marginal[i - 1] + 1e-9]  # fmt: skip

@@ -48,6 +48,9 @@ def _headline(cells: Sequence[Mapping[str, Any]], best: str) -> Markup:
     """Return the recommendation of the first cell of the best draft in one line."""
     cell = next(one for one in cells if one["draft"] == best)
     where = f"at temperature {cell['temperature']:g}, {cell['rows']} row{'s' * (cell['rows'] > 1)}"
+    if cell["tree"] and cell["tree"]["recommended"]:
+        gain = number(Number(cell["tree"]["speedup"]), ".2f")
+        return joined(Markup("<strong>{}x</strong>").format(gain), f" expected {where}, with the tree of plan.json")
     if not cell["k"]:
         return joined(f"plain decoding is recommended {where}")
     return joined(Markup("<strong>{}</strong>").format(_speedup(cell, cell["k"])), f" expected {where}, with k = "
@@ -60,14 +63,15 @@ def _speedup(cell: Mapping[str, Any], k: int) -> Markup:
 
 
 def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Markup:
-    head = ["", "k", "tau", "speed-up", "batch alone", "tree", "break-even", "perfect draft"]
+    head = ["", "k", "tau", "speed-up", "batch alone", "tree", "", "break-even", "perfect draft"]
     rows: list[list[object]] = []
     for cell in cells:
         k, tree, alone = cell["k"], cell["tree"], cell["speedups_alone"]
         name = f"{names[cell['draft']]}, T {cell['temperature']:g}, {cell['rows']} rows"
         numbers = [alone[k] if alone else None, tree["speedup"] if tree else None, cell["break_even"], cell["perfect"]]
-        rows.append([name, k, number(Number(cell["tau"][k])), _speedup(cell, k) if k else "-",
-                     *(number(Number(value), ".2f") for value in numbers)])  # fmt: skip
+        shown: list[object] = [number(Number(value), ".2f") for value in numbers]
+        shown.insert(2, "recommended" if tree and tree["recommended"] else "")
+        rows.append([name, k, number(Number(cell["tau"][k])), _speedup(cell, k) if k else "-", *shown])
     note = ("Speed-ups over plain decoding on this machine, with the interval that the texts leave. Batch alone: no "
             "prompts wait for the slots of rows that have ended. Break-even: the acceptance above which some length "
             "pays.")  # fmt: skip

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from cotrain.bench.plan import Plan
+from cotrain.config.groups import Bench
 from cotrain.plan.drafted import Cell
 from inference import Engine
 from inference.adaptive_policy import Adaptive
-from inference.measure.adaptive import Wanted, until_known
+from inference.measure.adaptive import FEWEST, Wanted, until_known
 from inference.measure.timing import engine_arm
 from inference.report.table import aligned
 
-QUEUE, LEAST = 3, 2  # prompts per row of a run whose rows are replaced; runs
+QUEUE = 6  # prompts per row of a run whose rows are replaced, so that its end matters little
 PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 
@@ -42,8 +43,7 @@ def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
     if tree and tree.recommended:
         engines[TREE] = replace(plan, tree=tree.tree).engine(tree.tree.depth)
     arms = [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
-    batches, until = -(-size.prompts // size.rows), time.perf_counter() + 60 * size.minutes
-    wanted = Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
+    batches, wanted = _wanted(size, -(-size.prompts // size.rows), 2 / 3 if size.rows > 1 else 1.0)
     timing, reached = until_known(
         arms, plan.final(0, batches * size.rows), size.rows, (f"k = {best}", PLAIN), wanted, size.seed
     )
@@ -66,13 +66,19 @@ def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
 def _full(plan: Plan, cell: Cell, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """Return the speed-up of the draft length `best` where `QUEUE` prompts come for each row, so that others wait for
     the slots of rows that have ended; with its forecast."""
-    size, name = plan.bench, f"k = {best}"
+    size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
     arms = [engine_arm(one, engines[one], plan.sampling, size.new_tokens) for one in (PLAIN, name)]
-    until = time.perf_counter() + 60 * size.minutes
-    queue = QUEUE * size.rows
-    timing, _ = until_known(arms, plan.final(0, LEAST * queue), queue, (name, PLAIN),
-                            Wanted(LEAST, size.interval, until), size.seed)  # fmt: skip
+    runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
+    timing, _ = until_known(arms, plan.final(0, runs * queue), queue, (name, PLAIN), wanted, size.seed)
     return {"k": best, "speedup": timing.ratio(name, PLAIN)._asdict(), "predicted": cell.chains.speedups[best]}
+
+
+def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
+    """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after this
+    share of bench.minutes; with bench.minutes=0 after these batches. Fewer than FEWEST give no interval."""
+    batches = max(batches, FEWEST)
+    until = time.perf_counter() + 60 * share * size.minutes
+    return batches, Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
 
 
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:

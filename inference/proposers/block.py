@@ -177,6 +177,10 @@ class Block(Eagle):
         super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.depths = network.config.depths
 
+    @property
+    def asks(self) -> bool:
+        return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
+
     def _masks(self, K: int) -> int:
         """Return the number of masks in a pass that drafts K tokens."""
         return K if self.network.config.causal else self.network.config.depths

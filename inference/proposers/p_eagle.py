@@ -78,6 +78,10 @@ class PEagle(Eagle):
         super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
 
+    @property
+    def asks(self) -> bool:
+        return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
+
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
         anchor = picked(given["lacking"], given["only"])[:, 0]  # the last pair's second token
         logits = self._masked(given, slots, K)

@@ -45,6 +45,10 @@ class Parallel(Independent):
         super().open(host)
         self.term = term_of(self.model, host.vocabulary)
 
+    @property
+    def asks(self) -> bool:
+        return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
+
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
         return None  # the distribution after a text depends on the depth
 

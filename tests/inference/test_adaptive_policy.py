@@ -271,6 +271,28 @@ def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
     assert 10 < rounds < 200
 
 
+@pytest.mark.parametrize(("drafted", "accepted", "tried"), [(3, 1, 2), (3, 0, 1), (3, 3, 3), (0, 0, 0)])
+def test_drafts_after_a_rejected_one_were_not_tested(drafted: int, accepted: int, tried: int) -> None:
+    odds = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.1, 1.2, 1.3)}, Estimates(0.6, odds, odds)).begin()
+    decisions.open([0], False)
+    decisions.close([(drafted, accepted)])
+    assert (decisions.recent[0].tried, decisions.recent[0].accepted) == (tried, accepted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_one_pass_are_chosen_before_it(kind: str) -> None:
+    """To end a round after some drafts saves nothing of the pass: their number follows from the rows' acceptance."""
+    target = tiny()
+    engine = Engine(target, KINDS[kind].proposer(target), policy=Fixed(2), rows=1)
+    engine.generate(PROMPTS[:1], max_new_tokens=4)
+    assert engine.proposer is not None
+    if kind.startswith(("p_eagle", "block", "parallel")):
+        assert not engine.proposer.asks
+    elif kind in ("eagle", "medusa"):
+        assert engine.proposer.asks
+
+
 @pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])
 def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wanted: int) -> None:
     """No rate is 0 or 1, where odds and the geometric series are infinite."""
@@ -354,7 +376,7 @@ def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
     ]  # fmt: skip
     for change in changes:
         file.write_text(json.dumps(content | change))
-        with pytest.raises(ValueError, match="policy"):
+        with pytest.raises(ValueError, match=f"policy: {file} is no policy file"):
             Adaptive.load(file)
     with pytest.raises(ValueError, match="no policy file"):
         Adaptive.load(tmp_path / "none.json")

@@ -1,5 +1,6 @@
 """The choice of a draft length, of compiled parts, and the budget of a measurement."""
 
+from dataclasses import replace
 from math import inf, nan
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose, pl
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
+from tests.bench_stubs import plan_of
 
 TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
 SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
@@ -113,9 +115,35 @@ def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> 
     monkeypatch.setattr(planner, "measured", measured)
     size = SimpleNamespace(rows=4)
     plan = SimpleNamespace(bench=size, depths=[1], planned=None, verify="token", batched=lambda rows: ("plan of", rows))
-    length = planner.alone_length(plan, Costs((1.0, 1.2), 0.0, (0.0, 0.0), 4), figures)  # type: ignore[arg-type]
+    table = Costs((0.95, 1.05), 0.1, (0.05, 0.05), 4)
+    timed = MeasuredCosts(table, table, {1: RealRound(0.1, 1.05, 0.05)})
+    length, costs = planner.alone_length(plan, timed, figures) or (None, None)  # type: ignore[arg-type]
+    assert costs is timed  # rounds of this length were run before
     # plainly 40 rounds of four rows and 40 of one; with a draft half as many of each
     assert length is not None and asked == [("plan of", 1)]
     assert length.speedups == pytest.approx((1.0, (40 + 40 * 0.1) / (20 * 1.2 + 20 * 0.6))) and length.k == 1
     few = SimpleNamespace(**vars(plan) | {"bench": SimpleNamespace(rows=8)})
-    assert planner.alone_length(few, Costs((1.0, 1.2), 0.0, (0.0, 0.0), 8), figures) is None  # type: ignore[arg-type]
+    assert planner.alone_length(few, timed, figures) is None  # type: ignore[arg-type]
+    ran = []
+
+    def rounds_of(plan, lengths, until):
+        ran.extend(lengths)
+        return {1: RealRound(0.1, 9.0, 0.05)}  # run, the draft is dear
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    plain = MeasuredCosts(table, table, {0: RealRound(0.0, 0.95, 0.05)})
+    length, costs = planner.alone_length(plan, plain, figures) or (None, None)  # type: ignore[arg-type]
+    assert ran == [1] and length is not None and length.k == 0 and costs is not plain
+
+
+def test_the_tau_of_a_plan_is_that_of_its_draft_length(monkeypatch) -> None:
+    length = DraftLength(2, 2, (1.0, 1.1, 1.2, 1.15))
+    costs = MeasuredCosts(TABLE, TABLE, {})
+    monkeypatch.setattr(planner, "text_figures", lambda *given: "figures")
+    monkeypatch.setattr(planner, "taus_of", lambda *given: {1: 1.5, 2: 1.8, 3: 1.9})
+    monkeypatch.setattr(planner, "plan_length", lambda *given: (DraftLength(3, 3, (1.0, 1.1, 1.2, 1.3)), costs))
+    monkeypatch.setattr(planner, "alone_length", lambda *given: (length, costs))
+    monkeypatch.setattr(planner, "best_tree", lambda *given: None)
+    for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8)):
+        plan = planner.plan_draft(plan_of(bench=replace(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
+        assert (plan.k, plan.tau, plan.speedup) == (k, tau, plan.length.speedups[k])

@@ -64,7 +64,8 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
     assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
     assert asked["plain_texts"] == (here, 32) and asked["text_figures"] == (here, "texts", 4)
-    assert asked["taus_of"] == (here, "figures") and asked["alone_length"][:3] == (here, MORE, "figures")
+    assert asked["taus_of"] == (here, "figures") and asked["alone_length"][0] == here
+    assert asked["alone_length"][1].costs == MORE and asked["alone_length"][2:] == ("figures", 100 + 0.25 * 600)
     assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
     assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
     engine = asked["_timed"][1]

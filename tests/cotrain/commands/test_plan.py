@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
+from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run
 
@@ -27,14 +28,18 @@ def plan(run: Path, *settings: str) -> int:
 
 
 def test_a_plan_says_what_held_out_texts_say(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(run, "temperatures=[0.7,1.0]") == 0
+    assert plan(run, "temperatures=[0,1.0]") == 0
     found = json.loads((run.parent / "plan" / "plan.json").read_text())
-    assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0.7, 1), (0.7, 4), (1.0, 1), (1.0, 4)]
+    assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0, 1), (0, 4), (1.0, 1), (1.0, 4)]
     report = json.loads((run / "draft" / "report.json").read_text())
     cell = found["cells"][2]
     for k in (1, 2):
         tau = report["extra"]["held_out"][f"tau_T1/all/{k}"]  # on other texts
         assert abs(cell["tau"][k] - tau) <= 4 * cell["tau_errors"][k] + 0.05 * tau
+    tokens = found["settings"]["tokens"]
+    greedy, sampled = (tokens[t] / found["cells"][at]["tau"][1] for t, at in (("0", 0), ("1", 2)))  # target calls
+    assert greedy == pytest.approx(round(greedy), abs=1e-6)  # at temperature 0 a draft is accepted or it is not
+    assert abs(sampled - round(sampled)) > 1e-6 and found["settings"]["bench"]["prompt_tokens"] > 0
     assert cell["tau"][0] == 1 and cell["tau"] == sorted(cell["tau"]) and cell["speedups"][0] == 1
     one, four = (found["cells"][i] for i in (2, 3))
     assert one["tau"] == four["tau"] and one["seconds_per_round"] != four["seconds_per_round"]
@@ -97,15 +102,18 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=4", "batches=[2]") == 0
-    (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
+    made = json.loads((run.parent / "plan" / "plan.json").read_text())
+    (cell,) = made["measured"]
     best = max(cell["k"], 1)
     near = {f"k = {k}" for k in (best - 1, best, best + 1) if 0 < k <= 3}
     assert {"plain", "adaptive"} | near == set(cell["arms"]) and cell["rows"] == 2
     assert cell["arms"]["plain"]["speedup"]["value"] == 1
     for name in ("adaptive", f"k = {best}"):
         assert cell["arms"][name]["speedup"]["value"] > 0 and cell["arms"][name]["tau"] >= 1
-    assert cell["arms"][f"k = {best}"]["predicted"] > 0
-    assert cell["full_batches"]["k"] == best and cell["full_batches"]["speedup"]["value"] > 0
+    (forecast,) = made["cells"]
+    assert cell["arms"][f"k = {best}"]["predicted"] == forecast["speedups_alone"][best] != forecast["speedups"][best]
+    full = cell["full_batches"]
+    assert full["k"] == best and full["speedup"]["value"] > 0 and full["predicted"] == forecast["speedups"][best]
     assert "adaptive" in capsys.readouterr().out
 
 
@@ -146,4 +154,23 @@ def test_a_servers_counters_are_compared_with_the_plan(
     assert main(["plan", f"log={log}", f"output={run.parent / 'plan'}"]) == 0
     assert "as forecast" in capsys.readouterr().out
     assert main(["plan", f"log={log}", f"output={tmp_path / 'nowhere'}"]) != 0
-    assert "no plan to compare with" in capsys.readouterr().err
+    assert "make it with cotrain plan draft.path=" in capsys.readouterr().err
+
+
+def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never drafts emits one token per call."""
+    never = Adaptive({1: (1.0, 99.0, 99.0, 99.0)}, Estimates(0.1, (0.0,) * INPUTS, (0.0,) * INPUTS))
+    monkeypatch.setattr(Adaptive, "load", lambda file: never)
+    assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=2", "batches=[1]") == 0
+    (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
+    assert cell["arms"]["adaptive"]["tau"] == 1.0
+
+
+def test_drafts_with_other_prompts_set_aside_need_prompts_of_neither(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "draft", tmp_path / "other")
+    (tmp_path / "other" / "prompts.jsonl").write_text('{"text": "def add"}\n')
+    assert main(["plan", f"draft.path={run / 'draft'}", f"drafts=[{tmp_path / 'other'}]", f"output={tmp_path / 'plan'}",
+                 *SIZES]) != 0  # fmt: skip
+    assert "not the same prompts set aside" in capsys.readouterr().err

@@ -89,3 +89,30 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 def test_longer_drafts_than_the_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="drafts 5 tokens"):
         drift(PLAN, counters(tmp_path, [0.6, 0.4, 0.3, 0.2, 0.1]))
+
+
+def test_rounds_of_unequal_lengths_are_refused(tmp_path: Path) -> None:
+    """Half of the rounds drafted four tokens and half one, as forecast: a schedule is no drift."""
+    file = tmp_path / "log.json"
+    accepted = [6000, 1800, 1100, 650]
+    file.write_text(json.dumps({"rounds": 10_000, "accepted_by_depth": accepted, "drafted": 25_000}))
+    with pytest.raises(UserError, match=r"2.50 tokens are drafted per round, and 4 at most"):
+        drift(PLAN, served(file))
+    whole = {"rounds": 10_000, "accepted_by_depth": [6000, 3600, 2200, 1300], "drafted": 39_500}
+    file.write_text(json.dumps(whole))  # the ends of texts
+    assert drift(PLAN, served(file)).cause is None
+
+
+@pytest.mark.parametrize("accepted", [[11], [5, 6]])
+def test_counters_that_rise_with_depth_are_no_counters(accepted: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "log.json"
+    file.write_text(json.dumps({"rounds": 10, "accepted_by_depth": accepted}))
+    with pytest.raises(UserError, match="cannot rise"):
+        served(file)
+
+
+def test_a_temperature_that_has_no_short_decimal(tmp_path: Path) -> None:
+    plan = copy.deepcopy(PLAN)
+    plan["acceptance"]["d"] = {"0.333333": plan["acceptance"]["d"]["1"]}
+    plan["cells"][0]["temperature"] = 1 / 3
+    assert drift(plan, counters(tmp_path, PREFIX["1"][:2])).temperature == pytest.approx(1 / 3, rel=1e-5)

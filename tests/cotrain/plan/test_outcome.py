@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cotrain.bench.forecast import Calls
+from cotrain.plan import outcome
 from cotrain.plan.outcome import profile, schedules
 
 
@@ -47,8 +48,7 @@ def test_a_profile_that_contradicts_itself_says_so() -> None:
     assert found["marginal_monotonicity"]["violations"] == [
         {"position": 1, "value": 0.6, "previous": pytest.approx(0.3)}
     ]
-    given.profiles[1.0]["histogram"] = [0.7, 0.3]  # of rounds that emit 1.6 tokens
-    assert not profile(given, 1.0, 1, MADE)["validation"]["mean_consistency"]["passed"]
+    assert profile(best(), 1.0, 1, MADE)["validation"]["mean_consistency"]["abs_delta"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,17 @@ def test_a_schedule_is_given_to_both_engines() -> None:
 def test_without_a_recommended_draft_no_engine_is_told_to_draft() -> None:
     found = schedules({1: 0, 8: 0})
     assert found == {"ranges": [[1, 8, 0]], "vllm": None, "tensorrt_llm": None}
+
+
+def test_files_are_of_the_first_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = best()
+    given.alpha = {1.0: 0.5, 0.0: 0.9}
+    other = SimpleNamespace(k=0)
+    given.cells |= {(0.0, 1): SimpleNamespace(chains=other), (0.0, 4): SimpleNamespace(chains=other)}
+    given.cells[1.0, 4] = SimpleNamespace(chains=SimpleNamespace(k=1))
+    given.cells[1.0, 1].chains.k = 2
+    given.estimates, given.costs = None, {}
+    monkeypatch.setattr(outcome, "policy_content", lambda estimates, costs: {})
+    found = outcome.files(given, [1, 4], MADE)
+    assert found["schedule.json"]["temperature"] == 1.0 and found["schedule.json"]["ranges"] == [[1, 2, 2], [3, 4, 1]]
+    assert found["speculation_profile.json"]["measurement_conditions"]["temperature"] == 1.0

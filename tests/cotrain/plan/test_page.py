@@ -46,3 +46,28 @@ def test_measured_cells_are_beside_their_forecast() -> None:
 def test_names_are_escaped(name: str) -> None:
     said = page(plan(name))
     assert name not in said
+
+
+def test_the_headline_has_the_interval_of_95_percent() -> None:
+    said = page(plan("a"))
+    header, rest = said.split("</header>")
+    low = f'value="{1.4444 - 1.96 * 0.02!r}"'
+    assert low in header and low in rest.split('id="lengths"')[0]
+
+
+def test_a_tree_that_is_recommended_is_what_the_page_recommends() -> None:
+    given = plan("a", k=0)
+    for cell in given["cells"]:
+        cell["tree"] = {"speedup": 1.54321, "recommended": True}
+    said = page(given).split("</header>")
+    assert 'value="1.54321"' in said[0] and "with the tree" in said[0] and "plain decoding is" not in said[0]
+    assert "<td>recommended</td>" in said[1]
+    for cell in given["cells"]:
+        cell["tree"]["recommended"] = False
+    assert "plain decoding is recommended" in page(given)
+
+
+def test_depths_that_no_round_tries_are_left_open() -> None:
+    given = plan("a")
+    given["acceptance"]["a"]["1"] = {"conditional": [0.61234, None], "prefix": [0.6, None]}
+    assert "not measured in this run" in page(given)

@@ -47,7 +47,8 @@ def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("settings", "says"),
     [(['shapes=["draft=unknown"]'], "draft=unknown"), (['shapes=["draft.layer=1"]'], "draft.layer"),
-     (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"), ([], "draft.path=")],
+     (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"), ([], "draft.path="),
+     (['shapes=["draft=eagle"]', "measure=true"], "leave out")],
 )  # fmt: skip
 def test_wrong_shapes_are_named(
     target: Path, settings: list[str], says: str, capsys: pytest.CaptureFixture[str]
