@@ -1,5 +1,6 @@
 """The forecasts of one draft: figures of texts of the target, costs of rounds here, and what follows from both."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from inference.adaptive_policy import Estimates
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.output import Emitted
+
+SECONDS = 12.0  # after which real rounds of a number of rows are timed no further than they must
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
 def costs_at(plan: Plan, rows: int) -> Costs:
     """Return the costs of rounds of this many rows."""
     print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
-    return measured(plan.batched(rows)).costs
+    return measured(plan.batched(rows), time.perf_counter() + SECONDS).costs
 
 
 def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
