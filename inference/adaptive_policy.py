@@ -46,9 +46,9 @@ class Adaptive:
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
     than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
     returns to the mean, so a row is tried again if the mean pays. The round goes on after a draft while the expected
-    gain of the next one is at least its seconds times the best rate. All rows draft equally many tokens, since the
-    target's pass is as wide as the longest draft of any row. Draft lengths therefore depend on the rows of a batch, and
-    so may a row's text; its distribution does not.
+    gain of some number of further ones is at least their seconds times the best rate. All rows draft equally many
+    tokens, since the target's pass is as wide as the longest draft of any row. Draft lengths therefore depend on the
+    rows of a batch, and so may a row's text; its distribution does not.
 
     The estimates read each draft's distribution on the host, which costs a GPU one wait per draft. Drafts that are made
     in one call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises
@@ -133,15 +133,19 @@ class CallDecisions:
             self.seen.append(inputs(self.rates, measures(log_probs).double().cpu().numpy()))
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        """Return whether the expected tokens of the next draft are worth its seconds at the best rate."""
+        """Return whether the expected tokens of some number of further drafts are worth their seconds at the best rate.
+        All numbers are looked at, since some draft may be cheap after one that is dear. Drafts further ahead are taken
+        to be accepted as the next one."""
         if not self.asks:
             return True
         estimates, seen = self.policy.estimates, self.seen[: depth + 1]
         reached = np.prod([estimate(estimates.here, one) for one in seen], axis=0)
-        gain = reached * estimate(estimates.ahead, seen[depth])
-        gain = np.where(np.array(room) > depth + 1, gain, 0.0)
-        gain = np.nan_to_num(gain)  # a row without a distribution gains nothing
-        return bool(gain.sum() >= self.best * (self.seconds[depth + 2] - self.seconds[depth + 1]))
+        more = np.arange(1, len(self.seconds) - depth - 1)[:, None]  # numbers of further drafts (M, 1)
+        gains = reached * estimate(estimates.ahead, seen[depth]) ** more  # of each of them (M, A)
+        gains = np.where(np.array(room) > depth + more, gains, 0.0)
+        gains = np.nan_to_num(gains)  # a row without a distribution gains nothing
+        seconds = self.seconds[depth + 2 :] - self.seconds[depth + 1]
+        return bool((gains.sum(1).cumsum() >= self.best * seconds).any())
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
         for row, (drafted, accepted) in zip(self.rows, drafts, strict=True):

@@ -7,8 +7,8 @@ Prompts are the shipped ones of mixed tasks that no plan reads. Each way of draf
 reported. `by_table` counts the rounds of each number of rows and drafts, and adds up the plan's seconds of such rounds:
 it has no noise of the clock, so fixed lengths can be compared one by one. `timed` is wall time of the arms in turn,
 with intervals over batches. The oracle knows where each round would be rejected: it drafts what is accepted and no
-more. Its rounds are those of the longest fixed length, so its share of the gain, (policy - best fixed) / (oracle - best
-fixed), is in tokens per second of the table.
+more, in as many drafts as the row of the batch that accepts most. Its rounds are those of the longest fixed length, so
+its share of the gain, (policy - best fixed) / (oracle - best fixed), is in tokens per second of the table.
 
 `--beside-plain` names further numbers of rows, at which the policy is timed beside plain decoding alone. At every
 number of rows an arm `k = 0` is timed: the policy with a draft that costs so much that it never drafts.
@@ -32,6 +32,7 @@ from inference.measure.costs import drafting_by
 from inference.measure.environment import environment
 from inference.policy import Fixed
 
+QUEUE = 3  # prompts per row, so that rows that end are replaced
 PLAIN, ADAPTIVE, NEVER = "plain", "adaptive", "k = 0"
 
 
@@ -60,13 +61,20 @@ def by_table(engine: Engine, policy: Adaptive, prompts: list[list[int]], tokens:
             "oracle": out.stats.tokens / oracle}  # fmt: skip
 
 
+def prompts_of(engine: Engine, least: int) -> list[list[int]]:
+    """Return the shipped prompts, from the first again if there are too few: at least `QUEUE` for each row, in whole
+    batches of so many."""
+    assert engine.tokenizer is not None
+    given, batch = shipped_ids(engine.tokenizer, 48)[1], QUEUE * engine.rows
+    return [given[i % len(given)] for i in range(-(-least // batch) * batch)]
+
+
 def cell(draft: str, policy: Adaptive, rows: int, temperature: float, size: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one number of rows at one temperature."""
     sampling = Sampling(temperature)
     engine = load(draft, rows=rows, policy=policy)
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
-    assert engine.tokenizer is not None
-    prompts = shipped_ids(engine.tokenizer, 48)[1][: max(size.prompts, rows)]
+    prompts = prompts_of(engine, size.prompts)
     counted = {PLAIN: by_table(plain, policy, prompts, size.tokens, sampling),
                ADAPTIVE: by_table(engine, policy, prompts, size.tokens, sampling)}  # fmt: skip
     for k in range(1, policy.longest + 1):
@@ -97,10 +105,11 @@ def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: l
     arms = [engine_arm(PLAIN, plain, sampling, size.tokens)]
     arms += [_with(engine_arm(name, engine, sampling, size.tokens), engine, own) for name, own in policies.items()]
     wanted = Wanted(1, 0.02, time.perf_counter() + size.seconds)
-    timing, reached = until_known(arms, prompts, engine.rows, (ADAPTIVE, best), wanted)
-    over_plain = {arm.name: timing.ratio(arm.name, PLAIN)._asdict() for arm in arms}
+    timing, reached = until_known(arms, prompts, QUEUE * engine.rows, (ADAPTIVE, best), wanted)
+    over_plain, decoding = ({arm.name: timing.ratio(arm.name, PLAIN, decode=part)._asdict() for arm in arms}
+                            for part in (False, True))  # fmt: skip
     return {"adaptive_over_best": timing.ratio(ADAPTIVE, best)._asdict(), "over_plain": over_plain,
-            "runs": reached.runs, "others": reached.others}  # fmt: skip
+            "over_plain_decoding": decoding, "runs": reached.runs, "others": reached.others}  # fmt: skip
 
 
 def _with(arm: Arm, engine: Engine, policy: Any) -> Arm:
@@ -117,8 +126,7 @@ def beside_plain(draft: str, policy: Adaptive, rows: int, temperature: float, si
     """Return the speeds of the policy beside plain decoding."""
     engine = load(draft, rows=rows, policy=policy)
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
-    assert engine.tokenizer is not None
-    prompts = shipped_ids(engine.tokenizer, 48)[1][: max(size.prompts, rows)]
+    prompts = prompts_of(engine, size.prompts)
     found = timed(engine, plain, policy, PLAIN, prompts, Sampling(temperature), size)
     print(f"{rows} rows, T = {temperature:g}: {found}", flush=True)
     return {"rows": rows, "temperature": temperature, "timed": found}
