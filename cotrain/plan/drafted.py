@@ -18,7 +18,8 @@ from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.output import Emitted
 
-SECONDS = 12.0  # after which real rounds of a number of rows are timed no further than they must
+SECONDS = 10.0  # after which real rounds of a number of rows are timed no further than they must
+OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitted
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
     longest = max(plan.depths)
     figures = text_figures(plan, texts, longest)
     engine, new = plan.engine(longest, BATCH), plan.bench.new_tokens
-    share, observations = observed(engine, longest, texts.prompts, plan.sampling, new, plan.bench.seed + 1)
+    prompts = texts.prompts[:OBSERVED]
+    share, observations = observed(engine, longest, prompts, plan.sampling, new, plan.bench.seed + 1)
     return AtTemperature(
         expected(figures, plan.verify, longest), _mean_acceptance(figures), acceptance(figures, plan.verify, longest),
         share, observations,
