@@ -105,12 +105,12 @@ def _by_depth(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> list[C
 def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
     rows: list[list[object]] = []
     for cell in cells:
-        for name, arm in cell["arms"].items():
-            ends = [Number(arm["speedup"][end]) for end in ("value", "low", "high")]
-            rows.append([f"T {cell['temperature']:g}, {cell['rows']} rows: {name}", interval(ends),
-                         number(Number(arm.get("predicted")), ".2f"), number(Number(arm["tau"]))])  # fmt: skip
+        arms = dict(cell["arms"])
         if full := cell.get("full_batches"):
-            ends = [Number(full["speedup"][end]) for end in ("value", "low", "high")]
-            name = f"T {cell['temperature']:g}, {cell['rows']} rows: k = {full['k']}, others wait"
-            rows.append([name, interval(ends), number(Number(full["predicted"]), ".2f"), ""])  # fmt: skip
-    return table(["", "measured", "forecast", "tau"], rows) if rows else None
+            arms[f"k = {full['k']}, others wait"] = full
+        for name, arm in arms.items():
+            shown = [interval([Number(arm[part][end]) for end in ("value", "low", "high")])
+                     for part in ("speedup", "decode")]  # fmt: skip
+            rows.append([f"T {cell['temperature']:g}, {cell['rows']} rows: {name}", *shown,
+                         number(Number(arm.get("predicted")), ".2f"), number(Number(arm.get("tau")))])  # fmt: skip
+    return table(["", "speed-up", "decoding alone", "forecast", "tau"], rows) if rows else None

@@ -12,7 +12,7 @@ from cotrain.plan.drafted import Cell
 from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import FEWEST, Wanted, until_known
-from inference.measure.timing import engine_arm
+from inference.measure.timing import Timing, engine_arm
 from inference.report.table import aligned
 
 QUEUE = 6  # prompts per row of a run whose rows are replaced, so that its end matters little
@@ -21,8 +21,8 @@ PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Adaptive) -> list[dict[str, Any]]:
     """Time each cell (temperature, rows) on final prompts, for bench.minutes or until the interval is bench.interval
-    wide. Return an entry per cell: arms with the measured speed-up over plain decoding (value, low, high) and tau, and
-    the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more than one row
+    wide. Return an entry per cell: arms with the measured speed-up over plain decoding (`_ratios`: value, low, high) and
+    tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more than one row
     the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended length is
     timed again with prompts that wait (`full_batches`)."""
     found = []
@@ -50,7 +50,7 @@ def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in engines:
         stats = timing.stats(name)
-        figures[name] = {"speedup": timing.ratio(name, PLAIN)._asdict(), "tau": stats.tau if stats else None}
+        figures[name] = _ratios(timing, name) | {"tau": stats.tau if stats else None}
     predicted = cell.alone if size.rows > 1 else chains.speedups
     for k in lengths:
         figures[f"k = {k}"] |= {"predicted": predicted[k] if predicted else None, "predicted_tau": chains.calls.tau(k)}
@@ -70,7 +70,13 @@ def _full(plan: Plan, cell: Cell, best: int, engines: Mapping[str, Engine]) -> d
     arms = [engine_arm(one, engines[one], plan.sampling, size.new_tokens) for one in (PLAIN, name)]
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
     timing, _ = until_known(arms, plan.final(0, runs * queue), queue, (name, PLAIN), wanted, size.seed)
-    return {"k": best, "speedup": timing.ratio(name, PLAIN)._asdict(), "predicted": cell.chains.speedups[best]}
+    return {"k": best, "predicted": cell.chains.speedups[best]} | _ratios(timing, name)
+
+
+def _ratios(timing: Timing, name: str) -> dict[str, Any]:
+    """Return an arm's speed over that of plain decoding: `speedup` with the reading of prompts, and `decode` without
+    it, which is what is forecast."""
+    return {"speedup": timing.ratio(name, PLAIN)._asdict(), "decode": timing.ratio(name, PLAIN, decode=True)._asdict()}
 
 
 def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
@@ -83,17 +89,15 @@ def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
 
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
     """Return the measured cells as a table."""
-    rows = [["temperature", "rows", "drafts", "tau", "speed-up", "95 % interval", "forecast"]]
+    rows = [["temperature", "rows", "drafts", "tau", "speed-up", "decoding alone", "95 % interval", "forecast"]]
     for cell in cells:
-        for name, arm in cell["arms"].items():
-            if name != PLAIN:
-                speedup, forecast = arm["speedup"], arm.get("predicted")
-                rows.append([f"{cell['temperature']:g}", str(cell["rows"]), name, f"{arm['tau']:.3f}",
-                             f"{speedup['value']:.2f}x", f"[{speedup['low']:.2f}, {speedup['high']:.2f}]",
-                             "" if forecast is None else f"{forecast:.2f}x"])  # fmt: skip
+        arms = {name: arm for name, arm in cell["arms"].items() if name != PLAIN}
         if full := cell["full_batches"]:
-            speedup = full["speedup"]
-            rows.append([f"{cell['temperature']:g}", str(cell["rows"]), f"k = {full['k']}, others wait", "",
-                         f"{speedup['value']:.2f}x", f"[{speedup['low']:.2f}, {speedup['high']:.2f}]",
-                         f"{full['predicted']:.2f}x"])  # fmt: skip
+            arms[f"k = {full['k']}, others wait"] = full
+        for name, arm in arms.items():
+            tau, decode, forecast = arm.get("tau"), arm["decode"], arm.get("predicted")
+            interval = f"[{decode['low']:.2f}, {decode['high']:.2f}]"
+            rows.append([f"{cell['temperature']:g}", str(cell["rows"]), name, "" if tau is None else f"{tau:.3f}",
+                         f"{arm['speedup']['value']:.2f}x", f"{decode['value']:.2f}x", interval,
+                         "" if forecast is None else f"{forecast:.2f}x"])  # fmt: skip
     return aligned(rows, left=0)

@@ -36,10 +36,16 @@ def test_plain_decoding_may_be_recommended() -> None:
 
 
 def test_measured_cells_are_beside_their_forecast() -> None:
-    arm = {"speedup": {"value": 1.39, "low": 1.3, "high": 1.5}, "tau": 1.98765, "predicted": 1.44445}
+    ends = {"value": 1.39, "low": 1.3, "high": 1.5}
+    arm = {"speedup": ends, "decode": ends | {"value": 1.40123}, "tau": 1.98765, "predicted": 1.44445}
     measured = [{"temperature": 1.0, "rows": 8, "arms": {"k = 2": arm}}]
     said = page(plan("a", measured=measured))
-    assert 'value="1.44445"' in said and 'value="1.98765"' in said and "T 1, 8 rows: k = 2" in said
+    assert (
+        'value="1.40123"' in said
+        and 'value="1.44445"' in said
+        and 'value="1.98765"' in said
+        and "T 1, 8 rows: k = 2" in said
+    )
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a\u202eb"])
