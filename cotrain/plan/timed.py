@@ -21,10 +21,10 @@ PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Adaptive) -> list[dict[str, Any]]:
     """Time each cell (temperature, rows) on final prompts, for bench.minutes or until the interval is bench.interval
-    wide. Return an entry per cell: arms with the measured speed-up over plain decoding (`_ratios`: value, low, high) and
-    tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more than one row
-    the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended length is
-    timed again with prompts that wait (`full_batches`)."""
+    wide. Return an entry per cell: arms with the measured speed-up over plain decoding (`_ratios`: value, low, high)
+    and tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more
+    than one row the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended
+    length is timed again with prompts that wait (`full_batches`)."""
     found = []
     for (t, rows), cell in cells.items():
         print(f"plan: timing at temperature {t:g}, {rows} row{'s' * (rows > 1)}")
