@@ -18,7 +18,7 @@ from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.output import Emitted
 
-SECONDS = 10.0  # after which real rounds of a number of rows are timed no further than they must
+SECONDS = 20.0  # after which real rounds of a number of rows are timed no further than they must
 OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitted
 
 

@@ -149,7 +149,7 @@ def measure_costs(
     short, long = spans
     step = (seconds["draft", long] - seconds["draft", short]) / (long - short)
     return Costs(
-        tuple(seconds["target", n] for n in range(1, K + 2)),
+        never_falling([seconds["target", n] for n in range(1, K + 2)]),
         step,
         tuple(seconds["rest", k] for k in range(K + 1)),
         target.rows,
@@ -159,6 +159,18 @@ def measure_costs(
         seconds["draft", short] - short * step,
         seconds.get(("encoder", 1), 0.0),
     )
+
+
+def never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the nearest seconds, by least squares, that never fall: a pass over more ids takes no less time, so a fall
+    is noise, and a choice among lengths would follow it (pool adjacent violators: Ayer et al. 1955)."""
+    blocks: list[tuple[float, int]] = []  # mean, number of values
+    for one in seconds:
+        blocks.append((one, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (right, n), (left, m) = blocks.pop(), blocks.pop()
+            blocks.append(((m * left + n * right) / (m + n), m + n))
+    return tuple(mean for mean, count in blocks for _ in range(count))
 
 
 def spans_of(proposer: Proposer) -> tuple[int, int]:

@@ -46,4 +46,5 @@ ROWS_OF_BUGS = [
     ('schedules_are_drift', 'cotrain/plan/drift.py', 'drift', 'FIXED * counters.rounds * k', '0', ['tests/cotrain/plan/test_drift.py::test_rounds_of_unequal_lengths_are_refused'], 'rounds of several lengths have no forecast'),
     ('headline_without_the_tree', 'cotrain/plan/page.py', '_headline', 'cell["tree"] and cell["tree"]["recommended"]', 'False', ['tests/cotrain/plan/test_page.py::test_a_tree_that_is_recommended_is_what_the_page_recommends'], 'the tree is recommended'),
     ('one_draft_ahead_alone', 'inference/adaptive_policy.py', 'CallDecisions.goes_on', '(gains.sum(1).cumsum() >= self.best * seconds).any()', '(gains.sum(1).cumsum() >= self.best * seconds)[:1].any()', ['tests/inference/test_adaptive_policy.py::test_equal_acceptance_gives_the_best_fixed_length'], 'cheap drafts may follow a dear one'),
+    ('falls_are_cut_off', 'inference/measure/costs.py', 'never_falling', '(m * left + n * right) / (m + n)', 'left', ['tests/inference/measure/test_costs.py::test_passes_over_more_ids_take_no_less_time'], 'the greatest noise decides'),
 ]

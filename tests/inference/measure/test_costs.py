@@ -1,7 +1,9 @@
 """Costs of rounds, alone and in real calls, and the best draft length."""
 
 import itertools
+import random
 import time
+from collections.abc import Sequence
 from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from inference.measure.costs import (
     measure_costs,
     measure_drafting,
     measure_rounds,
+    never_falling,
     of_stats,
 )
 from inference.models.lm import LM
@@ -208,3 +211,18 @@ def test_a_calibrated_table_has_its_own_shape_at_the_level_of_real_rounds() -> N
     assert calibrated(TABLE, {0: SLOW[0], 2: SLOW[2]}).drafting(4) == pytest.approx(
         2 * 0.6
     )  # the table's line, doubled
+
+
+def test_passes_over_more_ids_take_no_less_time() -> None:
+    assert never_falling([1.0, 2.0, 2.5]) == (1.0, 2.0, 2.5)
+    assert never_falling([2.0, 1.0, 3.0]) == (1.5, 1.5, 3.0)
+    given = [3.0, 5.0, 1.0, 4.0, 4.5, 4.0, 9.0, 8.0]
+    found = never_falling(given)
+    assert list(found) == sorted(found) and sum(found) == pytest.approx(sum(given))
+
+    def distance(some: Sequence[float]) -> float:
+        return sum((a - b) ** 2 for a, b in zip(some, given, strict=True))
+
+    generator = random.Random(0)
+    for _ in range(2000):  # none that rises is nearer
+        assert distance(sorted(one + generator.gauss(0, 0.3) for one in found)) >= distance(found)
