@@ -68,7 +68,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         texts: dict[float, Emitted] = {}
         drafts = [drafted(mine, _plan(mine, target), texts) for mine in settings.values()]
         best = _best(drafts)
-        plan = _made(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
+        plan = _origin(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():
             _write(folder.path / name, content)
@@ -94,14 +94,14 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     measurement.refuse(cfg.bench)
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
-        found = shapes(cfg, target)
-        plan = _made(cfg, {}) | {"shapes": [one.entry() for one in found], "seconds": time.monotonic() - began}
+        timed_shapes = shapes(cfg, target)
+        plan = _origin(cfg, {}) | {"shapes": [one.entry() for one in timed_shapes], "seconds": time.monotonic() - began}
         _write(folder.path / PLAN, plan)
         folder.finish()
-    return plan, f"{shape_table(found)}\nplan: {Path(cfg.output) / PLAN}"
+    return plan, f"{shape_table(timed_shapes)}\nplan: {Path(cfg.output) / PLAN}"
 
 
-def _made(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
+def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
     """Return the entries of plan.json that say how it was made."""
     return {
         "environment": environment(),

@@ -72,23 +72,23 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
     sampled here, so that all drafts are forecast on the same ones."""
     costs = {rows: costs_at(plan, rows) for rows in sorted({1, *cfg.batches})}
     seconds = {rows: one.rounds for rows, one in costs.items()}
-    found: dict[float, AtTemperature] = {}
+    by_temperature: dict[float, AtTemperature] = {}
     cells: dict[tuple[float, int], Cell] = {}
     for t in list(cfg.temperatures) or [plan.sampling.temperature]:
         here = replace(plan, sampling=replace(plan.sampling, temperature=t))
         if t not in texts:
             print(f"plan: {cfg.texts} texts of the target at temperature {t:g}")
             texts[t] = plain_texts(here, cfg.texts)
-        found[t] = _at_temperature(here, texts[t])
-        calls = found[t].calls
+        by_temperature[t] = _at_temperature(here, texts[t])
+        calls = by_temperature[t].calls
         chains = {rows: forecast(calls, costs[rows]) for rows in cfg.batches}
         trees = _trees(here, texts[t], chains)
         cells |= {(t, rows): Cell(one, alone(calls, seconds, rows), trees.get(rows)) for rows, one in chains.items()}
-    mean = sum(one.share for one in found.values()) / len(found)
-    observations = [each for one in found.values() for each in one.observations]
+    mean = sum(one.share for one in by_temperature.values()) / len(by_temperature)
+    observations = [each for one in by_temperature.values() for each in one.observations]
     return Drafted(
-        plan.names[1], plan, cells, {t: one.alpha for t, one in found.items()},
-        {t: one.profile for t, one in found.items()}, costs, estimates(mean, observations),
+        plan.names[1], plan, cells, {t: one.alpha for t, one in by_temperature.items()},
+        {t: one.profile for t, one in by_temperature.items()}, costs, estimates(mean, observations),
     )  # fmt: skip
 
 
@@ -122,5 +122,5 @@ def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[i
         return {}
     print("plan: trees")
     search = tree_search(plan, distributions)
-    found = {rows: tree_forecast(plan.batched(rows), one, distributions, search) for rows, one in chains.items()}
-    return {rows: tree for rows, tree in found.items() if tree is not None}
+    forecasts = ((rows, tree_forecast(plan.batched(rows), one, distributions, search)) for rows, one in chains.items())
+    return {rows: tree for rows, tree in forecasts if tree is not None}

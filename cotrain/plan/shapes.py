@@ -51,7 +51,7 @@ def shapes(cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase
     """Time the shapes of `cfg.shapes` with a target and its tokenizer. Raises UserError for settings that are not those
     of `cotrain train`, and the errors of `assembly.initial`."""
     composed = [(settings, _composed(settings)) for settings in cfg.shapes]
-    return [_timed(cfg, settings, made, pair) for settings, made in composed]
+    return [_timed(cfg, settings, config, pair) for settings, config in composed]
 
 
 def _composed(settings: str) -> TrainConfig:
@@ -62,13 +62,13 @@ def _composed(settings: str) -> TrainConfig:
 
 
 def _timed(
-    cfg: PlanConfig, settings: str, made: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    cfg: PlanConfig, settings: str, config: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> Shape:
     target, tokenizer = pair
-    student = new_student(made, target, len(cast(Any, tokenizer)))
-    if student.undecided or made.draft.vocabulary:
+    student = new_student(config, target, len(cast(Any, tokenizer)))
+    if student.undecided or config.draft.vocabulary:
         student.know(torch.arange(len(cast(Any, tokenizer)), 0, -1))  # which ids are known does not change the time
-    network, kind = student.network, made.draft.kind
+    network, kind = student.network, config.draft.kind
     size = sum(weight.numel() for weight in network.parameters())
     print(f"plan: shape {settings}, {size / 1e6:.2f} M parameters")
     plan = Plan(target, tokenizer, network, sampling(cfg.regime), "token", cfg.bench, (str(cfg.target.path), settings),
@@ -76,12 +76,12 @@ def _timed(
     return Shape(settings, kind, size, {rows: costs_at(plan, rows) for rows in cfg.batches})
 
 
-def shape_table(found: Sequence[Shape]) -> str:
+def shape_table(timed: Sequence[Shape]) -> str:
     """Return the shapes as a table."""
     head = ["shape", "parameters", "rows", "draft step", "of a plain step", "break-even",
             *(f"at {a:g}" for a in ACCEPTANCES)]  # fmt: skip
     rows = [head]
-    for shape in found:
+    for shape in timed:
         for count, costs in shape.costs.items():
             edge = break_even(costs.rounds)
             speeds = [at_acceptance(costs.rounds, a) for a in ACCEPTANCES]

@@ -25,12 +25,12 @@ def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Ada
     and tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more
     than one row the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended
     length is timed again with prompts that wait (`full_batches`)."""
-    found = []
+    measured = []
     for (t, rows), cell in cells.items():
         print(f"plan: timing at temperature {t:g}, {rows} row{'s' * (rows > 1)}")
         here = plan.batched(rows)
-        found.append(_timed(replace(here, sampling=replace(plan.sampling, temperature=t)), cell, policy))
-    return found
+        measured.append(_timed(replace(here, sampling=replace(plan.sampling, temperature=t)), cell, policy))
+    return measured
 
 
 def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
