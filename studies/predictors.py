@@ -19,6 +19,7 @@ machine. Regret is the speed that is lost by choosing as the predictor does: 1 -
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from cotrain.acceptance import iid_tau
+from cotrain.bench.forecast import error_of_tau, mean_acceptance
 from cotrain.data.corpora import DOMAINS, shipped
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import read
@@ -66,12 +68,6 @@ def taus(figures: Figures, longest: int) -> list[float]:
     """Return the expected tokens per call at draft lengths 0 .. longest."""
     reaches = (predictable_reach(figures, "token", k) for k in range(1, longest + 1))
     return [1.0, *(float(predict_chain.tau_from(reach, figures.lengths)) for reach in reaches)]
-
-
-def ratio(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float]:
-    """Return tokens per call of texts, and its standard error over texts. Both arguments are (N,)."""
-    tau = float(tokens.sum() / calls.sum())
-    return tau, float((tokens - tau * calls).std()) * len(calls) ** 0.5 / float(calls.sum())
 
 
 def one_figures(target: LM, draft: LM, texts: Emitted, temperature: float) -> dict[str, float]:
@@ -132,17 +128,17 @@ def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float],
             calls, tokens = (torch.tensor(some, dtype=torch.float64) for some in
                              ([one.target_calls for one in counts], [one.tokens for one in counts]))  # fmt: skip
             single = {} if draft is None else one_figures(engine.target, draft, parts[0], t)
-            inside = torch.arange(seen.logp.shape[1]) < seen.lengths[:, None]
-            single["acceptance"] = float(seen.first(seen.alpha)[inside].mean())
+            single["acceptance"] = mean_acceptance(seen)
             reach = predictable_reach(judged, "token", min(JUDGED, longest))
             expected = predict_chain.calls_from(reach, judged.lengths)
-            (said, said_error), (measured, error) = ratio(judged.lengths, expected), ratio(tokens, calls)
+            said, measured = (float(a.sum() / b.sum()) for a, b in ((judged.lengths, expected), (tokens, calls)))
+            errors = error_of_tau(judged.lengths, expected), error_of_tau(tokens, calls)
             conditional = predict_chain.depths_from(predictable_reach(seen, "token", longest), longest, seen.lengths)[1]
             found.append({
                 "draft": path, "domain": domain, "temperature": t, "longest": longest, "figures": single,
                 "tau_seen": taus(seen, longest), "tau": taus(judged, longest), "conditional": conditional.tolist(),
                 "measured": measured, "seconds": list(costs.rounds),
-                "z": (measured - said) / max((said_error**2 + error**2) ** 0.5, 1e-9),
+                "z": (measured - said) / max(math.hypot(*errors), 1e-9),
             })  # fmt: skip
             print(f"{path} {domain} T={t:g}: tau({JUDGED}) {found[-1]['tau'][min(JUDGED, longest)]:.3f} "
                   f"measured {found[-1]['measured']:.3f} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip

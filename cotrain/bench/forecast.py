@@ -40,8 +40,7 @@ class Calls:
 
     def error(self, k: int) -> float:
         """Return the standard error of `tau`, from the differences between texts; infinite for one text."""
-        tau = self.tau(k)
-        return tau * error_of_sum(self.calls[k] * tau - self.lengths) / float(self.lengths.sum())
+        return error_of_tau(self.lengths, self.calls[k])
 
 
 def expected(figures: Figures, verify: str, longest: int, seed: int = 0) -> Calls:
@@ -163,6 +162,18 @@ def error_of_sum(values: Tensor) -> float:
     """Return the standard error of the sum of values (N,), each of one text. It is infinite for one text."""
     count = len(values)
     return math.inf if count < 2 else float(values.std() * math.sqrt(count))
+
+
+def error_of_tau(tokens: Tensor, calls: Tensor) -> float:
+    """Return the standard error of tokens per call, from the differences between texts. Both arguments are (N,)."""
+    total = float(calls.sum())
+    return error_of_sum(tokens - float(tokens.sum()) / total * calls) / total
+
+
+def mean_acceptance(figures: Figures) -> float:
+    """Return the mean acceptance of each round's first draft over the tokens of the texts."""
+    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
+    return float(figures.first(figures.alpha)[inside].mean())
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:

@@ -238,13 +238,21 @@ def plan_length(
 ) -> tuple[DraftLength, MeasuredCosts]:
     """Choose the fastest draft length among 0, 1 and bench.depths. If no rounds at the chosen length were timed, time
     some, and choose again with the costs scaled to them. A planned length is not chosen, and compared with 0 alone."""
+    return _length_after_rounds(plan, costs, lambda known: best_k(known, tau).speedups, until)
+
+
+def _length_after_rounds(
+    plan: Plan, costs: MeasuredCosts, speedups: Callable[[Costs], tuple[float, ...]], until: float
+) -> tuple[DraftLength, MeasuredCosts]:
+    """Choose the fastest draft length, and time rounds at it, until no other one is chosen. speedups: by draft length,
+    from costs."""
     always = ALWAYS[:1] if plan.planned else ALWAYS
     for _ in range(TRIES):
-        length = choose(costs.costs, tau, plan.depths, always)
+        length = fastest(speedups(costs.costs), plan.depths, always)
         if length.drafting in costs.rounds:
             break
         costs = costs.at(rounds_of(plan, (length.drafting,), until))
-    return choose(costs.costs, tau, plan.depths, always), costs
+    return fastest(speedups(costs.costs), plan.depths, always), costs
 
 
 def choose(costs: Costs, tau: Callable[[int], float], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
@@ -265,18 +273,12 @@ def alone_length(
     """Choose the draft length of batches that are decoded alone, from the costs of rounds of one row, measured here,
     and of all rows. As in `plan_length`, rounds at the chosen length are timed. Return None if the texts fill no batch.
     figures: of the texts."""
-    rows, always = plan.bench.rows, ALWAYS[:1] if plan.planned else ALWAYS
+    rows = plan.bench.rows
+    if len(figures.lengths) < rows:
+        return None
     one_row = measured(plan.batched(1), until).costs.rounds
     calls = expected_calls(figures, plan.verify, max(plan.depths))
-    for last in range(TRIES, -1, -1):
-        speedups = alone(calls, {1: one_row, rows: costs.costs.rounds}, rows)
-        if not speedups:
-            return None
-        length = fastest(speedups, plan.depths, always)
-        if length.drafting in costs.rounds or not last:
-            break
-        costs = costs.at(rounds_of(plan, (length.drafting,), until))
-    return length, costs
+    return _length_after_rounds(plan, costs, lambda known: alone(calls, {1: one_row, rows: known.rounds}, rows), until)
 
 
 # --- trees

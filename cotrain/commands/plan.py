@@ -29,12 +29,13 @@ from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
 from inference.adaptive_policy import Adaptive
+from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import PROMPTS
 from inference.measure.environment import environment
 from inference.output import Emitted
 
-PLAN, BUNDLED = "plan.json", "bundled"
+PLAN = "plan.json"
 # settings that several drafts must have in common
 SHARED = ("target.path", "target.adapter", "quantisation.kind", "regime.top_k", "regime.top_p", "bench.prompt_tokens",
           "data.chat", "data.template")  # fmt: skip
@@ -89,7 +90,7 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     if cfg.measure or cfg.temperatures:
         raise UserError("shapes: a draft that does not exist yet has no acceptance to forecast or measure: leave out "
                         "measure= and temperatures=")  # fmt: skip
-    cfg.target.path = cfg.target.path or BUNDLED
+    cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
     measurement.refuse(cfg.bench)
     target = models(cfg)

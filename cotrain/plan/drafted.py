@@ -5,16 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from cotrain.bench.forecast import Calls, Forecast, acceptance, alone, expected, forecast
+from cotrain.bench.forecast import Calls, Forecast, acceptance, alone, expected, forecast, mean_acceptance
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, measured, plain_distributions, plain_texts, text_figures, tree_search
 from cotrain.config.settings import PlanConfig
 from cotrain.plan.policy_file import Observation, estimates, observed
 from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
 from inference.adaptive_policy import Estimates
-from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.output import Emitted
 
@@ -105,14 +102,9 @@ def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
     prompts = texts.prompts[:OBSERVED]
     share, observations = observed(engine, longest, prompts, plan.sampling, new, plan.bench.seed + 1)
     return AtTemperature(
-        expected(figures, plan.verify, longest), _mean_acceptance(figures), acceptance(figures, plan.verify, longest),
+        expected(figures, plan.verify, longest), mean_acceptance(figures), acceptance(figures, plan.verify, longest),
         share, observations,
     )  # fmt: skip
-
-
-def _mean_acceptance(figures: Figures) -> float:
-    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
-    return float(figures.first(figures.alpha)[inside].mean())
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:

@@ -11,6 +11,7 @@ from cotrain.bench.forecast import SIGMAS
 from cotrain.page.html_page import document
 from cotrain.page.loaded_run import Number
 from cotrain.page.rendering import Chart, Section, Series, drawn, interval, joined, number, table
+from cotrain.plan.timed import arms_of
 
 GENERATOR, PAGE = "cotrain plan", "plan.html"
 
@@ -105,10 +106,7 @@ def _by_depth(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> list[C
 def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
     rows: list[list[object]] = []
     for cell in cells:
-        arms = dict(cell["arms"])
-        if full := cell.get("full_batches"):
-            arms[f"k = {full['k']}, others wait"] = full
-        for name, arm in arms.items():
+        for name, arm in arms_of(cell).items():
             shown = [interval([Number(arm[part][end]) for end in ("value", "low", "high")])
                      for part in ("speedup", "decode")]  # fmt: skip
             rows.append([f"T {cell['temperature']:g}, {cell['rows']} rows: {name}", *shown,

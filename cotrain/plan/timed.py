@@ -87,14 +87,19 @@ def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
     return batches, Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
 
 
+def arms_of(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arms of a measured cell by name, with that of full batches if there is one."""
+    full = cell.get("full_batches")
+    return {**cell["arms"], **({f"k = {full['k']}, others wait": full} if full else {})}
+
+
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
     """Return the measured cells as a table."""
     rows = [["temperature", "rows", "drafts", "tau", "speed-up", "decoding alone", "95 % interval", "forecast"]]
     for cell in cells:
-        arms = {name: arm for name, arm in cell["arms"].items() if name != PLAIN}
-        if full := cell["full_batches"]:
-            arms[f"k = {full['k']}, others wait"] = full
-        for name, arm in arms.items():
+        for name, arm in arms_of(cell).items():
+            if name == PLAIN:
+                continue
             tau, decode, forecast = arm.get("tau"), arm["decode"], arm.get("predicted")
             interval = f"[{decode['low']:.2f}, {decode['high']:.2f}]"
             rows.append([f"{cell['temperature']:g}", str(cell["rows"]), name, "" if tau is None else f"{tau:.3f}",
