@@ -35,7 +35,7 @@ WORDS = frozenset({
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
     "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",
-    "pretraining.precision",
+    "pretraining.precision", "shapes",
 })  # fmt: skip
 
 
