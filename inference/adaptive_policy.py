@@ -1,7 +1,7 @@
 """An adaptive policy. It drafts as long as the next draft is expected to gain more tokens than the same time would
 otherwise give, and not at all if no draft length pays.
 
-Seconds of rounds and estimates of acceptance come from `cotrain plan`. A rows, K the longest draft.
+Seconds of rounds and decisions, and estimates of acceptance, come from `cotrain plan`. A rows, K the longest draft.
 """
 
 import json
@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference.proposers.confidence import MEASURES, measures
+from inference.sampling import wide
 
 Numbers = NDArray[np.float64]
-INPUTS = MEASURES + 2  # of an estimate: 1, the log odds of the row's recent acceptance, and the measures of q
+INPUTS = 4  # of an estimate, see `inputs`
 PRIOR = 8.0  # drafts that the mean acceptance counts for, beside those of the row
 DISCOUNT = 0.98  # of a row's earlier drafts, per token that it emits: texts change
 EDGE = 1e-3  # no acceptance is taken to be nearer to 0 or 1
@@ -41,14 +41,17 @@ class Adaptive:
     """A policy that chooses the draft length of each round by expected tokens per second.
 
     seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens. Between these
-    numbers of rows seconds are interpolated. estimates: the draft's acceptance.
+    numbers of rows seconds are interpolated. estimates: the draft's acceptance. deciding: the seconds of one decision
+    to go on, for those numbers of rows at which deciding after each draft pays; None: everywhere, without seconds.
+    Other numbers of rows do as the nearest one that was timed.
 
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
     than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
-    returns to the mean, so a row is tried again if the mean pays. The round goes on after a draft while the expected
-    gain of some number of further ones is at least their seconds times the best rate. All rows draft equally many
-    tokens, since the target's pass is as wide as the longest draft of any row. Draft lengths therefore depend on the
-    rows of a batch, and so may a row's text; its distribution does not.
+    returns to the mean, so a row is tried again if the mean pays. Where deciding pays, the round goes on after a draft
+    while the expected gain of some number of further ones is at least their seconds times the best rate; elsewhere it
+    drafts the length with the best rate. All rows draft equally many tokens, since the target's pass is as wide as the
+    longest draft of any row. Draft lengths therefore depend on the rows of a batch, and so may a row's text; its
+    distribution does not.
 
     The estimates read each draft's distribution on the host, which costs a GPU one wait per draft. Drafts that are made
     in one call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises
@@ -57,6 +60,7 @@ class Adaptive:
 
     seconds: Mapping[int, Sequence[float]]
     estimates: Estimates
+    deciding: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
@@ -73,7 +77,8 @@ class Adaptive:
             given: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
             here, ahead = (tuple(map(float, given["estimates"][name])) for name in ("here", "ahead"))
-            return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead))
+            deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
+            return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead), deciding)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"policy: {file} is no policy file of cotrain plan: {error!r}") from error
 
@@ -81,6 +86,13 @@ class Adaptive:
     def longest(self) -> int:
         """Return the largest draft length."""
         return len(next(iter(self.seconds.values()))) - 1
+
+    def decision(self, rows: int) -> float | None:
+        """Return the seconds of a decision of this many rows. Return None where deciding after each draft does not
+        pay."""
+        if self.deciding is None:
+            return 0.0
+        return self.deciding.get(min(self.seconds, key=lambda timed: abs(timed - rows)))
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         """Return the longest draft of each row. In a call, `CallDecisions` choose."""
@@ -106,31 +118,44 @@ class CallDecisions:
     policy: Adaptive
     recent: dict[int, Recent] = field(default_factory=dict)  # by row of the call
     rows: Sequence[int] = ()  # of this round
-    asks: bool = False
+    asks: bool = False  # whether this round decides after each draft
     rates: Numbers = field(default_factory=lambda: np.zeros(0))  # recent acceptance (A,)
     seconds: Numbers = field(default_factory=lambda: np.zeros(0))  # of rounds of A rows, by draft length (K+1,)
     best: float = 0.0  # expected tokens per second of the best draft length
     seen: list[Numbers] = field(default_factory=list)  # the inputs (A, INPUTS) of each draft
+    reached: list[Numbers] = field(default_factory=list)  # probability (A,) that all drafts up to each are accepted
+    decided: list[bool] = field(default_factory=list)  # after each draft
+
+    def idle(self, rows: int, asks: bool) -> bool:
+        """Return whether no draft length pays for rows of the mean acceptance."""
+        return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         """Return 0 if no draft length has a higher expected rate than plain decoding. Else return the longest draft, or
-        the best one if the proposer does not ask."""
-        self.rows, self.asks, self.seen = rows, asks, []
+        the best one if the round does not decide after each draft: the proposer does not ask, or deciding does not
+        pay."""
+        decision = self.policy.decision(len(rows)) if asks else None
+        self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])
-        self.seconds = seconds_of(self.policy.seconds, len(rows))
-        lengths = np.arange(len(self.seconds))[:, None]
-        tokens = ((1 - self.rates ** (lengths + 1)) / (1 - self.rates)).sum(1)  # a geometric series per row -> (K+1,)
-        rates = tokens / self.seconds
+        lengths = np.arange(self.policy.longest + 1)
+        self.seconds = seconds_of(self.policy.seconds, len(rows)) + (decision or 0.0) * lengths
+        tokens = (1 - self.rates ** (lengths[:, None] + 1)) / (1 - self.rates)  # a geometric series per row (K+1, A)
+        rates = tokens.sum(1) / self.seconds
         k = int(rates.argmax())
         self.best = float(rates[k])
-        return self.policy.longest if k and asks else k
+        return self.policy.longest if k and self.asks else k
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
         """Compute the inputs of the estimates. For temperature 0 they are those of temperature 1."""
         if self.asks and depth == len(self.seen):
             heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
-            log_probs = torch.log_softmax(logits.to(heat.device, torch.float32) / heat, -1)
-            self.seen.append(inputs(self.rates, measures(log_probs).double().cpu().numpy()))
+            self.note((wide(logits) / heat).softmax(-1).amax(-1).double().cpu().numpy())
+
+    def note(self, top: Numbers) -> None:
+        """Receive the probability (A,) of the likeliest token of each row's next draft."""
+        self.seen.append(inputs(self.rates, top))
+        before = self.reached[-1] if self.reached else 1.0
+        self.reached.append(before * estimate(self.policy.estimates.here, self.seen[-1]))
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
         """Return whether the expected tokens of some number of further drafts are worth their seconds at the best rate.
@@ -138,14 +163,14 @@ class CallDecisions:
         to be accepted as the next one."""
         if not self.asks:
             return True
-        estimates, seen = self.policy.estimates, self.seen[: depth + 1]
-        reached = np.prod([estimate(estimates.here, one) for one in seen], axis=0)
-        more = np.arange(1, len(self.seconds) - depth - 1)[:, None]  # numbers of further drafts (M, 1)
-        gains = reached * estimate(estimates.ahead, seen[depth]) ** more  # of each of them (M, A)
-        gains = np.where(np.array(room) > depth + more, gains, 0.0)
-        gains = np.nan_to_num(gains)  # a row without a distribution gains nothing
-        seconds = self.seconds[depth + 2 :] - self.seconds[depth + 1]
-        return bool((gains.sum(1).cumsum() >= self.best * seconds).any())
+        if depth == len(self.decided):  # else it is asked again, after drafts of one pass
+            more = np.arange(1, len(self.seconds) - depth - 1)[:, None]  # numbers of further drafts (M, 1)
+            gains = self.reached[depth] * estimate(self.policy.estimates.ahead, self.seen[depth]) ** more  # (M, A)
+            gains = np.where(np.array(room) > depth + more, gains, 0.0)
+            gains = np.nan_to_num(gains)  # a row without a distribution gains nothing
+            seconds = self.seconds[depth + 2 :] - self.seconds[depth + 1]
+            self.decided.append(bool((gains.sum(1).cumsum() >= self.best * seconds).any()))
+        return self.decided[depth]
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
         for row, (drafted, accepted) in zip(self.rows, drafts, strict=True):
@@ -160,10 +185,11 @@ class CallDecisions:
         return min(max(rate, EDGE), 1 - EDGE)
 
 
-def inputs(rates: Numbers, of_q: Numbers) -> Numbers:
-    """Return the inputs (A, INPUTS) of estimates. rates (A,): recent acceptance. of_q (A, MEASURES): see `measures`."""
-    odds = np.log(rates / (1 - rates))
-    return np.column_stack((np.ones_like(odds), odds, of_q))
+def inputs(rates: Numbers, top: Numbers) -> Numbers:
+    """Return the inputs (A, INPUTS) of estimates: 1, the log odds of the rows' recent acceptance `rates` (A,), and the
+    probability `top` (A,) of the draft's likeliest token with its logarithm. Entropy, margin and the drawn token's own
+    probability add little to these (docs/measurements.md), and entropy takes longer than the drawing of a draft."""
+    return np.stack((np.ones_like(rates), np.log(rates / (1 - rates)), top, np.log(top)), -1)
 
 
 def estimate(weights: Sequence[float], given: Numbers) -> Numbers:

@@ -36,6 +36,10 @@ class Decisions(Protocol):
     nor on the target's numbers of this round. Then each draft is drawn from its distribution whatever was decided, and
     every rule stays exact. A rows."""
 
+    def idle(self, rows: int, asks: bool) -> bool:
+        """Return whether rounds of this many new rows would draft nothing, so that no draft model need read their
+        prompts yet (`Proposer.catches_up`). asks: as in `open`."""
+
     def open(self, rows: Sequence[int], asks: bool) -> int:
         """Begin a round of these rows of the call, and return the largest number of drafts per row. asks: whether the
         proposer asks after each draft whether to go on (`Proposer.asks`)."""

@@ -5,7 +5,7 @@ prompts that wait. Several of these are stored in one pass, which takes half the
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from weakref import WeakValueDictionary
@@ -19,26 +19,40 @@ from inference.proposers.base import Host, Proposer
 from inference.request import Request
 from inference.round import Batch
 from inference.sampling.noise import Uniforms
+from inference.source import like
 
 
 @dataclass
 class Call:
     """The state of one call of `generate` or `stream`. rows: all requests. waiting: requests whose prompts are not
-    stored yet. staged: requests whose prompts are in a spare slot, with that slot. active: requests being decoded, by
-    slot."""
+    stored yet. staged: requests whose prompts are in a spare slot, with that slot and what the draft has of the prompt.
+    active: requests being decoded, by slot."""
 
     rows: list[Request]
     proposer: Proposer | None
     noise: Uniforms
     waiting: deque[Request] = field(init=False)
     stats: Stats = field(init=False)
-    staged: deque[tuple[Request, int]] = field(default_factory=deque)
+    staged: deque[tuple[Request, int, list[int]]] = field(default_factory=deque)
     active: list[Request] = field(default_factory=list)
     batch: Batch | None = None  # settings of the active rows on the device
     decisions: Decisions | None = None  # of an adaptive policy
 
     def __post_init__(self) -> None:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
+
+    def read_by_draft(self, prompts: Sequence[list[int]], rows: int) -> Sequence[list[int]]:
+        """Return what the draft reads of new prompts now: the first token of each if a policy would draft nothing with
+        this many rows and the draft can catch up, else all. rows: the largest number of rows."""
+        coming = min(rows, len(self.active) + len(self.staged) + len(self.waiting) + len(prompts))
+        if (
+            self.proposer
+            and self.proposer.catches_up
+            and self.decisions
+            and self.decisions.idle(coming, self.proposer.asks)
+        ):
+            return [like(prompt, prompt[:1]) for prompt in prompts]
+        return prompts
 
     def lengths(self, policy: Policy) -> list[int]:
         """Return the draft length of each active row: the policy's, limited so that no draft is past the row's limit.
@@ -96,10 +110,10 @@ class Slots:
             with call.stats.clock("prefill"):
                 low = len(call.active)
                 if call.staged:
-                    row, slot = call.staged.popleft()
+                    row, slot, text = call.staged.popleft()
                     self.target.move(slot, low, len(row.text) - 1)
                     if proposer:
-                        proposer.enter(slot, low, row.text)
+                        proposer.enter(slot, low, text)
                     call.active.append(row)
                 else:
                     stages = rows - low < min(spare, len(call.waiting))
@@ -108,12 +122,15 @@ class Slots:
                     prompts = [row.text for row in new]
                     reads = proposer.reads if proposer else ()
                     states = store_prompts(self.target, low, prompts, states=reads)
+                    read = call.read_by_draft(prompts, rows)
                     if proposer and stages:
-                        proposer.stage(low, prompts, states)
+                        proposer.stage(low, read, states)
                     elif proposer:
-                        proposer.admit(low, prompts, states)
+                        proposer.admit(low, read, states)
                     if stages:
-                        call.staged.extend((row, low + i) for i, row in enumerate(new))
+                        call.staged += [
+                            (row, low + i, text) for i, (row, text) in enumerate(zip(new, read, strict=True))
+                        ]
                     else:
                         call.active += new
                 self.target.wait()

@@ -6,9 +6,9 @@
 Prompts are the shipped ones of mixed tasks that no plan reads. Each way of drafting decodes all of them. Two speeds are
 reported. `by_table` counts the rounds of each number of rows and drafts, and adds up the plan's seconds of such rounds:
 it has no noise of the clock, so fixed lengths can be compared one by one. `timed` is wall time of the arms in turn,
-with intervals over batches. The oracle knows where each round would be rejected: it drafts what is accepted and no
-more, in as many drafts as the row of the batch that accepts most. Its rounds are those of the longest fixed length, so
-its share of the gain, (policy - best fixed) / (oracle - best fixed), is in tokens per second of the table.
+with intervals over batches. The oracle knows where each round would be rejected, and drafts the length of the highest
+rate; all rows draft equally many, as with the policy. Its rounds are those of the longest fixed length, so its share of
+the gain, (policy - best fixed) / (oracle - best fixed), is in tokens per second of the table.
 
 `--beside-plain` names further numbers of rows, at which the policy is timed beside plain decoding alone. At every
 number of rows an arm `k = 0` is timed: the policy with a draft that costs so much that it never drafts.
@@ -50,15 +50,32 @@ class Rounds:
 
 
 def by_table(engine: Engine, policy: Adaptive, prompts: list[list[int]], tokens: int, sampling: Sampling) -> Any:
-    """Return tokens per second by the table of `policy`, tau, drafts per round, and the oracle's tokens per second."""
+    """Return tokens per second by the table of `policy`, tau, drafts per round, and the oracle's tokens per second.
+    Rounds of an adaptive policy have the seconds of its decisions too."""
     engine.record = rounds = Rounds()
     out = engine.generate(prompts, max_new_tokens=tokens, sampling=sampling, seed=1, ignore_eos=True).whole()
     engine.record = None
-    seconds = sum(seconds_of(policy.seconds, rows)[k] for rows, k, _ in rounds.rounds)
-    oracle = sum(seconds_of(policy.seconds, rows)[max(good)] for rows, _, good in rounds.rounds)
+    decides = isinstance(engine.policy, Adaptive) and engine.proposer is not None
+    seconds = sum(seconds_of(policy.seconds, rows)[k] + decides * k * (policy.decision(rows) or 0.0)
+                  for rows, k, _ in rounds.rounds)  # fmt: skip
     drafts = sum(rows * k for rows, k, _ in rounds.rounds) / sum(rows for rows, _, _ in rounds.rounds)
     return {"tokens_per_second": out.stats.tokens / seconds, "tau": out.stats.tau, "drafts": drafts,
-            "oracle": out.stats.tokens / oracle}  # fmt: skip
+            "oracle": oracle(policy, rounds.rounds)}  # fmt: skip
+
+
+def oracle(policy: Adaptive, rounds: Sequence[tuple[int, int, list[int]]]) -> float:
+    """Return the highest rate, tokens per second of the table, of rounds that draft no more than these did, with each
+    length chosen after the outcome. It is reached by rounds that maximise tokens - rate * seconds (Dinkelbach 1967)."""
+    rate = 0.0
+    for _ in range(20):
+        tokens = total = 0.0
+        for rows, most, good in rounds:
+            seconds = seconds_of(policy.seconds, rows)
+            gains = [sum(min(one, k) + 1 for one in good) for k in range(most + 1)]
+            k = max(range(most + 1), key=lambda k: gains[k] - rate * seconds[k])
+            tokens, total = tokens + gains[k], total + seconds[k]
+        rate = tokens / total
+    return rate
 
 
 def prompts_of(engine: Engine, least: int) -> list[list[int]]:

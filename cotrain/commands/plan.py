@@ -28,7 +28,6 @@ from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
-from inference.adaptive_policy import Adaptive
 from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import PROMPTS
@@ -75,7 +74,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
             _write(folder.path / name, content)
         lines = [table(drafts)]
         if cfg.measure:
-            plan["measured"] = timed_cells(best.plan, best.cells, Adaptive.load(folder.path / POLICY))
+            plan["measured"] = timed_cells(best.plan, best.cells, best.policy)
             _write(folder.path / PLAN, plan)
             lines.append(measured_table(plan["measured"]))
         write_atomic(folder.path / PAGE, page(strict(plan)))

@@ -9,9 +9,9 @@ from cotrain.bench.forecast import Calls, Forecast, acceptance, alone, expected,
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, measured, plain_distributions, plain_texts, text_figures, tree_search
 from cotrain.config.settings import PlanConfig
-from cotrain.plan.policy_file import Observation, estimates, observed
+from cotrain.plan.policy_file import RowRound, estimates, observed, policy_of, share
 from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
-from inference.adaptive_policy import Estimates
+from inference.adaptive_policy import Adaptive
 from inference.measure.costs import Costs
 from inference.output import Emitted
 
@@ -41,7 +41,7 @@ class Cell:
 class Drafted:
     """The forecasts of one draft. plan: the draft with its target. cells: by (temperature, rows). alpha: mean
     acceptance by temperature. profiles: acceptance by depth and temperature at the longest draft length. costs: by
-    number of rows. estimates: of an adaptive policy."""
+    number of rows. policy: the adaptive one."""
 
     path: str
     plan: Plan
@@ -49,19 +49,18 @@ class Drafted:
     alpha: Mapping[float, float]
     profiles: Mapping[float, Mapping[str, Any]]
     costs: Mapping[int, Costs]
-    estimates: Estimates
+    policy: Adaptive
 
 
 @dataclass(frozen=True)
 class AtTemperature:
-    """What the texts of one temperature say, whatever the number of rows. share: of accepted drafts, of those whose
-    predecessors were all accepted, in the rounds that were observed."""
+    """What the texts of one temperature say, whatever the number of rows. rounds: those of the longest chains, which
+    were observed."""
 
     calls: Calls
     alpha: float
     profile: Mapping[str, Any]
-    share: float
-    observations: Sequence[Observation]
+    rounds: Sequence[RowRound]
 
 
 def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted:
@@ -81,11 +80,13 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
         chains = {rows: forecast(calls, costs[rows]) for rows in cfg.batches}
         trees = _trees(here, texts[t], chains)
         cells |= {(t, rows): Cell(one, alone(calls, seconds, rows), trees.get(rows)) for rows, one in chains.items()}
-    mean = sum(one.share for one in by_temperature.values()) / len(by_temperature)
-    observations = [each for one in by_temperature.values() for each in one.observations]
+    mean = sum(share(one.rounds) for one in by_temperature.values()) / len(by_temperature)
+    rounds = [each for one in by_temperature.values() for each in one.rounds]
+    vocabulary = plan.target.get_output_embeddings().weight.shape[0]
+    policy = policy_of(costs, estimates(mean, rounds), rounds, vocabulary, plan.target.device)
     return Drafted(
         plan.names[1], plan, cells, {t: one.alpha for t, one in by_temperature.items()},
-        {t: one.profile for t, one in by_temperature.items()}, costs, estimates(mean, observations),
+        {t: one.profile for t, one in by_temperature.items()}, costs, policy,
     )  # fmt: skip
 
 
@@ -100,10 +101,10 @@ def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
     figures = text_figures(plan, texts, longest)
     engine, new = plan.engine(longest, BATCH), plan.bench.new_tokens
     prompts = texts.prompts[:OBSERVED]
-    share, observations = observed(engine, longest, prompts, plan.sampling, new, plan.bench.seed + 1)
+    rounds = observed(engine, longest, prompts, plan.sampling, new, plan.bench.seed + 1)
     return AtTemperature(
         expected(figures, plan.verify, longest), mean_acceptance(figures), acceptance(figures, plan.verify, longest),
-        share, observations,
+        rounds,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
     return {
         SCHEDULE: {"draft": best.path, "temperature": t, **schedules(lengths)},
         PROFILE: profile(best, t, batches[0], plan),
-        POLICY: policy_content(best.estimates, best.costs) | {"draft": best.path, "environment": plan["environment"]},
+        POLICY: policy_content(best.policy) | {"draft": best.path, "environment": plan["environment"]},
     }
 
 

@@ -24,13 +24,14 @@ from torch import Tensor
 from inference.engine import Engine
 from inference.models.encoder_decoder import any_source
 from inference.models.lm import LM, store_prompts
-from inference.output import Stats
+from inference.output import Output, Stats
 from inference.policy import Fixed, Policy
 from inference.proposers.base import Host, Outcome, Proposer
 from inference.request import Request
 from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.sampling.noise import Uniforms
+from inference.scheduler import Call
 from inference.source import SourcedText, source_of
 from inference.verify.rules import RULES
 
@@ -317,7 +318,8 @@ def measure_drafting(
     engine is not counted.
 
     engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
-    row, and every call has other prompts. The engines' policies are restored. until: time limit, on the clock; each
+    row, and every call has other prompts; it ends with its first round that is not full. The engines' policies are
+    restored. until: time limit, on the clock; each
     engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RuntimeError if a prompt ends
     in an error.
     """
@@ -330,12 +332,20 @@ def measure_drafting(
         for key, (engine, k) in engines.items():
             batch = [prompts[(repeat * engine.rows + row) % len(prompts)] for row in range(engine.rows)]
             with drafting_by(engine, Fixed(k)):
-                out = engine.generate(
-                    batch, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + repeat, ignore_eos=True
-                ).whole()
+                call = engine.begin(batch, max_new_tokens, sampling, seed + repeat, None, True)
+                stats = _full_rounds(engine, call, k)
             if repeat:  # the first call captures graphs and warms up
-                rounds[key].append(of_stats(out.stats, k))
+                rounds[key].append(of_stats(stats, k))
     return {key: _medians(calls) for key, calls in rounds.items()}
+
+
+def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
+    """Decode while every row can draft k tokens, and return the statistics. Rounds after that have fewer rows or fewer
+    drafts, and take less time than those that are to be timed. Raises RequestError if a prompt ends in an error."""
+    for _ in engine.rounds(call):
+        if len(call.active) < engine.rows or min(row.limit - row.emitted for row in call.active) <= k:
+            break
+    return Output([], None, [], call.stats, [row.error for row in call.rows]).whole().stats
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class Independent(Proposer):
 
     network_class: Any = CausalLM
     drafts_trees = True
+    catches_up = True
     scaled = False  # whether it writes to `LM.scale`
     tail = 2  # last ids of a text that a round with all drafts at once reads: up to two are not stored yet
 

@@ -73,8 +73,12 @@ class Scripted:
     script: Sequence[int] = ()  # the longest draft of each round; 3 after its end
     ended: int = 0  # of the first rounds, all of which end after one draft
     stops: bool = True  # whether other rounds may end early
+    waits: bool = False  # whether the draft reads prompts only when it drafts
     round: int = 0
     seen: list[Tensor] = field(default_factory=list)
+
+    def idle(self, rows: int, asks: bool) -> bool:
+        return self.waits
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         self.seen, self.round = [], self.round + 1
@@ -100,12 +104,13 @@ class Script:
     script: Sequence[int] = ()
     ended: int = 0
     stops: bool = True
+    waits: bool = False
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [3] * len(texts)
 
     def begin(self) -> Scripted:
-        return Scripted(self.script, self.ended, self.stops)
+        return Scripted(self.script, self.ended, self.stops, self.waits)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -121,11 +126,13 @@ def test_the_distribution_of_the_text_is_the_targets(rule: str) -> None:
 
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8)]
-ESTIMATES = Estimates(0.6, (0.1, 0.9, -0.4, 1, 0.1, 1), (-0.2, 0.8, -0.3, 1, 0.1, 0.7))
+ESTIMATES = Estimates(0.6, (0.3, 0.9, 1, 0.4), (0.1, 0.8, 1, 0.3))
 VARIED = Adaptive({1: (1, 1.3, 1.7, 2.0), 3: (1.1, 1.5, 1.8, 2.4)}, ESTIMATES)
 
 
-@pytest.mark.parametrize("policy", [Script([0, 2, 0, 0, 1]), VARIED], ids=["script", "adaptive"])
+@pytest.mark.parametrize("policy", [
+    Script([0, 2, 0, 0, 1]), Script([0, 2, 0, 0, 1], waits=True), VARIED,
+], ids=["script", "prompts unread", "adaptive"])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
     """Of every kind, with rows that come and go, and settings that read the text."""
@@ -140,7 +147,9 @@ def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
 # --- drafting nothing
 
 
-@pytest.mark.parametrize("script", [Script([0] * 40, stops=False), Script(ended=20, stops=False)], ids=["none", "one"])
+@pytest.mark.parametrize("script", [
+    Script([0] * 40, stops=False), Script(ended=20, stops=False), Script([0] * 40, stops=False, waits=True),
+], ids=["none", "one", "none, prompt unread"])  # fmt: skip
 @pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].drawn])
 def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
     """After rounds without drafts, or that ended after one draft, a row drafts what it would in an engine that has just
@@ -167,15 +176,33 @@ class Drafts:
         self.rounds.append(proposal.x[0, : proposal.k[0]].tolist())
 
 
-def test_nothing_is_drafted_if_nothing_pays() -> None:
+def test_nothing_is_drafted_if_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass of the draft model, and from the first round on."""
     target = tiny()
     draft = Independent(near(target))
     never = Adaptive({1: (1.0, 5.0, 9.0)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS))
-    engine = Engine(target, draft, rows=2, policy=never)
-    draft.propose = None  # type: ignore[assignment,method-assign]
-    out = engine.generate(PROMPTS, max_new_tokens=9, seed=3)
-    assert out.stats.drafted == [] and out.stats.tokens == out.stats.target_calls
+    for rows in (2, 9):  # prompts wait in spare slots, and do not
+        engine = Engine(target, draft, rows=rows, policy=never)
+        engine.generate([[1]], max_new_tokens=1)  # allocates slots
+        for name in ("forward", "store"):
+            monkeypatch.setattr(draft.lm, name, None)
+        out = engine.generate(PROMPTS, max_new_tokens=9, seed=3)
+        assert out.stats.drafted == [] and out.stats.tokens == out.stats.target_calls
+
+
+def test_prompts_are_read_at_once_where_drafts_are_likely() -> None:
+    """One pass over prompts together is faster than catching up with each."""
+    target = tiny()
+    draft = Independent(near(target))
+    engine = Engine(target, draft, rows=2, policy=VARIED)
+    call = engine.begin(PROMPTS[:2], 9, Sampling())
+    next(engine.rounds(call))
+    assert call.read_by_draft(PROMPTS, 2) is PROMPTS
+    odds = (0.0, 1.0, 0.0, 0.0)
+    few = Adaptive({1: (1.0, 1.1), 8: (1.0, 9.0)}, Estimates(0.6, odds, odds)).begin()
+    assert not few.idle(1, True) and few.idle(8, True)
+    dear = Adaptive({1: (1.0, 1.1)}, Estimates(0.6, odds, odds), {1: 9.0}).begin()
+    assert dear.idle(1, True) and not dear.idle(1, False)
 
 
 @pytest.mark.parametrize("kind", ["independent", "eagle"])
@@ -207,7 +234,7 @@ def of_top(low: float, high: float, at: tuple[float, float]) -> tuple[float, ...
     """Weights by which drafts of top probability at[0] and at[1] have acceptance low and high."""
     odds = [math.log(a / (1 - a)) for a in (low, high)]
     slope = (odds[1] - odds[0]) / (at[1] - at[0])
-    return (odds[0] - slope * at[0], 0.0, 0.0, slope, 0.0, 0.0)
+    return (odds[0] - slope * at[0], 0.0, slope, 0.0)
 
 
 def test_right_estimates_give_the_best_rule() -> None:
@@ -240,7 +267,7 @@ def test_right_estimates_give_the_best_rule() -> None:
 def test_equal_acceptance_gives_the_best_fixed_length(seconds: tuple[float, ...]) -> None:
     """Also where a dear draft is followed by cheap ones, as with kernels that work on a few ids at once."""
     for mean in (0.05, 0.3, 0.5, 0.7, 0.9):
-        odds = (math.log(mean / (1 - mean)), 0.0, 0.0, 0.0, 0.0, 0.0)
+        odds = (math.log(mean / (1 - mean)), 0.0, 0.0, 0.0)
         decisions = Adaptive({1: seconds}, Estimates(mean, odds, odds)).begin()
         wanted = int(np.argmax([(1 - mean ** (k + 1)) / (1 - mean) / s for k, s in enumerate(seconds)]))
         assert decisions.open([0], False) == wanted
@@ -258,7 +285,7 @@ def test_equal_acceptance_gives_the_best_fixed_length(seconds: tuple[float, ...]
 
 
 def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
-    odds = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    odds = (0.0, 1.0, 0.0, 0.0)
     decisions = Adaptive({1: (1.0, 1.4, 1.8), 2: (1.0, 1.4, 1.8)}, Estimates(0.6, odds, odds)).begin()
     assert decisions.open([7], False) > 0
     for _ in range(12):
@@ -274,7 +301,7 @@ def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
 
 @pytest.mark.parametrize(("drafted", "accepted", "tried"), [(3, 1, 2), (3, 0, 1), (3, 3, 3), (0, 0, 0)])
 def test_drafts_after_a_rejected_one_were_not_tested(drafted: int, accepted: int, tried: int) -> None:
-    odds = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    odds = (0.0, 1.0, 0.0, 0.0)
     decisions = Adaptive({1: (1.0, 1.1, 1.2, 1.3)}, Estimates(0.6, odds, odds)).begin()
     decisions.open([0], False)
     decisions.close([(drafted, accepted)])
@@ -297,7 +324,7 @@ def test_drafts_of_one_pass_are_chosen_before_it(kind: str) -> None:
 @pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])
 def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wanted: int) -> None:
     """No rate is 0 or 1, where odds and the geometric series are infinite."""
-    weights = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    weights = (0.0, 1.0, 0.0, 0.0)
     decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(mean, weights, weights)).begin()
     for _ in range(3):
         assert decisions.open([0], False) == wanted and math.isfinite(decisions.best)
@@ -307,22 +334,50 @@ def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wa
     assert np.isfinite(decisions.seen).all()
 
 
+def test_decisions_take_time_and_are_left_out_where_they_do_not_pay() -> None:
+    """Rounds with decisions are rated with their seconds. Without them the best length is drafted to its end."""
+    odds = (math.log(0.7 / 0.3), 0.0, 0.0, 0.0)
+    policy = Adaptive({1: (1.0, 1.1, 1.2), 8: (1.0, 1.1, 3.0)}, Estimates(0.7, odds, odds), {1: 0.5})
+    decisions = policy.begin()
+    assert decisions.open([0], True) == 2 and decisions.seconds.tolist() == pytest.approx([1.0, 1.6, 2.2])
+    assert decisions.best == pytest.approx(1.7 / 1.6)
+    assert decisions.open(range(4), True) == 2 and decisions.asks  # as the nearest number of rows
+    assert decisions.open(range(8), True) == 1 and not decisions.asks
+    assert decisions.seconds.tolist() == [1.0, 1.1, 3.0]
+    decisions.see(0, logits_of(0.5).expand(8, -1), torch.ones(8))
+    assert decisions.seen == [] and decisions.goes_on(0, [2] * 8)
+    assert decisions.open([0], False) == 2 and decisions.seconds.tolist() == [1.0, 1.1, 1.2]
+    dear = Adaptive(policy.seconds, policy.estimates, {1: 5.0}).begin()
+    assert dear.open([0], True) == 0  # with decisions, nothing pays
+
+
+def test_a_decision_is_made_once() -> None:
+    """The engine asks again after drafts of one pass, whose target pass may still be made shorter."""
+    sure = (4.0, 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions.open([0], True)
+    decisions.see(0, logits_of(0.9), torch.ones(1))
+    assert decisions.goes_on(0, [2]) and decisions.goes_on(0, [1])
+
+
 def test_rows_whose_limit_is_near_gain_nothing() -> None:
     """The gain is that of rows that can draft on."""
-    sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    sure = (4.0, 0.0, 0.0, 0.0)
     decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
-    decisions.open([0, 1], True)
-    decisions.see(0, logits_of(0.9).expand(2, -1), torch.ones(2))
-    assert decisions.goes_on(0, [2, 2]) and not decisions.goes_on(0, [1, 1])
+    for room, wanted in (([2, 2], True), ([1, 1], False)):
+        decisions.open([0, 1], True)
+        decisions.see(0, logits_of(0.9).expand(2, -1), torch.ones(2))
+        assert decisions.goes_on(0, room) == wanted
 
 
 def test_a_row_without_a_distribution_gains_nothing_and_stops_no_other() -> None:
     """Such as a row whose draft reads NaN: it stays in the batch, without drafts."""
-    sure = (4.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    sure = (4.0, 0.0, 0.0, 0.0)
     decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
-    decisions.open([0, 1], True)
-    decisions.see(0, torch.stack((logits_of(0.9)[0], torch.full((3,), math.nan))), torch.ones(2))
-    assert decisions.goes_on(0, [2, 2]) and decisions.goes_on(0, [2, 0]) and not decisions.goes_on(0, [1, 2])
+    for room, wanted in (([2, 2], True), ([2, 0], True), ([1, 2], False)):
+        decisions.open([0, 1], True)
+        decisions.see(0, torch.stack((logits_of(0.9)[0], torch.full((3,), math.nan))), torch.ones(2))
+        assert decisions.goes_on(0, room) == wanted
 
 
 def test_earlier_calls_are_forgotten() -> None:
@@ -347,7 +402,7 @@ def test_the_temperature_of_a_row_is_that_of_its_estimates() -> None:
     decisions.open([0, 1], True)
     decisions.see(0, logits_of(0.8).expand(2, -1), torch.tensor([0.5, 0.0]))
     sharp = logits_of(0.8).mul(2).softmax(-1).amax().item()
-    assert decisions.seen[0][:, 3] == pytest.approx([sharp, 0.8], rel=1e-6)
+    assert decisions.seen[0][:, 2] == pytest.approx([sharp, 0.8], rel=1e-6)
 
 
 def test_seconds_between_numbers_of_rows() -> None:
@@ -358,22 +413,24 @@ def test_seconds_between_numbers_of_rows() -> None:
 
 
 def test_estimates_are_probabilities_of_the_inputs() -> None:
-    given = np.array([[1.0, 0.5, 0, 0, 0, 2.0]])
-    assert estimate((0.1, 1.0, 0, 0, 0, -1.0), given) == pytest.approx(1 / (1 + math.exp(1.4)))
+    given = np.array([[1.0, 0.5, 0, 2.0]])
+    assert estimate((0.1, 1.0, 0, -1.0), given) == pytest.approx(1 / (1 + math.exp(1.4)))
 
 
 def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     content: dict[str, Any] = {
         "seconds": {"1": [1, 2], "8": [3, 4]},
-        "estimates": {"mean": 0.5, "here": [0] * 6, "ahead": [1] * 6},
+        "estimates": {"mean": 0.5, "here": [0] * 4, "ahead": [1] * 4},
+        "deciding": {"8": 0.25},
     }
     file.write_text(json.dumps(content))
     policy = Adaptive.load(file)
-    assert policy.longest == 1 and policy.seconds[8] == (3.0, 4.0) and policy.estimates.ahead == (1.0,) * 6
+    assert policy.longest == 1 and policy.seconds[8] == (3.0, 4.0) and policy.estimates.ahead == (1.0,) * 4
+    assert policy.deciding == {8: 0.25} and (policy.decision(1), policy.decision(7)) == (None, 0.25)
     changes: list[dict[str, Any]] = [
         {"seconds": {"1": [1, 2], "2": [1]}}, {"seconds": {"1": [1]}}, {"seconds": {"a": [1, 2]}}, {"seconds": {}},
-        {"estimates": content["estimates"] | {"here": [0]}}, {"estimates": {}},
+        {"estimates": content["estimates"] | {"here": [0]}}, {"estimates": {}}, {"deciding": None},
     ]  # fmt: skip
     for change in changes:
         file.write_text(json.dumps(content | change))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
+from cotrain.plan import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run
@@ -160,7 +161,7 @@ def test_a_servers_counters_are_compared_with_the_plan(
 def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never drafts emits one token per call."""
     never = Adaptive({1: (1.0, 99.0, 99.0, 99.0)}, Estimates(0.1, (0.0,) * INPUTS, (0.0,) * INPUTS))
-    monkeypatch.setattr(Adaptive, "load", lambda file: never)
+    monkeypatch.setattr(drafted, "policy_of", lambda *given: never)
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=2", "batches=[1]") == 0
     (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
     assert cell["arms"]["adaptive"]["tau"] == 1.0

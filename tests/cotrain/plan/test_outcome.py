@@ -86,8 +86,8 @@ def test_files_are_of_the_first_temperature(monkeypatch: pytest.MonkeyPatch) -> 
     given.cells |= {(0.0, 1): SimpleNamespace(chains=other), (0.0, 4): SimpleNamespace(chains=other)}
     given.cells[1.0, 4] = SimpleNamespace(chains=SimpleNamespace(k=1))
     given.cells[1.0, 1].chains.k = 2
-    given.estimates, given.costs = None, {}
-    monkeypatch.setattr(outcome, "policy_content", lambda estimates, costs: {})
+    given.policy, given.costs = None, {}
+    monkeypatch.setattr(outcome, "policy_content", lambda policy: {})
     found = outcome.files(given, [1, 4], MADE)
     assert found["schedule.json"]["temperature"] == 1.0 and found["schedule.json"]["ranges"] == [[1, 2, 2], [3, 4, 1]]
     assert found["speculation_profile.json"]["measurement_conditions"]["temperature"] == 1.0
