@@ -9,8 +9,9 @@
 
 Reads one folder per kind. In it, `frozen*` are runs that go on from the same draft with the frozen target for about
 the same time, and every run with a moved target is compared with the best of them. tau is the exact expectation on
-held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts. The picture has
-the gain of tau against the KL, a line per kind.
+held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts. `lines` scores
+both targets at a task: the share of lines of shipped texts all of whose tokens are the likeliest ones, by domain. The
+picture has the gain of tau against the KL, a line per kind.
 """
 
 import json
@@ -19,12 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.data.corpora import DOMAINS, shipped
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import read_marker
 from cotrain.training.joint import TARGET
+from inference.drafts.bundled_target import resolve
 from inference.drafts.moved_target import about
 from inference.measure.environment import environment
+from inference.models.pretrained import load_model
 
 DEPTHS, RESAMPLES, TEMPERATURE = ("4", "8"), 2000, "1"
 COPIED = ("epsilon", "weight", "kl", "bound", "certified", "scale", "multiplier")
@@ -71,8 +77,37 @@ def row(run: Path, frozen: Path) -> dict[str, Any]:
         "gain": {k: gain(moved, base, k) for k in DEPTHS}, "frozen": frozen.name,
         **{name: said[name] for name in COPIED},
         **{part: {name: said[part][name] for name in OF_TEXTS} for part in ("texts", "own_texts")},
-        "settings": settings(run),
+        "lines": lines(resolve(said["original"]), run / TARGET), "settings": settings(run),
     }  # fmt: skip
+
+
+def lines(original: str, moved: Path) -> dict[str, dict[str, float]]:
+    """Return by domain the share of lines that each target predicts exactly, and their difference with its standard
+    error over texts."""
+    tokenizer, result = AutoTokenizer.from_pretrained(original), {}
+    models = [load_model(path, torch.float32) for path in (original, str(moved))]
+    for domain in DOMAINS:
+        texts = [row["text"] for row in shipped() if row["domain"] == domain]
+        ours, theirs = (np.array([exact_lines(model, tokenizer, text) for text in texts], float).T for model in models)
+        total, change = ours[1].sum(), theirs[0] - ours[0]
+        result[domain] = {
+            "lines": total, "original": ours[0].sum() / total, "moved": theirs[0].sum() / total,
+            "difference": change.sum() / total, "error": change.std(ddof=1) * np.sqrt(len(texts)) / total,
+        }  # fmt: skip
+    return result
+
+
+@torch.inference_mode()
+def exact_lines(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, int]:
+    """Return how many lines of a text have the likeliest token at each place, given what is before it, and how many
+    lines there are. The first line, which nothing is before, and an unfinished last one do not count."""
+    encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
+    ids = encoded["input_ids"]
+    right = (model(input_ids=ids).logits[0, :-1].argmax(-1) == ids[0, 1:]).tolist()
+    whole = range(1, text.count("\n"))
+    wrong = {text.count("\n", 0, int(start)) for (start, _), good in
+             zip(encoded["offset_mapping"][0, 1:].tolist(), right, strict=True) if not good}  # fmt: skip
+    return sum(line not in wrong for line in whole), len(whole)
 
 
 def draw(kinds: dict[str, Any], path: Path) -> None:

@@ -166,6 +166,20 @@ def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
         assert max(map(len, made.rounds[:first])) <= min(script.ended, 1) and made.rounds[first:] == wanted.rounds
 
 
+def test_prompts_that_waited_unread_are_read_before_drafts() -> None:
+    """A prompt in a spare slot, whose row drafts after some rounds, drafts what it would in an engine that has just
+    begun."""
+    target, whole = tiny(positions=128), {"sampling": Sampling(0), "ignore_eos": True}
+    made, wanted, plain = Drafts(), Drafts(), 8 + 4
+    script = Script([0] * plain, stops=False, waits=True)
+    rare = Engine(target, KINDS["independent"].proposer(target), rows=1, policy=script, record=made)
+    out = rare.generate(PROMPTS[:2], max_new_tokens=[8, 30], **whole)  # type: ignore[arg-type]
+    assert out.stats.rows[1].starts[4] == 4
+    often = Engine(target, KINDS["independent"].proposer(target), rows=1, policy=Fixed(3), record=wanted)
+    often.generate([PROMPTS[1] + out.tokens[1][:4]], max_new_tokens=26, **whole)  # type: ignore[arg-type]
+    assert len(wanted.rounds) > 3 and made.rounds[plain:] == wanted.rounds
+
+
 class Drafts:
     """Receives the drafts of each round of one row."""
 
