@@ -3,7 +3,8 @@
     cotrain plan draft.path=DRAFT batches=[1,8] output=outputs/plan
     python -m studies.adaptive outputs/plan --output outputs/results/adaptive.json
 
-Prompts are the shipped ones of mixed tasks that no plan reads. Each way of drafting decodes all of them. Two speeds are
+Prompts are the shipped ones of mixed tasks that no plan reads, and texts have three lengths in turn, since texts of
+one length would end together in plain decoding alone. Each way of drafting decodes all of them. Two speeds are
 reported. `by_table` counts the rounds of each number of rows and drafts, and adds up the plan's seconds of such rounds:
 it has no noise of the clock, so fixed lengths can be compared one by one. `timed` is wall time of the arms in turn,
 with intervals over batches. The oracle knows where each round would be rejected, and drafts the length of the highest
@@ -27,12 +28,13 @@ from inference import Sampling, load
 from inference.adaptive_policy import Adaptive, seconds_of
 from inference.engine import Engine
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.arms import Arm, ArmResult, engine_arm
+from inference.measure.arms import Arm, ArmResult
 from inference.measure.costs import drafting_by
 from inference.measure.environment import environment
 from inference.policy import Fixed
 
 QUEUE = 3  # prompts per row, so that rows that end are replaced
+BATCHES = 5  # different batches that are timed at least
 PLAIN, ADAPTIVE, NEVER = "plain", "adaptive", "k = 0"
 
 
@@ -53,7 +55,8 @@ def by_table(engine: Engine, policy: Adaptive, prompts: list[list[int]], tokens:
     """Return tokens per second by the table of `policy`, tau, drafts per round, and the oracle's tokens per second.
     Rounds of an adaptive policy have the seconds of its decisions too."""
     engine.record = rounds = Rounds()
-    out = engine.generate(prompts, max_new_tokens=tokens, sampling=sampling, seed=1, ignore_eos=True).whole()
+    out = engine.generate(prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=1,
+                          ignore_eos=True).whole()  # fmt: skip
     engine.record = None
     decides = isinstance(engine.policy, Adaptive) and engine.proposer is not None
     seconds = sum(seconds_of(policy.seconds, rows)[k] + decides * k * (policy.decision(rows) or 0.0)
@@ -119,24 +122,35 @@ def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: l
     policies = {ADAPTIVE: policy, NEVER: Adaptive(dear, policy.estimates)}
     if best != PLAIN:
         policies[best] = Fixed(int(best.removeprefix("k = ")))
-    arms = [engine_arm(PLAIN, plain, sampling, size.tokens)]
-    arms += [_with(engine_arm(name, engine, sampling, size.tokens), engine, own) for name, own in policies.items()]
+    arms = [arm(PLAIN, plain, None, sampling, size.tokens)]
+    arms += [arm(name, engine, own, sampling, size.tokens) for name, own in policies.items()]
     wanted = Wanted(1, 0.02, time.perf_counter() + size.seconds)
-    timing, reached = until_known(arms, prompts, QUEUE * engine.rows, (ADAPTIVE, best), wanted)
-    over_plain, decoding = ({arm.name: timing.ratio(arm.name, PLAIN, decode=part)._asdict() for arm in arms}
+    batch = QUEUE * engine.rows
+    prompts = [prompts[i % len(prompts)] for i in range(max(len(prompts), BATCHES * batch))]
+    timing, reached = until_known(arms, prompts, batch, (ADAPTIVE, best), wanted)
+    over_plain, decoding = ({one.name: timing.ratio(one.name, PLAIN, decode=part)._asdict() for one in arms}
                             for part in (False, True))  # fmt: skip
     return {"adaptive_over_best": timing.ratio(ADAPTIVE, best)._asdict(), "over_plain": over_plain,
             "over_plain_decoding": decoding, "runs": reached.runs, "others": reached.others}  # fmt: skip
 
 
-def _with(arm: Arm, engine: Engine, policy: Any) -> Arm:
-    """Return the arm with this policy of its engine."""
+def lengths(prompts: Sequence[list[int]], tokens: int) -> list[int]:
+    """Return the number of new tokens of each prompt: half, all, and one and a half of `tokens` in turn."""
+    return [tokens * (1 + i % 3) // 2 for i in range(len(prompts))]
 
-    def run(*given: Any) -> ArmResult:
-        with drafting_by(engine, policy):
-            return arm.run(*given)
 
-    return Arm(arm.name, run)
+def arm(name: str, engine: Engine, policy: Any, sampling: Sampling, tokens: int) -> Arm:
+    """Return the arm of an engine with this policy, None for its own. See `engine_arm`, whose texts have one length."""
+
+    def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
+        start = time.perf_counter()
+        with drafting_by(engine, policy or engine.policy):
+            out = engine.generate(prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=seed,
+                                  ids=ids, ignore_eos=True).whole()  # fmt: skip
+        seconds = time.perf_counter() - start
+        return ArmResult(out.tokens, seconds, seconds - out.stats.seconds["prefill"], out.stats)
+
+    return Arm(name, run)
 
 
 def beside_plain(draft: str, policy: Adaptive, rows: int, temperature: float, size: argparse.Namespace) -> Any:
