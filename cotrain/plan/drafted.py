@@ -15,7 +15,7 @@ from inference.adaptive_policy import Adaptive
 from inference.measure.costs import Costs
 from inference.output import Emitted
 
-SECONDS = 20.0  # after which real rounds of a number of rows are timed no further than they must
+SECONDS = 15.0  # after which real rounds of a number of rows are timed no further than they must
 OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitted
 
 
