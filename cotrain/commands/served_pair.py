@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig
-from cotrain.data.corpora import shipped_ids
+from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.data.sources import source_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
@@ -182,7 +183,8 @@ def prompts(
     encoder = target.config.is_encoder_decoder
     own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
     if own is None and data.path is None:
-        return apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
+        shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
+        return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
     if own is not None:
         data = copy.copy(data)
         data.path = str(own)
@@ -201,4 +203,5 @@ def prompts(
         part = max(len(unseen) // PART, 1)
         several = [unseen[:part], unseen[part:]]
     ranking, final = several
-    return apart(ranking, final, [], "own")
+    domains = {ids: name for rows in sources.values() for ids, name in rows.domains(size.prompt_tokens).items()}
+    return replace(apart(ranking, final, [], "own"), domains=domains)

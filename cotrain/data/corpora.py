@@ -261,11 +261,26 @@ def shipped_ids(
     ranking, a third of them, ranks checkpoints and draft lengths; final times the exported draft. Domains alternate in
     both lists."""
     places: dict[tuple[int, ...], int] = {}
-    for place, row in enumerate(shipped(SOURCES if encoder else PROMPTS)):
-        ids = tokenizer(row["text"])["input_ids"]
-        places.setdefault(tuple(ids if encoder else ids[:tokens]), place // len(DOMAINS))
+    for place, (ids, _) in enumerate(_shipped_prompts(tokenizer, tokens, encoder)):
+        places.setdefault(ids, place // len(DOMAINS))
     ranking = [list(ids) for ids, place in places.items() if place % 3 == 0]
     return ranking, [list(ids) for ids, place in places.items() if place % 3]
+
+
+def shipped_domains(
+    tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
+) -> dict[tuple[int, ...], str]:
+    """Return the domain of each prompt of `shipped_ids` by its ids."""
+    return dict(_shipped_prompts(tokenizer, tokens, encoder))
+
+
+def _shipped_prompts(
+    tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield the ids and the domain of each shipped prompt."""
+    for row in shipped(SOURCES if encoder else PROMPTS):
+        ids = tokenizer(row["text"])["input_ids"]
+        yield tuple(ids if encoder else ids[:tokens]), row["domain"]
 
 
 def write_prompts(count: int, path: Path, seed: int = 0) -> None:

@@ -72,6 +72,11 @@ class PromptRows:
                              "rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens)")  # fmt: skip
         return [row["prompt"] for row in fitting]
 
+    def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
+        """The domain of each prompt by its ids; empty if there is only one."""
+        domains = {tuple(row["prompt"]): row["domain"] for row in self.rows}
+        return domains if len({*domains.values()}) > 1 else {}
+
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
         return [self.rows[i] for i in order if 0 < len(self.rows[i]["prompt"]) <= tokens]
@@ -115,6 +120,11 @@ class TextStarts:
         """The prompts of all texts, in random order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
         return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
+
+    def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
+        """The domain of each prompt by its ids; empty if there is only one."""
+        domains: list[str] = list(self.starts["domain"])
+        return dict(zip(map(tuple, self.each(tokens)), domains, strict=True)) if len({*domains}) > 1 else {}
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

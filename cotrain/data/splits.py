@@ -4,8 +4,8 @@ draft. A draft that was chosen on some prompts looks better on them than on othe
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SPLITS = ("train", "held_out", "final")  # for training, ranking, and timing the exported draft
 ALL_ROWS = "all"  # instead of a split: all rows of a data set
@@ -71,11 +71,13 @@ def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]
 @dataclass(frozen=True)
 class Prompts:
     """ranking: prompts that rank checkpoints and draft lengths; final: prompts on which the exported draft is timed and
-    checked; source: "own" or "shipped". Raises ValueError if a set is empty, or a prompt is `shared` by both."""
+    checked; source: "own" or "shipped"; domains: that of each prompt by its ids, empty if there is only one. Raises
+    ValueError if a set is empty, or a prompt is `shared` by both."""
 
     ranking: Sequence[Prompt]
     final: Sequence[Prompt]
     source: str
+    domains: Mapping[tuple[int, ...], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, prompts in (("rank checkpoints", self.ranking), ("time the exported draft", self.final)):

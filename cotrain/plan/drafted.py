@@ -12,8 +12,10 @@ from cotrain.config.settings import PlanConfig
 from cotrain.plan.policy_file import RowRound, estimates, observed, policy_of, share
 from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
 from inference.adaptive_policy import Adaptive
+from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.output import Emitted
+from inference.source import source_ids
 
 SECONDS = 15.0  # after which real rounds of a number of rows are timed no further than they must
 OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitted
@@ -40,8 +42,8 @@ class Cell:
 @dataclass(frozen=True)
 class Drafted:
     """The forecasts of one draft. plan: the draft with its target. cells: by (temperature, rows). alpha: mean
-    acceptance by temperature. profiles: acceptance by depth and temperature at the longest draft length. costs: by
-    number of rows. policy: the adaptive one."""
+    acceptance by temperature. profiles: acceptance by depth and temperature at the longest draft length, and that of
+    each domain if there are several. costs: by number of rows. policy: the adaptive one."""
 
     path: str
     plan: Plan
@@ -102,10 +104,27 @@ def _at_temperature(plan: Plan, texts: Emitted) -> AtTemperature:
     engine, new = plan.engine(longest, BATCH), plan.bench.new_tokens
     prompts = texts.prompts[:OBSERVED]
     rounds = observed(engine, longest, prompts, plan.sampling, new, plan.bench.seed + 1)
-    return AtTemperature(
-        expected(figures, plan.verify, longest), mean_acceptance(figures), acceptance(figures, plan.verify, longest),
-        rounds,
-    )  # fmt: skip
+    calls, profile = expected(figures, plan.verify, longest), acceptance(figures, plan.verify, longest)
+    domains = by_domain(figures, calls, domains_of(plan.prompts.domains, texts.prompts), plan.verify)
+    return AtTemperature(calls, mean_acceptance(figures), {**profile, "domains": domains}, rounds)
+
+
+def domains_of(known: Mapping[tuple[int, ...], str], prompts: Sequence[list[int]]) -> list[str]:
+    """Return the domain of each prompt, of an encoder-decoder by its source; empty if they are not known."""
+    return [known[tuple(source_ids(prompt) or prompt)] for prompt in prompts] if known else []
+
+
+def by_domain(figures: Figures, calls: Calls, domains: Sequence[str], verify: str) -> dict[str, Any]:
+    """Return for each domain, if there are several: texts, mean acceptance, acceptance by depth, and tau by draft
+    length 0 .. K. domains: of each text of `figures`."""
+    parts = {one: [i for i, name in enumerate(domains) if name == one] for one in sorted({*domains})}
+    if len(parts) < 2:
+        return {}
+    longest = len(calls.calls) - 1
+    tau = {one: (calls.lengths[mine].sum() / calls.calls[:, mine].sum(1)).tolist() for one, mine in parts.items()}
+    return {one: {"texts": len(mine), "alpha": mean_acceptance(figures.of(mine)), "tau": tau[one],
+                  "conditional": acceptance(figures.of(mine), verify, longest)["conditional"]}
+            for one, mine in parts.items()}  # fmt: skip
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:

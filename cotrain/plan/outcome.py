@@ -123,12 +123,21 @@ def table(drafts: Sequence[Drafted]) -> str:
             rows.append([one.path, f"{t:g}", str(count), *_columns(cell)])
             lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in remarks(cell)]
         for t in one.alpha:
+            lines += [
+                f"{one.path}, temperature {t:g}: {line}" for line in by_domain(one.profiles[t].get("domains", {}))
+            ]
             stop = stops_paying({count: cell.chains for (at, count), cell in one.cells.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
     lines.append("speed-ups are those of this machine; their intervals are those of the texts. Rows that end are "
                  "replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`")  # fmt: skip
     return "\n".join([aligned(rows, left=1), *lines])
+
+
+def by_domain(domains: Mapping[str, Any]) -> list[str]:
+    """Return a line with the acceptance of each domain, none if they are not known."""
+    parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
+    return [f"acceptance by domain: {parts}"] if parts else []
 
 
 def _columns(cell: Cell) -> list[str]:

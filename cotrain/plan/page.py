@@ -32,6 +32,8 @@ def page(plan: Mapping[str, Any]) -> str:
         Section("recommended", "What is recommended", _recommended(cells, names)),
         Section("lengths", "Speed-up by draft length", drawn(_by_length(cells, names))),
         Section("depths", "Acceptance by depth", drawn(_by_depth(plan["acceptance"], names))),
+        Section("domains", "Acceptance by domain", _by_domain(plan["acceptance"], names),
+                "the prompts have one domain"),
         Section("measured", "Measured beside forecast", _measured(plan.get("measured") or []),
                 "nothing was timed: cotrain plan measure=true"),
     ]  # fmt: skip
@@ -101,6 +103,16 @@ def _by_depth(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> list[C
               for draft, profiles in acceptance.items() for t, one in profiles.items()]  # fmt: skip
     note = "Of the rounds whose earlier drafts were all accepted."
     return [Chart("depths", "Accepted drafts", "depth", "share", series, note, range=(0, 1))]
+
+
+def _by_domain(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> Markup | None:
+    rows: list[list[object]] = []
+    for draft, profiles in acceptance.items():
+        for t, profile in profiles.items():
+            for domain, one in profile.get("domains", {}).items():
+                depths = ", ".join(f"{value:.2f}" for value in one["conditional"])
+                rows.append([f"{names[draft]}, T {t}, {domain}", one["texts"], number(Number(one["alpha"])), depths])
+    return table(["", "texts", "mean acceptance", "by depth"], rows) if rows else None
 
 
 def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:

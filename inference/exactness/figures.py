@@ -5,8 +5,9 @@ them. B texts, T tokens of the longest, K drafts per round.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ class Figures:
     lengths: Tensor
     reach: Tensor | None = None
     rounding: float = 0.0
+
+    def of(self, texts: Sequence[int]) -> "Figures":
+        """Return the figures of these texts alone."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        chosen: dict[str, Any] = {name: some[texts] for name, some in values.items() if isinstance(some, Tensor)}
+        return replace(self, **chosen)
 
     def first(self, values: Tensor) -> Tensor:
         """Return the values of each round's first draft: (B, T) or (B, T, K) -> (B, T)."""

@@ -46,6 +46,21 @@ def test_a_plan_says_what_held_out_texts_say(run: Path, capsys: pytest.CaptureFi
     assert one["tau"] == four["tau"] and one["seconds_per_round"] != four["seconds_per_round"]
     said = capsys.readouterr().out
     assert "break-even" in said and "perfect draft" in said
+    assert "by domain" not in said  # there is one
+
+
+def test_acceptance_is_that_of_each_domain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(row) for row in (run.parent / "own.jsonl").read_text().splitlines()]
+    named = [json.dumps(row | {"domain": "even" if i % 2 else "odd"}) for i, row in enumerate(rows)]
+    (tmp_path / "two.jsonl").write_text("\n".join(named), encoding="utf-8")
+    assert plan(run, f"data.path={tmp_path / 'two.jsonl'}", "batches=[1]") == 0
+    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    ((profile,),) = (by_temperature.values() for by_temperature in found["acceptance"].values())
+    domains = profile["domains"]
+    assert list(domains) == ["even", "odd"]
+    assert sum(one["texts"] for one in domains.values()) == found["settings"]["texts"]["1"]
+    said = capsys.readouterr().out
+    assert f"temperature 1: acceptance by domain: even {domains['even']['alpha']:.2f}, odd " in said
 
 
 def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:

@@ -43,6 +43,22 @@ def rows(path: Path, column: str, texts: list[str]) -> Path:
     return path
 
 
+@pytest.mark.parametrize("column", ["text", "prompt"])
+def test_prompts_have_their_domains_where_there_are_several(tmp_path: Path, column: str) -> None:
+    """Prompts that are whole rows, and beginnings of texts."""
+    file, words = tmp_path / "own.jsonl", tokenizer()
+    texts = [f"number {i} of many words" for i in range(6)]
+    names = ["a" if i % 2 else "b" for i in range(6)]
+    for domains in (names, ["a"] * 6):
+        lines = [json.dumps({column: text, "domain": domain}) for text, domain in zip(texts, domains, strict=True)]
+        file.write_text("\n".join(lines), encoding="utf-8")
+        source = source_of(given(path=str(file), column=column), "all", words)
+        wanted = {tuple(words(text)["input_ids"][:4]): domain for text, domain in zip(texts, domains, strict=True)}
+        if column == "prompt":
+            wanted = {tuple(words(text)["input_ids"]): domain for text, domain in zip(texts, domains, strict=True)}
+        assert source.domains(4) == (wanted if len({*domains}) > 1 else {})
+
+
 TEXTS = [f"number {i} " + "of many words " * (i % 9) for i in range(80)]
 
 

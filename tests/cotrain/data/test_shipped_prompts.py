@@ -15,3 +15,5 @@ def test_shipped_prompts_for_ranking_are_of_every_domain(monkeypatch: pytest.Mon
         assert len(set(each)) == 1 and each[0] > 0
     ranking, final = shipped_prompts.shipped_ids(asked, 8)  # type: ignore[arg-type]
     assert (len(ranking), len(final)) == (30, 60)
+    domains = shipped_prompts.shipped_domains(asked, 8)  # type: ignore[arg-type]
+    assert domains == {(i,): row["domain"] for i, row in enumerate(rows)}

@@ -27,6 +27,16 @@ def test_a_page_has_every_number_as_text() -> None:
     assert "nothing was timed" in said and "<title>a: speculative decoding" in said
 
 
+def test_domains_are_shown_where_there_are_several() -> None:
+    given = plan("a")
+    assert "the prompts have one domain" in page(given)
+    code = {"texts": 7, "alpha": 0.71234, "conditional": [0.7, 0.65], "tau": [1.0, 1.7, 2.2]}
+    given["acceptance"]["a"]["1"] = given["acceptance"]["a"]["1"] | {"domains": {"code": code}}
+    said = page(given)
+    assert "a, T 1, code" in said and 'value="0.71234"' in said and "0.70, 0.65" in said
+    assert "the prompts have one domain" not in said
+
+
 def test_drafts_of_one_name_are_told_apart_by_their_paths() -> None:
     assert "one/same, T 0.7, 1 rows" in page(plan("one/same", "two/same"))
 
