@@ -53,6 +53,9 @@ def run(cfg: PlanConfig) -> None:
         if bool(paths) == bool(cfg.shapes):
             raise UserError("name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
                             "that do not exist yet, and not both")  # fmt: skip
+        if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
+            raise UserError("costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and "
+                            "bench.trees=")  # fmt: skip
         settle(cfg.threads, cfg.bench.seed)
         refuse(cfg.output, cfg.overwrite)
         answer(*(_shapes(cfg) if cfg.shapes else _drafts(cfg, paths)))

@@ -158,6 +158,7 @@ class PlanConfig:
     temperatures: list[float]  # []: the regime's
     batches: list[int]  # rows that are decoded together
     texts: int  # of the target, at each temperature; more give narrower intervals
+    costs: str | None  # costs of rounds of another machine: its plan.json, or JSON as in docs/settings.md
     log: str | None  # a server's counters, which are compared with the plan in `output`; nothing else is done
     measure: bool  # also time the recommended draft length, its neighbours and the adaptive policy
     output: str

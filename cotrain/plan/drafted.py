@@ -9,6 +9,7 @@ from cotrain.bench.forecast import Calls, Forecast, acceptance, alone, expected,
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, measured, plain_distributions, plain_texts, text_figures, tree_search
 from cotrain.config.settings import PlanConfig
+from cotrain.plan.costs_file import read_costs
 from cotrain.plan.policy_file import RowRound, estimates, observed, policy_of, share
 from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
 from inference.adaptive_policy import Adaptive
@@ -68,7 +69,9 @@ class AtTemperature:
 def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted:
     """Forecast one draft. plan: the draft with its target. texts: those of the target by temperature; missing ones are
     sampled here, so that all drafts are forecast on the same ones."""
-    costs = {rows: costs_at(plan, rows) for rows in sorted({1, *cfg.batches})}
+    rows, longest = sorted({1, *cfg.batches}), max(plan.depths)
+    costs = (read_costs(cfg.costs, plan.names[1], rows, longest) if cfg.costs
+             else {count: costs_at(plan, count) for count in rows})  # fmt: skip
     seconds = {rows: one.rounds for rows, one in costs.items()}
     by_temperature: dict[float, AtTemperature] = {}
     cells: dict[tuple[float, int], Cell] = {}

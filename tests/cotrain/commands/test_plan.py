@@ -63,6 +63,18 @@ def test_acceptance_is_that_of_each_domain(run: Path, tmp_path: Path, capsys: py
     assert f"temperature 1: acceptance by domain: even {domains['even']['alpha']:.2f}, odd " in said
 
 
+def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> None:
+    parts = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
+    four = parts | {"target": [2.0, 4.0, 6.0, 8.0]}
+    (tmp_path / "costs.json").write_text(json.dumps({"1": parts, "4": four}))
+    assert plan(run, f"costs={tmp_path / 'costs.json'}") == 0
+    one, many = json.loads((run.parent / "plan" / "plan.json").read_text())["cells"]
+    assert one["seconds_per_round"] == pytest.approx([1.01, 1.1 + 0.07 + 0.01, 1.2 + 0.12 + 0.01, 1.3 + 0.17 + 0.01])
+    assert many["seconds_per_round"][3] == pytest.approx(8.18)
+    policy = json.loads((run.parent / "plan" / "policy.json").read_text())
+    assert policy["seconds"]["1"] == pytest.approx(one["seconds_per_round"])
+
+
 def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:
     assert plan(run) == 0
     folder = run.parent / "plan"
@@ -100,7 +112,8 @@ def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [(["texts=1"], "texts"), (["batches=[0]"], "batches"), (["temperatures=[-1]"], "temperatures"),
-     (["drafts=[nowhere]"], "nowhere"), (["bench.depths=[]"], "bench.depths")],
+     (["drafts=[nowhere]"], "nowhere"), (["bench.depths=[]"], "bench.depths"),
+     (["costs=other.json", "measure=true"], "costs: "), (["costs=other.json"], "costs=other.json: ")],
 )  # fmt: skip
 def test_wrong_settings_are_named(
     run: Path, settings: list[str], says: str, capsys: pytest.CaptureFixture[str]
