@@ -167,17 +167,34 @@ def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
 
 
 def test_prompts_that_waited_unread_are_read_before_drafts() -> None:
-    """A prompt in a spare slot, whose row drafts after some rounds, drafts what it would in an engine that has just
-    begun."""
+    """Rows that come at once, and from spare slots: each drafts what it would in an engine that has just begun."""
     target, whole = tiny(positions=128), {"sampling": Sampling(0), "ignore_eos": True}
-    made, wanted, plain = Drafts(), Drafts(), 8 + 4
-    script = Script([0] * plain, stops=False, waits=True)
-    rare = Engine(target, KINDS["independent"].proposer(target), rows=1, policy=script, record=made)
-    out = rare.generate(PROMPTS[:2], max_new_tokens=[8, 30], **whole)  # type: ignore[arg-type]
-    assert out.stats.rows[1].starts[4] == 4
+    made, wanted, limits = DraftsByRow(), DraftsByRow(), [4, 30, 30, 30, 30, 30, 30]
+    script = Script([0] * 8, stops=False, waits=True)
+    rare = Engine(target, KINDS["independent"].proposer(target), rows=4, policy=script, record=made)
+    call = rare.begin(PROMPTS, limits, **whole)  # type: ignore[arg-type]
+    staged = [len(call.staged) for _ in rare.rounds(call)]
     often = Engine(target, KINDS["independent"].proposer(target), rows=1, policy=Fixed(3), record=wanted)
-    often.generate([PROMPTS[1] + out.tokens[1][:4]], max_new_tokens=26, **whole)  # type: ignore[arg-type]
-    assert len(wanted.rounds) > 3 and made.rounds[plain:] == wanted.rounds
+    for row in call.rows[1:]:
+        first = made.rows[row.index][0][0]
+        given = PROMPTS[row.index] + row.new[:first]
+        often.generate([given], max_new_tokens=30 - first, **whole)  # type: ignore[arg-type]
+        assert len(wanted.rows[0]) > 2
+        assert made.rows[row.index] == [(first + start, drafts) for start, drafts in wanted.rows[0]]
+    assert any(staged)
+
+
+class DraftsByRow:
+    """Receives the drafts of each row, with the tokens that it had emitted."""
+
+    def begin(self, rule: str, rows: Any) -> None:
+        self.rows: dict[int, list[tuple[int, list[int]]]] = {}
+
+    def note(self, rows: Any, starts: Any, proposal: Any, table: Any) -> None:
+        for slot, row in enumerate(rows):
+            if proposal.k[slot]:
+                drafts = proposal.x[slot, : proposal.k[slot]].tolist()
+                self.rows.setdefault(row.index, []).append((starts[slot], drafts))
 
 
 class Drafts:
@@ -371,7 +388,7 @@ def test_a_decision_is_made_once() -> None:
     decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
     decisions.open([0], True)
     decisions.see(0, logits_of(0.9), torch.ones(1))
-    assert decisions.goes_on(0, [2]) and decisions.goes_on(0, [1])
+    assert decisions.goes_on(0, [2]) and decisions.goes_on(0, [1]) and decisions.decided == [True]
 
 
 def test_rows_whose_limit_is_near_gain_nothing() -> None:
