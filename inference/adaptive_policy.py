@@ -80,7 +80,7 @@ class Adaptive:
             deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
             return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead), deciding)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"policy: {file} is no policy file of cotrain plan: {error!r}") from error
+            raise ValueError(f"policy: {file} is no policy file of this version's cotrain plan: {error!r}") from error
 
     @property
     def longest(self) -> int:
@@ -187,8 +187,8 @@ class CallDecisions:
 
 def inputs(rates: Numbers, top: Numbers) -> Numbers:
     """Return the inputs (A, INPUTS) of estimates: 1, the log odds of the rows' recent acceptance `rates` (A,), and the
-    probability `top` (A,) of the draft's likeliest token with its logarithm. Entropy, margin and the drawn token's own
-    probability add little to these (docs/measurements.md), and entropy takes longer than the drawing of a draft."""
+    probability `top` (A,) of the draft's likeliest token with its logarithm. Entropy and margin take longer than the
+    drawing of a draft, and say little more."""
     return np.stack((np.ones_like(rates), np.log(rates / (1 - rates)), top, np.log(top)), -1)
 
 

@@ -110,11 +110,12 @@ def cell(draft: str, policy: Adaptive, rows: int, temperature: float, size: argp
     }  # fmt: skip
     print(f"{rows} rows, T = {temperature:g}: best fixed {best}, adaptive {100 * found['gain']:+.1f} %, oracle "
           f"{100 * found['oracle_gain']:+.1f} %, over plain {found['over_plain']:.3f}", flush=True)  # fmt: skip
-    return found | {"timed": timed(engine, plain, policy, best, prompts, sampling, size)}
+    return found | {"timed": timed(engine, plain, policy, best, sampling, size)}
 
 
-def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: list[list[int]], sampling: Sampling,
-          size: argparse.Namespace) -> dict[str, Any] | None:  # fmt: skip
+def timed(
+    engine: Engine, plain: Engine, policy: Adaptive, best: str, sampling: Sampling, size: argparse.Namespace
+) -> dict[str, Any] | None:
     """Return speeds of the arms in turn: plain, the best fixed length of the table, and the adaptive policy."""
     if not size.seconds:
         return None
@@ -126,7 +127,7 @@ def timed(engine: Engine, plain: Engine, policy: Adaptive, best: str, prompts: l
     arms += [arm(name, engine, own, sampling, size.tokens) for name, own in policies.items()]
     wanted = Wanted(1, 0.02, time.perf_counter() + size.seconds)
     batch = QUEUE * engine.rows
-    prompts = [prompts[i % len(prompts)] for i in range(max(len(prompts), BATCHES * batch))]
+    prompts = prompts_of(engine, max(size.prompts, BATCHES * batch))
     timing, reached = until_known(arms, prompts, batch, (ADAPTIVE, best), wanted)
     over_plain, decoding = ({one.name: timing.ratio(one.name, PLAIN, decode=part)._asdict() for one in arms}
                             for part in (False, True))  # fmt: skip
@@ -157,8 +158,7 @@ def beside_plain(draft: str, policy: Adaptive, rows: int, temperature: float, si
     """Return the speeds of the policy beside plain decoding."""
     engine = load(draft, rows=rows, policy=policy)
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
-    prompts = prompts_of(engine, size.prompts)
-    found = timed(engine, plain, policy, PLAIN, prompts, Sampling(temperature), size)
+    found = timed(engine, plain, policy, PLAIN, Sampling(temperature), size)
     print(f"{rows} rows, T = {temperature:g}: {found}", flush=True)
     return {"rows": rows, "temperature": temperature, "timed": found}
 

@@ -100,13 +100,14 @@ def lines(original: str, moved: Path) -> dict[str, dict[str, float]]:
 @torch.inference_mode()
 def exact_lines(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, int]:
     """Return how many lines of a text have the likeliest token at each place, given what is before it, and how many
-    lines there are. The first line, which nothing is before, and an unfinished last one do not count."""
+    lines there are. A token over several lines, such as a line's end with the next indent, counts in each. The first
+    line, which nothing is before, and an unfinished last one do not count."""
     encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
     ids = encoded["input_ids"]
     right = (model(input_ids=ids).logits[0, :-1].argmax(-1) == ids[0, 1:]).tolist()
     whole = range(1, text.count("\n"))
-    wrong = {text.count("\n", 0, int(start)) for (start, _), good in
-             zip(encoded["offset_mapping"][0, 1:].tolist(), right, strict=True) if not good}  # fmt: skip
+    spans = zip(encoded["offset_mapping"][0, 1:].tolist(), right, strict=True)
+    wrong = {text.count("\n", 0, at) for (start, end), good in spans if not good for at in range(start, end)}
     return sum(line not in wrong for line in whole), len(whole)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from cotrain.bench.forecast import alone
 from cotrain.bench.forecast import expected as expected_calls
 from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.rollout.training_texts import start_of
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures, predictable_reach
@@ -154,13 +155,17 @@ def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
-    """Return the costs of each part, timed separately at the mean context length of the benchmark. most: the longest
-    draft that is timed; by default it is the longest of the plan's depths."""
-    size, prompts = plan.bench, plan.prompts.ranking
-    context = sum(map(len, prompts)) // len(prompts) + size.new_tokens // 2
+    """Return the costs of each part, timed separately at the mean context length of the benchmark, for an
+    encoder-decoder after sources of their mean length. most: the longest draft that is timed; by default it is the
+    longest of the plan's depths."""
+    prompts, start = plan.prompts.ranking, start_of(plan.target)
+    mean = sum(map(len, prompts)) // len(prompts)
+    context = (mean if start is None else len(start)) + plan.bench.new_tokens // 2
     target = plan.engine(1).target  # with the slots of real rounds, so that the same CUDA graph is timed
     K = most or max(plan.depths)
-    return measure_costs(target, plan.proposer(), K, context=context, sampling=plan.sampling, repeats=SHAPE)
+    return measure_costs(
+        target, plan.proposer(), K, context=context, source=mean, sampling=plan.sampling, repeats=SHAPE
+    )
 
 
 def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:

@@ -37,7 +37,7 @@ class RowRound:
     accepted: int
 
     @property
-    def tested(self) -> int:
+    def seen(self) -> int:
         """Return the number of drafts whose predecessors were all accepted, and whose distribution is known."""
         return min(len(self.top), self.accepted + 1)
 
@@ -88,7 +88,7 @@ def share(rounds: Sequence[RowRound]) -> float:
 def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
     """Return the estimates that fit the rounds best. mean: the share of accepted drafts. With fewer than `FEWEST`
     observations, as for drafts that are not asked, they are the row's recent acceptance."""
-    later = [(one, depth) for one in rounds for depth in range(1, one.tested)]
+    later = [(one, depth) for one in rounds for depth in range(1, one.seen)]
     if len(later) < FEWEST:
         return Estimates(mean, BY_RATE, BY_RATE)
     unsure = Adaptive({1: (1.0, 1.0)}, Estimates(mean, BY_RATE, BY_RATE))
@@ -102,7 +102,7 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
         weights, bias = logistic(torch.tensor(given[:, 1:]), accepted)
         return (float(bias), *map(float, weights))
 
-    return Estimates(mean, fitted([(one, d) for one in rounds for d in range(one.tested)], 0), fitted(later, 1))
+    return Estimates(mean, fitted([(one, d) for one in rounds for d in range(one.seen)], 0), fitted(later, 1))
 
 
 def policy_of(
@@ -135,8 +135,9 @@ def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch
 
 
 def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
-    """Return tokens per second of the policy by its own seconds, on observed rounds of the longest chain, so many rows
-    at a time. Return 0 for too few rounds."""
+    """Return tokens per second of the policy by its own seconds, on observed rounds, so many rows at a time. Rounds
+    that drafted less than the longest chain, at the end of a text, are left out. A row that accepted n of the longest
+    chain is taken to accept min(n, k) of k drafts. Return 0 for too few rounds."""
     whole = [one for one in rounds if len(one.top) == policy.longest]
     tokens, seconds = 0, 0.0
     for first in range(0, len(whole) - rows + 1, rows):
@@ -162,6 +163,7 @@ def _decided(decisions: CallDecisions, tops: Numbers) -> int:
 
 def content(policy: Adaptive) -> dict[str, Any]:
     """Return the content of the file that `Adaptive.load` reads."""
+    deciding = dict.fromkeys(policy.seconds, 0.0) if policy.deciding is None else policy.deciding
     return {"seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
             "estimates": asdict(policy.estimates),
-            "deciding": {str(rows): one for rows, one in (policy.deciding or {}).items()}}  # fmt: skip
+            "deciding": {str(rows): one for rows, one in deciding.items()}}  # fmt: skip

@@ -49,7 +49,7 @@ class Costs:
     the time of drafting per round besides its steps (missing ids, weights that are not in the CPU's cache). rest[k]:
     the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host). rows,
     context: the measured shapes. target_dtype, draft_dtype: dtypes of the models' weights. encoder: an encoder's pass
-    over one source of `context` ids per row, which runs once per text; 0 without an encoder.
+    over one source per row, which runs once per text; 0 without an encoder.
     """
 
     target: tuple[float, ...]
@@ -120,12 +120,14 @@ def measure_costs(
     K: int,
     *,
     context: int = 256,
+    source: int | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
     """Time target and proposer, in the form in which they will run, for k = 0..K. Each row has one text of about
-    `context` tokens; lengths differ, as after some rounds.
+    `context` tokens; lengths differ, as after some rounds. source: the length of an encoder-decoder's sources, None for
+    `context`.
 
     Raises ValueError if the target cannot hold context and the longest timed drafts, or if the proposer cannot draft
     that far.
@@ -144,7 +146,9 @@ def measure_costs(
         for length in lengths
     ]
     if target.encodes:
-        texts = [SourcedText(text, any_source(target.model, context, seed)) for seed, text in enumerate(texts)]
+        texts = [
+            SourcedText(text, any_source(target.model, source or context, seed)) for seed, text in enumerate(texts)
+        ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
     seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
     short, long = spans
@@ -318,8 +322,8 @@ def measure_drafting(
     engine is not counted.
 
     engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
-    row, and every call has other prompts; it ends with its first round that is not full. The engines' policies are
-    restored. until: time limit, on the clock; each
+    row, and every call has other prompts. A call ends before its first round that is not full. The engines' policies
+    are restored. until: time limit, on the clock; each
     engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RuntimeError if a prompt ends
     in an error.
     """
@@ -341,9 +345,13 @@ def measure_drafting(
 
 def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
     """Decode while every row can draft k tokens, and return the statistics. Rounds after that have fewer rows or fewer
-    drafts, and take less time than those that are to be timed. Raises RequestError if a prompt ends in an error."""
+    drafts, and take less time than those that are to be timed. If not even the first round is full, it counts. Raises
+    RequestError if a prompt ends in an error."""
+    context = (engine.proposer.context if engine.proposer else None) or inf
     for _ in engine.rounds(call):
-        if len(call.active) < engine.rows or min(row.limit - row.emitted for row in call.active) <= k:
+        if len(call.active) < engine.rows:
+            break
+        if min(min(row.limit - row.emitted - 1, context - len(row.text)) for row in call.active) < k:
             break
     return Output([], None, [], call.stats, [row.error for row in call.rows]).whole().stats
 

@@ -230,7 +230,9 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     config_class: Any = type(config)
     try:
         return _stored(config_class, config.to_json_string()) * dtype.itemsize
-    except (RuntimeError, ValueError):  # mixture-of-experts code that reads values; a config that names no model
+    except (RuntimeError, ValueError, IndexError):
+        # mixture-of-experts code that reads values; a config that names no model; an encoder-decoder whose decoder is
+        # deeper than its encoder, of which transformers makes a decoder of another depth
         return _by_config(config.get_text_config()) * dtype.itemsize
 
 

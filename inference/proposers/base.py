@@ -279,9 +279,9 @@ class Proposer:
 
     reads: the layers whose states the target's passes must return (see `passes.Pass`), () for none. greedy: whether it
     drafts the likeliest token, with a one-hot distribution. weights: the dtype of the draft's weights, None if it has
-    none. depths: the largest number of drafts per round, None for no limit. catches_up: whether it may be given the
-    first token of a prompt in place of the prompt, since `propose` reads all that a slot lacks; so a policy that drafts
-    nothing costs no pass of the draft. network_class: the class, with
+    none. depths: the largest number of drafts per round, None for no limit. catches_up: whether `propose` reads
+    all that a slot lacks. While a policy drafts nothing, such a proposer gets the first token of each prompt alone, so
+    its decoder makes no pass. network_class: the class, with
     `from_pretrained`, of the network in a draft folder of this kind; None for no weights. own_tokenizer: whether the
     folder's tokenizer may differ from the target's. drafts_trees: whether the constructor accepts `shape=`, the tree to
     draft.

@@ -22,6 +22,8 @@ from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShap
 from inference.sampling import certain
 from inference.source import like
 
+GAP, CHUNK = 16, 512  # ids that a slot lacks before it is filled by passes of its own; ids per such pass
+
 
 class Independent(Proposer):
     """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or with an encoder-decoder for one
@@ -136,6 +138,7 @@ class Independent(Proposer):
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.sent = {}
+        self._fill_gaps(round.texts, k)
         if self.branching:
             return self._by_level(round, k, self.branching)
         at_once = self._at_once(round, k) if self.lm.compiled else None
@@ -158,6 +161,17 @@ class Independent(Proposer):
         rows = zip(round.texts, k, self.stored, strict=True)
         self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
+
+    def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
+        """Store the ids that slots lack, but for the last one of each text, where these are many: a prompt that was not
+        read yet, or a long time without drafts. Each text has passes of its own, since those over all rows are as wide
+        as the longest gap."""
+        for slot, (text, wanted) in enumerate(zip(texts, k, strict=True)):
+            if wanted and len(text) - self.stored[slot] > GAP:
+                for start in range(self.stored[slot], len(text) - 1, CHUNK):
+                    ids = torch.tensor([text[start : start + CHUNK][: len(text) - 1 - start]], device=self.lm.device)
+                    self.lm.store(ids, [start], slot)
+                self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
         """Return the logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the

@@ -60,6 +60,7 @@ class Parallel(Independent):
         if K == 0:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
+        self._fill_gaps(round.texts, k)
         depths, shape = self.longest if self.lm.compiled else K, self.branching
         numbers = self._masked(round.texts, k, depths) | (shape.numbers(k) if shape else {})
         sent = round.send(shape.nodes(k) if shape else k, **numbers)

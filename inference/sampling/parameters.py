@@ -27,6 +27,7 @@ _NO_COUNTERPART: dict[str, tuple[Any, ...]] = {
     "sequence_bias": (),
     "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
+    "min_length": (0,),
     "watermarking_config": (),
     "constraints": (),
     "force_words_ids": (),

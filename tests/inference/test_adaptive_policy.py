@@ -19,9 +19,10 @@ from torch import Tensor
 from inference import Engine, Sampling
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates, estimate, seconds_of
 from inference.policy import Fixed
-from inference.proposers import Independent
+from inference.proposers import Independent, independent
 from inference.round import DecodingRound
 from inference.verify import block, token
+from tests.encoder_decoders import sources, t5, with_encoder_of
 from tests.exact import F64, Tree, chi_square, inside, thresholds
 from tests.inference.test_distribution import joint, pooled, small
 from tests.kinds import KINDS
@@ -184,6 +185,40 @@ def test_prompts_that_waited_unread_are_read_before_drafts() -> None:
     assert any(staged)
 
 
+@pytest.mark.parametrize("kind", ["independent", "parallel"])
+def test_a_long_gap_is_filled_by_passes_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt that was not read: in passes of a few ids, without the rows that lack nothing."""
+    monkeypatch.setattr(independent, "CHUNK", 7)
+    target, prompt = tiny(positions=128), [(5 * i) % 30 + 1 for i in range(40)]
+    made, wanted = Drafts(), Drafts()
+    draft = KINDS[kind].proposer(target)
+    rare = Engine(target, draft, rows=1, policy=Script([0] * 3, stops=False, waits=True), record=made)
+    rare.generate([[1]], max_new_tokens=1)  # allocates slots
+    widths: list[int] = []
+    store = draft.lm.store
+    draft.lm.store = lambda ids, *given, **more: widths.append(ids.shape[1]) or store(ids, *given, **more)
+    out = rare.generate([prompt], max_new_tokens=20, sampling=Sampling(0), ignore_eos=True)
+    assert widths == [7] * 6  # 42 tokens of the text, but for its last one
+    often = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3), record=wanted)
+    often.generate([prompt + out.tokens[0][:3]], max_new_tokens=17, sampling=Sampling(0), ignore_eos=True)
+    assert made.rounds[3:] == wanted.rounds
+
+
+@pytest.mark.parametrize("own_encoder", [False, True])
+def test_a_source_is_read_by_a_draft_whose_prompts_wait(own_encoder: bool) -> None:
+    target = t5()
+    draft = Independent(with_encoder_of(target, 0.2), own_encoder=own_encoder)
+    prompts = sources(target, 4)
+    plain = Engine(target, verify="coupled", rows=2).generate(prompts, max_new_tokens=12, ignore_eos=True)
+    counts = []
+    for waits in (True, False):
+        engine = Engine(target, draft, verify="coupled", rows=2, policy=Script([0] * 4, stops=False, waits=waits))
+        out = engine.generate(prompts, max_new_tokens=12, ignore_eos=True)
+        assert out.tokens == plain.tokens and sum(out.stats.drafted) > 8
+        counts.append(out.stats.rows)
+    assert counts[0] == counts[1]  # the same drafts are accepted
+
+
 class DraftsByRow:
     """Receives the drafts of each row, with the tokens that it had emitted."""
 
@@ -229,6 +264,13 @@ def test_prompts_are_read_at_once_where_drafts_are_likely() -> None:
     call = engine.begin(PROMPTS[:2], 9, Sampling())
     next(engine.rounds(call))
     assert call.read_by_draft(PROMPTS, 2) is PROMPTS
+    asked: list[int] = []
+    call.decisions.idle = lambda rows, asks: bool(asked.append(rows))  # type: ignore[union-attr,method-assign,func-returns-value]
+    for rows, waiting in ((9, 0), (9, 3), (4, 3)):
+        call.waiting.extend(call.rows[:1] * waiting)
+        call.read_by_draft(PROMPTS[:1], rows)
+        call.waiting.clear()
+    assert asked == [3, 6, 4]  # the two active rows, those that wait and the new one, or all that there is room for
     odds = (0.0, 1.0, 0.0, 0.0)
     few = Adaptive({1: (1.0, 1.1), 8: (1.0, 9.0)}, Estimates(0.6, odds, odds)).begin()
     assert not few.idle(1, True) and few.idle(8, True)
@@ -380,6 +422,27 @@ def test_decisions_take_time_and_are_left_out_where_they_do_not_pay() -> None:
     assert decisions.open([0], False) == 2 and decisions.seconds.tolist() == [1.0, 1.1, 1.2]
     dear = Adaptive(policy.seconds, policy.estimates, {1: 5.0}).begin()
     assert dear.open([0], True) == 0  # with decisions, nothing pays
+
+
+def test_a_draft_counts_as_far_as_it_is_reached() -> None:
+    """With what is known of the draft itself; the one after it has another estimate."""
+    here, ahead = (math.log(0.8 / 0.2), 0.0, 0.0, 0.0), (math.log(0.3 / 0.7), 0.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(0.6, here, ahead)).begin()
+    decisions.open([0], True)
+    decisions.see(0, logits_of(0.5), torch.ones(1))
+    assert decisions.reached[0] == pytest.approx([0.8])
+    for best, wanted in ((0.8 * 0.3 / 0.1 - 1e-6, True), (0.8 * 0.3 / 0.1 + 1e-6, False)):
+        decisions.best, decisions.decided = best, []
+        assert decisions.goes_on(0, [2]) == wanted
+
+
+def test_new_rows_are_not_judged_by_other_rows() -> None:
+    odds = (0.0, 1.0, 0.0, 0.0)
+    decisions = Adaptive({1: (1.0, 1.4, 1.8)}, Estimates(0.6, odds, odds)).begin()
+    for _ in range(12):
+        decisions.open([0], False)
+        decisions.close([(2, 0)])
+    assert decisions.open([0], False) == 0 and not decisions.idle(1, False)
 
 
 def test_a_decision_is_made_once() -> None:

@@ -171,6 +171,8 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     for name, value, search in (("num_beams", 4, "beam search"), ("penalty_alpha", 0.6, "contrastive search")):
         with pytest.raises(ValueError, match=rf"{name}={value} \({search}\) has no counterpart"):
             Sampling.of(GenerationConfig(**{name: value}))
+    with pytest.raises(ValueError, match="min_length=10 has no counterpart"):
+        Sampling.of(GenerationConfig(min_length=10))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: an early exit needs a causal LM"):
         untrained_exit(t5(), 1, 2, 3)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: int8 weights"):

@@ -1,5 +1,6 @@
 """The score of a target at a task, in the study of joint training."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch.nn.functional import one_hot
 from transformers import AutoTokenizer
 
 from inference.drafts.bundled_target import NAME, resolve
-from studies.joint import exact_lines
+from studies import joint
+from studies.joint import exact_lines, lines
 
 TEXT = '{\n  "city": "Paris",\n  "total": 12.5\n}\nunfinished'
+BLANK = "def f():\n    return 1\n\n\ndef g():\n    pass\n"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,26 @@ def test_a_line_is_exact_if_all_its_tokens_are_the_likeliest(wrong: list[str], r
         return SimpleNamespace(logits=one_hot(torch.tensor([guesses]), len(tokenizer) + 1).float())
 
     assert exact_lines(model, tokenizer, TEXT) == (right, 3)  # type: ignore[arg-type]
+
+
+def test_a_token_over_several_lines_counts_in_each() -> None:
+    """Blank lines, and indents, whose tokens begin with the end of the line before."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(NAME))
+    ids = tokenizer(BLANK)["input_ids"]
+
+    def model(input_ids: Any) -> Any:
+        return SimpleNamespace(logits=one_hot(torch.tensor([[len(tokenizer)] * len(ids)]), len(tokenizer) + 1).float())
+
+    assert exact_lines(model, tokenizer, BLANK) == (0, 5)  # type: ignore[arg-type]
+
+
+def test_lines_are_compared_text_by_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = {("ours", "a"): (2, 4), ("ours", "b"): (3, 4), ("theirs", "a"): (1, 4), ("theirs", "b"): (3, 4)}
+    monkeypatch.setattr(joint, "shipped", lambda: [{"domain": "code", "text": text} for text in "ab"])
+    monkeypatch.setattr(joint, "DOMAINS", ("code",))
+    monkeypatch.setattr(joint, "load_model", lambda path, dtype: "ours" if path == resolve(NAME) else "theirs")
+    monkeypatch.setattr(joint, "exact_lines", lambda model, tokenizer, text: exact[model, text])
+    found = lines(resolve(NAME), tmp_path)["code"]
+    assert (found["lines"], found["original"], found["moved"]) == (8, 5 / 8, 4 / 8)
+    # the changes -1 and 0 have a standard deviation of sqrt(1/2); the sum of two of them has one of 1
+    assert found["difference"] == -1 / 8 and found["error"] == pytest.approx(1 / 8)

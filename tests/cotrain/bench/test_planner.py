@@ -14,6 +14,7 @@ from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
+from tests.encoder_decoders import t5
 
 EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 OTHER = Costs((2.0, 1.25, 2.25, 2.75, 3.25), 0.375, (0.2, 0.3, 0.4, 0.5, 0.6), 3, 40, first=0.125)
@@ -96,7 +97,19 @@ def test_rounds_are_run_by_the_engines_that_serve(
         planner.costs_of(plan, most)
         ((target, proposer, K), settings) = asked.pop()
         assert (target, proposer.compile, K) == (plan.target, "draft", wanted)
-        assert settings == {"context": 2 + 3, "sampling": REGIME, "repeats": planner.SHAPE}
+        assert settings == {"context": 2 + 3, "source": 2, "sampling": REGIME, "repeats": planner.SHAPE}
+
+
+def test_costs_of_an_encoder_decoder_are_those_of_short_texts_after_whole_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(planner, "measure_costs", lambda *_, **settings: asked.append(settings))
+    prompts, size = SimpleNamespace(ranking=[[1] * 20, [2] * 10]), SimpleNamespace(new_tokens=8)
+    plan: Any = SimpleNamespace(target=t5(), prompts=prompts, bench=size, depths=[2], sampling=REGIME,
+                                proposer=lambda: None, engine=lambda k: SimpleNamespace(target=None))  # fmt: skip
+    planner.costs_of(plan)
+    assert (asked[0]["context"], asked[0]["source"]) == (1 + 4, 15)  # the decoder's start, half of the new tokens
 
 
 def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

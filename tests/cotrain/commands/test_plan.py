@@ -195,6 +195,17 @@ def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.Mon
     assert cell["arms"]["adaptive"]["tau"] == 1.0
 
 
+def test_the_policy_is_fitted_to_rounds_of_all_temperatures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[object]] = []
+    observed, policy_of = drafted.observed, drafted.policy_of
+    monkeypatch.setattr(drafted, "observed", lambda *given: seen.append(observed(*given)) or seen[-1])
+    fitted: list[object] = []
+    monkeypatch.setattr(drafted, "policy_of", lambda costs, fit, rounds, *rest: fitted.extend(rounds) or policy_of(
+        costs, fit, rounds, *rest))  # fmt: skip
+    assert plan(run, "temperatures=[0,1.0]", "batches=[1]") == 0
+    assert len(seen) == 2 and fitted == [*seen[0], *seen[1]]
+
+
 def test_drafts_with_other_prompts_set_aside_need_prompts_of_neither(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

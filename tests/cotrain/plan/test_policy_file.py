@@ -39,11 +39,12 @@ def test_observed_rounds_are_those_of_the_longest_chains() -> None:
     rounds = observed(engine, 3, PROMPTS, Sampling(0.9), 20, 1)
     assert engine.policy == Fixed(1)
     stats = _as_observed(engine)
-    assert sum(one.tested for one in rounds) == sum(stats.tried)
+    assert sum(one.seen for one in rounds) == sum(stats.tried)
     assert sum(one.accepted for one in rounds) == sum(stats.accepted)
     assert share(rounds) == pytest.approx(sum(stats.accepted) / sum(stats.tried))
-    assert sum(one.tested > 1 for one in rounds) == stats.tried[1]
+    assert sum(one.seen > 1 for one in rounds) == stats.tried[1]
     assert all(len(one.top) == one.drafted and len(set(one.top)) == len(one.top) for one in rounds)
+    assert all((one.top > 1 / 32).all() and (one.top < 1).all() for one in rounds)  # of a vocabulary of 32
     assert rounds[0].recent == Recent()
 
 
@@ -79,6 +80,17 @@ def test_estimates_are_those_of_the_process_that_made_the_rounds() -> None:
     assert estimate(fit.here, inputs(np.array([0.5]), np.array([0.9])))[0] > 0.7
 
 
+def test_rates_are_those_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's recent acceptance is shrunk to the mean in the fit as in a call."""
+    read: list[float] = []
+    true = policy_file.inputs
+    monkeypatch.setattr(policy_file, "inputs", lambda rates, top: read.extend(rates) or true(rates, top))
+    rounds = [RowRound(Recent(tried, 2.0), np.array([0.3, 0.6]), 2, n % 3) for n, tried in enumerate([3.0, 9.0] * 400)]
+    fit = estimates(0.9, rounds)
+    serving = CallDecisions(Adaptive({1: (1.0, 1.0)}, fit), {0: Recent(3.0, 2.0), 1: Recent(9.0, 2.0)})
+    assert {*read} == {serving.rate(0), serving.rate(1)}
+
+
 def test_drafts_that_are_not_asked_are_estimated_by_their_recent_acceptance() -> None:
     target = tiny()
     rounds = observed(Engine(target, NGram(), rows=8), 3, PROMPTS[:5], Sampling(0), 12, 1)
@@ -97,6 +109,8 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     policy = replace(policy, deciding={8: 0.125})
     (tmp_path / "policy.json").write_text(json.dumps(content(policy)))
     assert Adaptive.load(tmp_path / "policy.json") == policy and list(policy.seconds) == [1, 8]
+    (tmp_path / "policy.json").write_text(json.dumps(content(replace(policy, deciding=None))))
+    assert Adaptive.load(tmp_path / "policy.json").decision(1) == 0.0  # everywhere
     assert policy.seconds[1] == pytest.approx([TABLE.round(k) for k in range(3)])
 
 
@@ -118,6 +132,9 @@ def test_rounds_are_replayed_as_they_would_be_decoded() -> None:
         both = Adaptive({2: (1.0, 1.25, last)}, TELLING, {2: 0.0})
         assert replayed(both, ROUNDS, 2) == pytest.approx(wanted)
     assert replayed(asking, ROUNDS[:3], 4) == 0.0  # too few
+    bad = [RowRound(Recent(99.0, 0.0), one.top, 2, one.accepted) for one in ROUNDS]  # rows that accepted nothing lately
+    plain = Adaptive({1: seconds}, Estimates(0.5, TELLING.here, TELLING.ahead), {})
+    assert replayed(plain, bad, 1) == 1.0 != replayed(plain, ROUNDS, 1)
     unequal = [RowRound(Recent(), np.full(1, 0.9), 1, 1), *ROUNDS]  # a row's last round, which drafted less
     assert replayed(asking, unequal, 1) == replayed(asking, ROUNDS, 1)
 
@@ -136,6 +153,7 @@ def test_a_decision_is_timed_with_the_reading_of_the_distribution(monkeypatch: p
     see, goes_on = CallDecisions.see, CallDecisions.goes_on
 
     def seen(self: CallDecisions, depth: int, logits: torch.Tensor, temperature: torch.Tensor) -> None:
+        assert self.asks
         calls.append(("see", tuple(logits.shape)))
         time.sleep(0.002)
         see(self, depth, logits, temperature)

@@ -60,9 +60,10 @@ def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
 
     def begin(prompts: Any, max_new_tokens: int, sampling: Sampling, seed: int, ids: Any, ignore_eos: bool) -> Any:
         calls.append((prompts, seed, engine.policy.k))
+        assert ignore_eos
         return Ended()
 
-    engine: Any = SimpleNamespace(rows=2, policy=Fixed(9), begin=begin, rounds=iter)
+    engine: Any = SimpleNamespace(rows=2, policy=Fixed(9), begin=begin, rounds=iter, proposer=None)
     measure_drafting({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
     assert calls[:3] == [([[0], [1]], 7, 3), ([[2], [3]], 8, 3), ([[4], [0]], 9, 3)]
     assert len(calls) == 6 and engine.policy == Fixed(9)
@@ -97,6 +98,11 @@ def test_only_full_rounds_are_timed() -> None:
     engine.policy = Fixed(4)
     engine.generate(prompts, max_new_tokens=24, sampling=Sampling(1.0))
     assert any(k != [4] * 3 for k in seen)  # there are such rounds
+    short = Watched(near(tiny(positions=24)))
+    seen.clear()
+    prompts = [[1 + (3 * i + n) % 30 for i in range(14)] for n in range(3)]
+    measure_rounds({2: Engine(target, short, rows=3)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
+    assert len(seen) > 4 and all(k == [2] * 3 for k in seen)  # the draft's context ends before the text
     few = measure_rounds({4: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
     assert few[4].draft > 0  # not one is full: the first counts
 
@@ -202,6 +208,8 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     proposer, propose = Independent(near(target)), Independent.propose
 
     class Disturbed(Independent):
+        context = None
+
         def propose(self, round):  # as when a pass of the target has pushed its weights out of the caches
             time.sleep(0.004 * max(round.k))
             return propose(proposer, round)
@@ -224,7 +232,7 @@ def test_the_call_that_warms_up_is_not_counted() -> None:
     def begin(*_: Any) -> Any:
         return Ended(9.0 if next(calls) == 0 else 1.0 + next(calls))
 
-    engine = SimpleNamespace(begin=begin, rounds=iter, policy=Fixed(2), rows=1)
+    engine = SimpleNamespace(begin=begin, rounds=iter, policy=Fixed(2), rows=1, proposer=None)
     result = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
     assert result[2].target == (3.0 + 5.0) / 2
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.models.cache import SlotCache, cache_bytes, spare_slots
+from inference.models.cache import SlotCache, cache_bytes, spare_slots, token_bytes
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
+from tests.encoder_decoders import bart
 from tests.tiny import near, tiny
 
 
@@ -111,3 +112,10 @@ def test_slots_double() -> None:
         before = [store.keys for store in lm.cache.stores]
         lm.forward(torch.ones(4, 2, dtype=torch.int64), [300] * 4)
     assert lm.cache.slots == 512 and all(old.shape[2] == 256 for old in before)
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 3), (3, 1)])
+def test_bytes_of_a_decoder_that_is_deeper_than_its_encoder(encoder: int, decoder: int) -> None:
+    """Of its own keys and values, in layers of 16 numbers each."""
+    config = bart(encoder_layers=encoder, decoder_layers=decoder).config
+    assert token_bytes(config, torch.float32) == decoder * 2 * 16 * 4
