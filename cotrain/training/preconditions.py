@@ -46,7 +46,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import auto_class, quantisation_of
+from inference.models.pretrained import LENGTHS, auto_class, quantisation_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -498,7 +498,8 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 
 def holds(config: PretrainedConfig) -> int:
     """Return the number of tokens of the longest text that a model of this configuration can read."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    whole = config.get_text_config()
+    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None))), 2**31))
 
 
 # --- combinations of losses, kinds and texts that are not possible; a run checks them again

@@ -284,6 +284,23 @@ def test_keys_of_noise_depend_on_the_source(model: Any) -> None:
     assert len(set(row_ids([starts[0], starts[0]]))) == 2
 
 
+def test_an_id_of_a_text_is_none_of_its_source() -> None:
+    one, other = SourcedText([1, 2], (3,)), SourcedText([1], (2, 3))
+    assert row_ids([one]) != row_ids([other]) and row_ids([one]) != row_ids([[1, 2, 3]])
+
+
+def test_a_cleared_slot_is_zero(model: Any) -> None:
+    """Not even NaN stays, which zero times would not remove."""
+    engine = Engine(model, rows=2)
+    store_prompts(engine.target, 0, engine.starts(sources(model, 2)))
+    cross = engine.target.run.cross
+    for layer in cross.stores:
+        for store in layer.stored:
+            store.fill_(torch.nan)
+    engine.target.clear(1)
+    assert all((store[1] == 0).all() and store[0].isnan().all() for layer in cross.stores for store in layer.stored)
+
+
 def test_a_stream_gives_the_same_text(model: Any) -> None:
     (prompt,) = sources(model, 1)
     engine = Engine(model, Independent(near(model)), policy=Fixed(3))

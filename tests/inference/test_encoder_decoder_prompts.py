@@ -22,7 +22,7 @@ from inference.proposers.early_exit import untrained_exit
 from inference.proposers.retrieval import Retrieval
 from inference.source import BETWEEN, SourcedText
 from tests import folders
-from tests.encoder_decoders import FRAMES, MELS, bart, generated, sources, t5, whisper, with_encoder_of
+from tests.encoder_decoders import FRAMES, MELS, VOCABULARY, bart, generated, sources, t5, whisper, with_encoder_of
 from tests.tiny import near, tiny
 
 TEXTS = ["a cab", "abba", "b"]
@@ -112,6 +112,7 @@ def test_suppressed_tokens_are_those_of_transformers() -> None:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
+    "the first id that the encoder lacks": (t5, [[3, VOCABULARY]], f"prompt 0: source ids from 3 to {VOCABULARY}"),
     "nothing": (t5, [[]], "prompt 0: the source is empty"),
     "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: a source of 65 tokens; the encoder reads 64"),
     "ids for a sound": (whisper, [[3, 4]], "prompt 0: token ids, but the encoder reads input_features"),
@@ -140,6 +141,38 @@ def test_a_draft_whose_encoder_reads_less_drafts_and_changes_nothing(draft: str)
     plain = Engine(target, rows=2).generate(prompts, **settings)  # type: ignore[arg-type]
     out = Engine(target, Independent(small), rows=2, policy=Fixed(2)).generate(prompts, **settings)  # type: ignore[arg-type]
     assert out.tokens == plain.tokens and out.stats.drafted[0] > 6
+
+
+def test_sources_at_the_limits_are_read() -> None:
+    """The last id, the longest source of learned positions, and any length of relative ones."""
+    assert Engine(bart()).generate([[VOCABULARY - 1] * 64], max_new_tokens=2).tokens[0]
+    assert Engine(t5()).generate([[3] * 700], max_new_tokens=2).tokens[0]
+
+
+def test_first_ids_follow_the_generation_config_and_the_start_token() -> None:
+    """The generation config goes before the model's; a prompt's own first ids get the start token unless they have
+    it, even if they contain it elsewhere; forced ids with a gap name no beginning."""
+    model = bart()
+    model.config.forced_bos_token_id, model.generation_config.forced_bos_token_id = 4, 5
+    engine = Engine(model)
+    start = model.generation_config.decoder_start_token_id
+    assert engine.starts([[3]]) == [[start, 5]]
+    for given, wanted in (([7, start], [start, 7, start]), ([start, 7], [start, 7])):
+        assert engine.starts([{"input_ids": [3], "decoder_input_ids": given}]) == [wanted]
+    gap = whisper()
+    gap.generation_config.forced_decoder_ids = [[1, 5], [3, 7]]
+    with pytest.raises(ValueError, match="forced_decoder_ids"):
+        Engine(gap).generate(sources(gap, 1))
+
+
+def test_a_text_past_the_drafts_context_is_the_targets() -> None:
+    """Its first ids alone fill the draft's positions."""
+    target, draft = bart(eos_token_id=None), bart(5, positions=16)
+    prompts: Any = [{"input_ids": [4, 5], "decoder_input_ids": [2, *range(3, 23)]}, {"input_ids": [6, 7, 8]}]
+    plain = Engine(target, rows=2).generate(prompts, max_new_tokens=6, sampling=COLD)
+    engine = Engine(target, Independent(draft), rows=2, policy=Fixed(2))
+    out = engine.generate(prompts, max_new_tokens=6, sampling=COLD)
+    assert out.tokens == plain.tokens and out.stats.drafted[0] > 0
 
 
 def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:
@@ -202,6 +235,7 @@ def test_look_up_reads_the_source(kind: Any) -> None:
     Seen.texts = [SourcedText([0, 4, 1], TEXT.source)]
     proposal = kind.propose(Seen())
     assert proposal.k == [0] and BETWEEN not in proposal.x.flatten().tolist()
+    assert drafted(TEXT, 2) == [9, 4]
 
 
 def test_look_up_in_the_source_is_accepted_where_the_text_copies_it() -> None:

@@ -29,9 +29,9 @@ from cotrain.students.base import OPTIONAL, Student, student_class
 from cotrain.students.independent import IndependentStudent, from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_distributions import TopKTeacher, seen
-from cotrain.teacher.target_model import ENCODER, served
+from cotrain.teacher.target_model import ENCODER, decoder_outputs, encoder_states, served
 from cotrain.training.module import Distillation, Stage
-from cotrain.training.preconditions import domains, fits
+from cotrain.training.preconditions import domains, fits, holds
 from inference import Engine, Sampling, load
 from inference.models.passes import LAST
 from inference.policy import Fixed
@@ -331,12 +331,24 @@ def served_by(student: Student, target: Any) -> Independent:
     return proposer
 
 
-@pytest.mark.parametrize("kind", ["independent", "medusa"])
+def test_states_of_wider_sources_are_read_from_their_start() -> None:
+    """As those of a cache, whose rows are as wide as its longest source."""
+    model = t5()
+    ids, source = torch.tensor([[0, 3], [0, 4]]), torch.tensor([[5, 6, 7], [8, 9, NO_ID]])
+    wide = torch.nn.functional.pad(source, (0, 2), value=NO_ID)
+    states = encoder_states(model, wide)
+    wanted = decoder_outputs(model, ids, source).last_hidden_state
+    found = decoder_outputs(model, ids, wide, states).last_hidden_state
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["independent", "own encoder", "medusa"])
 def test_figures_of_held_out_texts_are_those_of_the_engine(kind: str) -> None:
     """Acceptance from one teacher-forced pass, against the rounds of the engine: texts of the target, each with its own
     source."""
     target = t5(eos=None)
-    student = student_of(target, kind, **({"depths": 1, "layers": 1} if kind == "medusa" else {}))
+    sizes = {"medusa": {"depths": 1, "layers": 1}, "own encoder": {"encoder_layers": 1}}
+    student = student_of(target, kind if kind == "medusa" else "independent", **sizes.get(kind, {}))
     student.network.double()
     if kind == "medusa":
         with torch.no_grad():
@@ -457,6 +469,13 @@ def test_what_has_no_meaning_is_refused_by_name(
 ) -> None:
     assert train(place, "refused", *settings, "check=true") != 0
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("key", ["n_positions", "max_position_embeddings"])
+def test_texts_fit_where_the_engine_says_they_do(key: str) -> None:
+    """A T5 has no learned positions, and its config may name a longest text all the same."""
+    model = t5(**{key: 32})
+    assert holds(model.config) == Engine(model).target.context == 32
 
 
 def test_sources_and_texts_fit_each_for_itself() -> None:
