@@ -371,8 +371,11 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: its rows of `input_ids` or
     `input_features`, each with its row of `decoder_input_ids`."""
-    if "input_features" in encoding:
-        features = torch.as_tensor(encoding["input_features"])
+    if encoding.get("input_features") is not None:
+        try:
+            features = torch.as_tensor(encoding["input_features"])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{who}: input_features must be numbers: {error}") from error
         rows: list[dict[str, Any]] = [{"input_features": one} for one in features.view(-1, *features.shape[-2:])]
     else:
         rows = [{"input_ids": ids} for ids in _unpadded(who, encoding)]

@@ -240,7 +240,8 @@ def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> dataset
     UnicodeDecodeError for bytes that are not UTF-8.
     """
     if column not in rows.column_names:
-        raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}")
+        raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}: name the one to "
+                         "read")  # fmt: skip
     values = list(rows[column])
     if not all(isinstance(value, str | None) for value in values):
         raise ValueError(f"data.column: {column!r} of {path} holds {rows.features[column]}, not text")

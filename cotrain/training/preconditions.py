@@ -31,6 +31,7 @@ from cotrain.rollout.self_prompts import SELF, opening, unended
 from cotrain.rollout.training_texts import Source, Start, start_of
 from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
+from cotrain.students.independent import CACHED
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
@@ -46,7 +47,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import LENGTHS, auto_class, quantisation_of
+from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -293,6 +294,11 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     """Raise UserError, naming the key, for settings that have no meaning for an encoder-decoder. Raises the errors of
     `start_of` too."""
     start_of(target)
+    config, depth = target.config, layers_of(target.config)
+    if depth > config.num_hidden_layers and not getattr(config, CACHED, None):
+        raise UserError(f"target.path: {cfg.target.path} has a decoder of {depth} layers, deeper than its encoder; "
+                        f"transformers' generate, which a measurement is compared with, needs \"{CACHED}\": {depth} in "
+                        "its config.json")  # fmt: skip
     kinds = [kind for kind in KINDS if student_class(kind).sourced]
     name, choice = type(target).__name__, f"it is an encoder-decoder, for which {', '.join(kinds)} drafts are made"
     unsupported = {

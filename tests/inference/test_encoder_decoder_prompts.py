@@ -14,12 +14,13 @@ from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
 from inference.measure.arms import engine_arm, transformers_arm
 from inference.measure.costs import measure_costs
+from inference.models.encoder_decoder import same_encoder
 from inference.models.lm import LM, store_prompts
 from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.early_exit import untrained_exit
-from inference.proposers.retrieval import Retrieval
+from inference.proposers.retrieval import NONE, Retrieval
 from inference.source import BETWEEN, SourcedText
 from tests import folders
 from tests.encoder_decoders import FRAMES, MELS, VOCABULARY, bart, generated, sources, t5, whisper, with_encoder_of
@@ -117,6 +118,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: a source of 65 tokens; the encoder reads 64"),
     "ids for a sound": (whisper, [[3, 4]], "prompt 0: token ids, but the encoder reads input_features"),
     "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: features of shape"),
+    "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
     "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
     "starts of other rows": (
         t5, {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]}, "1 rows of decoder_input_ids for 2 sources"
@@ -141,6 +143,40 @@ def test_a_draft_whose_encoder_reads_less_drafts_and_changes_nothing(draft: str)
     plain = Engine(target, rows=2).generate(prompts, **settings)  # type: ignore[arg-type]
     out = Engine(target, Independent(small), rows=2, policy=Fixed(2)).generate(prompts, **settings)  # type: ignore[arg-type]
     assert out.tokens == plain.tokens and out.stats.drafted[0] > 6
+
+
+def test_ids_beside_absent_features_are_the_source() -> None:
+    engine = Engine(t5())
+    assert engine.starts([{"input_ids": [3, 4], "input_features": None}])[0].source == (3, 4)  # type: ignore[attr-defined]
+
+
+def test_an_encoder_of_another_dtype_is_not_run_for_both() -> None:
+    target = t5()
+    other = copy.deepcopy(target).float()
+    with torch.no_grad():
+        for one in (target, other):
+            for weight in one.get_encoder().parameters():
+                weight.copy_(weight.bfloat16())  # the same numbers in both dtypes
+    assert not same_encoder(other, target) and same_encoder(other, target, as_run=False)
+
+
+def test_a_match_that_ends_with_the_source_leaves_the_turn_to_the_datastore() -> None:
+    """It drafts nothing, however long it is."""
+    proposer = Retrieval(shortest=2)
+    proposer.open(type("Host", (), {"vocabulary": 32}))
+    text = SourcedText([0, 9, 4, 1], TEXT.source)  # the source's end
+    asked: list[int] = []
+
+    class Store:
+        about = type("About", (), {"depth": 9})
+
+        def look_up(self, text: Any, k: int, shortest: int) -> Any:
+            asked.append(shortest)
+            return NONE
+
+    proposer.datastore = Store()  # type: ignore[assignment]
+    proposer.along(text, [3], 2)
+    assert asked == [2]
 
 
 def test_sources_at_the_limits_are_read() -> None:
@@ -276,6 +312,11 @@ def test_timing_has_the_encoder() -> None:
     target = t5(eos=None)
     costs = measure_costs(LM(target, 2), Independent(near(target)), 3, context=16, repeats=1, warmup=0)
     assert 0 < costs.encoder and costs.encoder not in (*costs.target, *costs.rest)
+    read: list[int] = []
+    lm, encode = LM(target, 2), LM.encode
+    lm.encode = lambda low, given, *rest: read.extend(map(len, given)) or encode(lm, low, given, *rest)  # type: ignore[method-assign,func-returns-value]
+    measure_costs(lm, Independent(near(target)), 2, context=5, source=21, repeats=1, warmup=0)
+    assert {*read} == {21}
     engine = Engine(target, Independent(near(target)), rows=2)
     starts = engine.starts(sources(target, 3))
     ours = engine_arm("ours", engine, COLD, 6).run(starts, [0, 1, 2], 0)

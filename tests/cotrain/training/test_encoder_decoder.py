@@ -4,6 +4,7 @@ a run through the command line."""
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +470,18 @@ def test_what_has_no_meaning_is_refused_by_name(
 ) -> None:
     assert train(place, "refused", *settings, "check=true") != 0
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_deeper_decoder_that_transformers_cannot_decode_is_named_early(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "target", tmp_path / "deep")
+    file = tmp_path / "deep" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("decoder_layers") == 3
+    file.write_text(json.dumps(config))
+    assert train(place, "refused", f"target.path={tmp_path / 'deep'}", "check=true") != 0
+    assert 'needs "decoder_layers": 3 in its config.json' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["n_positions", "max_position_embeddings"])
