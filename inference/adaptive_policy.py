@@ -80,7 +80,9 @@ class Adaptive:
             deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
             return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead), deciding)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"policy: {file} is no policy file of this version's cotrain plan: {error!r}") from error
+            raise ValueError(
+                f"policy: {file} is no policy file of cotrain plan, or not of this version: {error!r}"
+            ) from error
 
     @property
     def longest(self) -> int:
