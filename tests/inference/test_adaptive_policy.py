@@ -189,7 +189,7 @@ def test_prompts_that_waited_unread_are_read_before_drafts() -> None:
 def test_a_long_gap_is_filled_by_passes_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt that was not read: in passes of a few ids, without the rows that lack nothing."""
     monkeypatch.setattr(independent, "CHUNK", 7)
-    target, prompt = tiny(positions=128), [(5 * i) % 30 + 1 for i in range(40)]
+    target, prompt = tiny(positions=128), [(5 * i) % 30 + 1 for i in range(41)]
     made, wanted = Drafts(), Drafts()
     draft = KINDS[kind].proposer(target)
     rare = Engine(target, draft, rows=1, policy=Script([0] * 3, stops=False, waits=True), record=made)
@@ -198,7 +198,7 @@ def test_a_long_gap_is_filled_by_passes_of_its_own(kind: str, monkeypatch: pytes
     store = draft.lm.store
     draft.lm.store = lambda ids, *given, **more: widths.append(ids.shape[1]) or store(ids, *given, **more)
     out = rare.generate([prompt], max_new_tokens=20, sampling=Sampling(0), ignore_eos=True)
-    assert widths == [7] * 6  # 42 tokens of the text, but for its last one
+    assert widths == [*[7] * 6, 1]  # 44 tokens of the text, but for its last one
     often = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3), record=wanted)
     often.generate([prompt + out.tokens[0][:3]], max_new_tokens=17, sampling=Sampling(0), ignore_eos=True)
     assert made.rounds[3:] == wanted.rounds

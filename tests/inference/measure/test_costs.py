@@ -81,11 +81,12 @@ class Ended(list[Any]):
 def test_only_full_rounds_are_timed() -> None:
     """Rows end after different numbers of rounds, and the last rounds of a row draft fewer tokens. Such rounds take
     less time, and there are none in plain decoding of equally long texts: their mean would flatter the draft."""
-    target, seen = tiny(), []
+    target, seen, texts = tiny(), [], [0]
 
     class Watched(Independent):
         def propose(self, round: Any) -> Any:
             seen.append(list(round.k))
+            texts.append(max(map(len, round.texts)))
             return super().propose(round)
 
     engine = Engine(target, Watched(near(target)), rows=3)
@@ -100,9 +101,10 @@ def test_only_full_rounds_are_timed() -> None:
     assert any(k != [4] * 3 for k in seen)  # there are such rounds
     short = Watched(near(tiny(positions=24)))
     seen.clear()
+    texts.clear()
     prompts = [[1 + (3 * i + n) % 30 for i in range(14)] for n in range(3)]
     measure_rounds({2: Engine(target, short, rows=3)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
-    assert len(seen) > 4 and all(k == [2] * 3 for k in seen)  # the draft's context ends before the text
+    assert len(seen) > 4 and max(texts) <= 24 - 2  # the draft's context ends before the text
     few = measure_rounds({4: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
     assert few[4].draft > 0  # not one is full: the first counts
 
