@@ -323,9 +323,8 @@ def measure_drafting(
 
     engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
     row, and every call has other prompts. A call ends before its first round that is not full. The engines' policies
-    are restored. until: time limit, on the clock; each
-    engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RuntimeError if a prompt ends
-    in an error.
+    are restored. until: time limit, on the clock; each engine runs at least `LEAST` times. Raises ValueError without
+    prompts or engines, and RuntimeError if a prompt ends in an error.
     """
     if not prompts or not engines:
         raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")

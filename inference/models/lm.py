@@ -33,6 +33,9 @@ def takes_int8(model: PreTrainedModel) -> bool:
     return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
 
 
+CHUNK = 512  # positions of a pass that stores prompts
+
+
 class LM:
     """A causal LM or an encoder-decoder with slots for `rows` sequences. The model is used unchanged; it is never cast
     or moved. The texts of an encoder-decoder are those of its decoder; `encode` gives slots their sources.
@@ -348,7 +351,7 @@ def store_prompts(
     lm: LM,
     low: int,
     prompts: Sequence[list[int]],
-    chunk: int = 512,
+    chunk: int = CHUNK,
     *,
     states: Layers = (),
     encoded: Encoded | None = None,
@@ -365,12 +368,21 @@ def store_prompts(
             raise ValueError(f"{type(lm.model).__name__}: a text without its source; `Engine.starts` makes texts that "
                              "have one")  # fmt: skip
         lm.encode(low, sources, encoded)
-    parts = [lm.no_states(len(prompts), states)]
-    for start in range(0, max(map(len, prompts)) - 1, chunk):
-        tails = [prompt[:-1][start : start + chunk] or prompt[:1] for prompt in prompts]
-        ids = torch.tensor(padded(tails), device=lm.device)
-        parts.append(lm.store(ids, [start] * len(prompts), low, states=states))
+    parts = [lm.no_states(len(prompts), states), *store_tails(lm, low, prompts, chunk=chunk, states=states)]
     return {layer: torch.cat([part[layer] for part in parts], 1) for layer in states}
+
+
+def store_tails(
+    lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
+) -> list[States]:
+    """Store all but the last token of each text in slots low, low + 1, ..., from position `begin` on, `chunk` positions
+    per pass. Returns the states of each pass."""
+    parts = []
+    for start in range(begin, max(map(len, texts)) - 1, chunk):
+        tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]
+        ids = torch.tensor(padded(tails), device=lm.device)
+        parts.append(lm.store(ids, [start] * len(texts), low, states=states))
+    return parts
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:

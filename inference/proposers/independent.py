@@ -14,7 +14,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
 from inference.models.checksum import Stamp
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
-from inference.models.lm import LM, padded, store_prompts, takes_int8
+from inference.models.lm import CHUNK, LM, padded, store_prompts, store_tails, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
@@ -22,7 +22,7 @@ from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShap
 from inference.sampling import certain
 from inference.source import like
 
-GAP, CHUNK = 16, 512  # ids that a slot lacks before it is filled by passes of its own; ids per such pass
+GAP = 16  # ids that a slot lacks before it is filled by passes of its own
 
 
 class Independent(Proposer):
@@ -168,9 +168,7 @@ class Independent(Proposer):
         as the longest gap."""
         for slot, (text, wanted) in enumerate(zip(texts, k, strict=True)):
             if wanted and len(text) - self.stored[slot] > GAP:
-                for start in range(self.stored[slot], len(text) - 1, CHUNK):
-                    ids = torch.tensor([text[start : start + CHUNK][: len(text) - 1 - start]], device=self.lm.device)
-                    self.lm.store(ids, [start], slot)
+                store_tails(self.lm, slot, [text], self.stored[slot], CHUNK)
                 self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
