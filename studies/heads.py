@@ -55,7 +55,7 @@ def whole(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> T
 def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     value, _ = chunked(
         losses.kl, FromStates(hidden[0], heads[0]), Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
-        mask, measured=False, chunk=positions(heads[1].out_features),
+        mask, measured=False, chunk=positions(heads[1].out_features, "cpu"),
     )  # fmt: skip
     return value
 

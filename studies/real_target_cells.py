@@ -76,7 +76,7 @@ def draft_of(name: str, asked: str, cfg: Any, target: Any, tokenizer: Any) -> Dr
             train: Any = checked(
                 "train", compose("train", overrides=quote([f"target.path={path}", *shlex.split(asked)]))
             )
-        folder, network = Folder(train.draft.kind, None, Path()), initial(train, target)
+        folder, network = Folder(train.draft.kind, None, Path()), initial(train, target).to(target.device)
     else:
         refuse_pair(asked, path)
         folder = measured(asked)

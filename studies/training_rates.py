@@ -38,7 +38,7 @@ from cotrain.training.module import Distillation, Stage
 from cotrain.training.optim import adamw, precision
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
-from inference.measure.environment import environment
+from inference.measure.environment import device, environment
 from inference.measure.floor import Machine, measure_machine, pass_load, weight_bytes
 
 CONTEXT = 128  # tokens before the pass whose floor is that of sampling
@@ -52,11 +52,12 @@ def config(settings: list[str]) -> Any:
 
 
 def timed(task: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a task, after `WARM` more runs."""
-    seconds = []
+    """Median seconds of a task until the device is done, after `WARM` more runs."""
+    seconds, done = [], torch.cuda.synchronize if device() == "cuda" else lambda: None
     for _ in range(repeats + WARM):
         began = time.perf_counter()
         task()
+        done()
         seconds.append(time.perf_counter() - began)
     return median(seconds[WARM:])
 
@@ -77,7 +78,8 @@ def batch_of(texts: Texts, size: int) -> dict[str, Any]:
     """The first texts of nearly full length as a batch of a training step."""
     rows = texts.length.argsort(descending=True)[:size]
     some = texts.rows(rows.tolist())
-    return {"ids": some.ids, "predicted": some.predicted, "key": torch.arange(size), "temperature": torch.ones(size)}
+    batch = {"ids": some.ids, "predicted": some.predicted, "key": torch.arange(size), "temperature": torch.ones(size)}
+    return {name: value.to(device()) for name, value in batch.items()}
 
 
 def reading(module: Any, batch: dict[str, Any], weights: float, machine: Machine, repeats: int) -> dict[str, float]:
@@ -95,6 +97,7 @@ def module_of(cfg: Any, target: Any, vocabulary: int, texts: Texts) -> Any:
         student.know(torch.bincount(texts.ids[:, 1:][texts.sampled], minlength=vocabulary))
     stages = [Stage(1.0, parse(cfg.loss.first))]
     module: Any = Distillation(student, target, stages, *([None] * 2), {}, remember=2**31)  # type: ignore[arg-type]
+    module.draft.to(target.device)
     module._trainer = SimpleNamespace(global_step=0, max_steps=10**6, world_size=1)
     return module
 
@@ -104,7 +107,7 @@ def learning(module: Any, batch: dict[str, Any], head: float, machine: Machine, 
     optimizer, mixed = adamw(module.draft, 1e-4, 0.0, (0.9, 0.95)), precision("auto") == "bf16-mixed"
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        with torch.autocast(device(), torch.bfloat16, enabled=mixed):
             loss = module.training_step(batch, 0)
         loss.backward()
         nn.utils.clip_grad_norm_(module.draft.parameters(), 1.0)

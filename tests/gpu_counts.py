@@ -1,6 +1,7 @@
-"""Launches, copies and reads of a round on a GPU, counted on the stand-in device.
+"""Launches, copies and reads of a round on a GPU, counted on the stand-in device, and by a profiler on a real one.
 
     python -m tests.gpu_counts [outputs/results/gpu_counts.json]
+    python -m tests.gpu_counts --real outputs/results/gpu_counts_real.json
 
 Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
 A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given.
@@ -9,15 +10,19 @@ A round is one after the first ones, in which no graph is recorded; the median r
 
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.profiler import profile
 
 from inference import Engine, Sampling
 from inference.measure.environment import environment
+from inference.models import graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import kinds, standin
@@ -61,16 +66,22 @@ SETTINGS: dict[str, tuple[Made, str, Any]] = {
 }
 
 
+def rounds_of(name: str) -> Iterator[Any]:
+    """The rounds of a setting on the current device after the first ones, in which most graphs are recorded."""
+    make, rule, sampling = SETTINGS[name]
+    target = tiny().to("cuda")
+    engine = Engine(target, make(target), verify=rule, policy=Fixed(K), rows=ROWS, compile=True)
+    rounds = engine.rounds(engine.begin(PROMPTS, 200, sampling, ignore_eos=True))
+    for _ in range(FIRST):
+        next(rounds)
+    return rounds
+
+
 def counted(name: str, arch: str) -> dict[str, Any]:
     """Launches outside graphs (each replay is one), copies to the device, those that block, reads and replays of a
     round."""
-    make, rule, sampling = SETTINGS[name]
     with standin.device(arch) as gpu:
-        target = tiny().to("cuda")
-        engine = Engine(target, make(target), verify=rule, policy=Fixed(K), rows=ROWS, compile=True)
-        rounds = engine.rounds(engine.begin(PROMPTS, 200, sampling, ignore_eos=True))
-        for _ in range(FIRST):
-            next(rounds)
+        rounds = rounds_of(name)
         found: list[tuple[int, ...]] = []
         while len(found) < ROUNDS:
             gpu.clear()
@@ -83,6 +94,36 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     sums = {key: [one[place] for one in found] for place, key in enumerate(names)}
     middle = {key: median(values) for key, values in sums.items()}
     return middle | {"worst": {key: max(values) for key, values in sums.items()}}
+
+
+def counted_on_gpu(name: str, some: int = 5) -> dict[str, float]:
+    """What `counted` returns, of a real device, as torch's profiler sees it; and milliseconds of a round without it."""
+    rounds, found = rounds_of(name), []
+    while len(found) < some:
+        with patch.object(graphs, "_recorded", wraps=graphs._recorded) as recorded, profile() as seen:
+            next(rounds)
+            torch.cuda.synchronize()
+        if not recorded.called:
+            found.append(calls([event.name for event in seen.events()]))
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        next(rounds)
+        seconds.append(time.perf_counter() - began)
+    return {key: median(one[key] for one in found) for key in found[0]} | {"round_ms": 1000 * median(seconds)}
+
+
+def calls(names: list[str]) -> dict[str, float]:
+    """Counts from the names of a profiler's events: calls of the runtime, and copies as the device ran them."""
+
+    def starting(*starts: str) -> int:
+        return sum(name.startswith(starts) for name in names)
+
+    replays, copies, reads = starting("cudaGraphLaunch"), starting("Memcpy HtoD"), starting("Memcpy DtoH")
+    kernels = starting("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
+    inside = starting("cudaMemcpyAsync", "cudaMemsetAsync") - copies - reads  # of the device's memory
+    return {"launches": kernels + inside + replays, "replays": replays, "copies": copies,
+            "blocking": starting("Memcpy HtoD (Pageable"), "reads": reads}  # fmt: skip
 
 
 def milliseconds(found: dict[str, Any]) -> float:
@@ -101,8 +142,26 @@ def table() -> dict[str, Any]:
     return found
 
 
+def beside(folder: Path) -> dict[str, Any]:
+    """Counts of a real device beside those of the stand-in, which are in the report of `folder`."""
+    stored = json.loads((folder / "gpu_counts.json").read_text())["after"]
+    found = {}
+    for name in SETTINGS:
+        found[name] = {"gpu": counted_on_gpu(name), "standin": stored[name]["sm90"]}
+        parts = [f"{key} {found[name]['gpu'][key]:g} ({stored[name]['sm90'][key]:g})"
+                 for key in ("launches", "replays", "copies", "blocking", "reads")]  # fmt: skip
+        print(f"{name:56} {', '.join(parts)}, {found[name]['gpu']['round_ms']:.2f} ms", flush=True)
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "--real" in sys.argv:
+        place = Path(sys.argv[-1])
+        found = {"rows": ROWS, "k": K, "unit": "a round", "settings": beside(place.parent),
+                 "environment": environment()}  # fmt: skip
+        place.write_text(json.dumps(found, indent=2) + "\n")
+        sys.exit()
     report = {
         "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
         f"{COPY} us a copy, {WAIT} us a call that waits; a launch costs the same at 8B; "

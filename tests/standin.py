@@ -154,6 +154,10 @@ class Graph:
                 for out in outs if fresh else ():
                     _poison(out)
 
+    def __del__(self):
+        if HERE is not None and HERE.graph is not None:
+            HERE.destroyed = True
+
     def pool(self):
         return self.pool_id
 
@@ -176,10 +180,12 @@ class _Capture:
         if self.pool in gpu.pools and not gpu.pools[self.pool]:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this memory pool are gone")
         gpu.pools.setdefault(self.graph.pool_id, weakref.WeakSet()).add(self.graph)
-        gpu.graph = self.graph
+        gpu.graph, gpu.destroyed = self.graph, False
 
     def __exit__(self, kind, *_):
         gpu, gpu.graph = HERE, None
+        if gpu.destroyed:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         if not self.graph.ops:
             warnings.warn("The CUDA Graph is empty: captured on another device or stream?", stacklevel=2)
         self.graph.poison()
@@ -244,6 +250,7 @@ class Gpu:
         self.arch, self.devices, self.current, self.phase = arch, devices, 0, "-"
         self.graph = None
         self.recordings = 0
+        self.destroyed = False  # whether a graph was destroyed during the current capture
         self.pools: dict[object, weakref.WeakSet[Graph]] = {}
         self.storages: dict[int, list] = {}
         self.pinned: dict[int, weakref.ref] = {}

@@ -130,11 +130,13 @@ def evaluate(
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
     """Return a student's guesses on some texts, and the target's states of these texts, on the student's device."""
-    ids, position_ids, source = held.texts.read(rows)
-    record = held.at(rows, student.network.device)
-    batch = {"ids": ids, "temperature": torch.full((len(ids),), held.temperature, device=student.network.device)}
-    batch |= {} if position_ids is None else {"position_ids": position_ids}
-    batch |= {} if source is None else {"source": source}
+    device = student.network.device
+    names = "ids", "position_ids", "source"
+    batch = {
+        name: value.to(device) for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None
+    }
+    batch["temperature"] = torch.full((len(rows),), held.temperature, device=device)
+    record = held.at(rows, device)
     return student.guesses(batch, seen(record)), record
 
 
@@ -217,10 +219,11 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
         target = remembered(target, guesses, mask, **options, chunk=CHUNK)
     comparisons = [compared(target, guess, following, mask, **options) for guess in guesses]  # one a depth
     grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in comparisons]
-    sums = [[part.double().sum() for part in (one.alpha, one.alpha_greedy, one.kl, one.entropy)] for one in comparisons]
+    parts = [(one.alpha, one.alpha_greedy, one.kl, one.entropy) for one in comparisons]
+    sums = torch.stack([torch.stack([part.double().sum() for part in of_depth]) for of_depth in parts])
     depths = map(list, zip(*grids, strict=True))  # for each figure, one tensor a depth
     by_depth = [one[0] if guesses[0].depth == ANY else torch.stack(one, -1) for one in depths]
-    return by_depth, torch.tensor(sums, dtype=torch.float64)
+    return by_depth, sums.cpu()
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:

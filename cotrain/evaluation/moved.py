@@ -59,7 +59,7 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
         both = [(read(ids.long(), places)[LAST][:, :-1][inside], head) for read, head in (original, moved)]
         token, text = ids[:, 1:][inside], rows.unsqueeze(1).expand(inside.shape)[inside]
         vocabulary = moved[1](both[1][0][:1]).shape[-1]
-        for at in torch.arange(len(token)).split(positions(vocabulary)):
+        for at in torch.arange(len(token)).split(positions(vocabulary, both[1][0].device.type)):
             p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
             x = token[at].long().unsqueeze(1).to(p.device)
             figures = [divergences.kl(p, new), divergences.kl(new, p), (p.argmax(-1) == new.argmax(-1)).to(p),

@@ -29,13 +29,15 @@ from cotrain.losses.guess import Guess, Pruned
 from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
 CHUNK = 512  # default number of positions whose distributions are in memory at once
-VALUES, FEWEST = 2**21, 192  # 2**21 values of a chunk's distribution take 8 MiB in float32 and fit a CPU's cache
+# values of a chunk's distribution: 2**21 take 8 MiB in float32 and fit a CPU's cache; 2**25 keep a GPU busy longer than
+# its kernels take to launch
+VALUES, FEWEST = {"cpu": 2**21, "cuda": 2**25}, 192
 
 
-def positions(vocabulary: int) -> int:
-    """Return the number of positions in a chunk, at least 192 for efficient matrix products. 192 distributions over
-    151,936 tokens take 111 MiB."""
-    return max(VALUES // vocabulary, FEWEST)
+def positions(vocabulary: int, device: str) -> int:
+    """Return the number of positions in a chunk on a type of device, at least 192 for efficient matrix products. 192
+    distributions over 151,936 tokens take 111 MiB."""
+    return max(VALUES.get(device, VALUES["cuda"]) // vocabulary, FEWEST)
 
 
 class TargetDistributions(Protocol):

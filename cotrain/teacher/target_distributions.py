@@ -27,7 +27,9 @@ from cotrain.teacher.target_model import Head, Reader, Record, Seen
 from inference.models.passes import LAST
 from inference.models.small_heads import spread
 
-REMEMBERED = 2**28  # bytes of a batch's distributions that are computed once for all guesses
+# bytes of a batch's distributions that are computed once for all guesses, and how many times that on a GPU, whose
+# batches are larger
+REMEMBERED, ON_GPU = 2**28, 8
 
 
 class Teacher(Protocol):
@@ -90,7 +92,8 @@ def remembered(
     truncate: Truncate | None, chunk: int,
 ) -> TargetDistributions:  # fmt: skip
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
-    Return `target` itself if they would need more than `REMEMBERED` bytes, depend on the draft, or need a gradient.
+    Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times as many), depend on
+    the draft, or need a gradient.
 
     Either all guesses are pruned to the same ids, or no guess is pruned. temperature: as in `chunked`.
     """
@@ -106,7 +109,7 @@ def remembered(
         return target.logs(some, None, each[some], truncate, guesses[0].pruned)
 
     one = logs(at[:1])
-    if len(at) * one.nbytes > REMEMBERED:
+    if len(at) * one.nbytes > REMEMBERED * (1 if one.device.type == "cpu" else ON_GPU):
         return target
     values = one.new_empty(len(at), one.shape[1])
     for into, some in zip(values.split(chunk), at.split(chunk), strict=True):

@@ -25,7 +25,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, layers_of, quantised, widened
+from inference.models.pretrained import auto_class, head_of, layers_of, quantised, tapped, widened
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -257,9 +257,7 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
     return states
 
 
-def decoder_outputs(
-    model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None, **options: bool
-) -> Any:
+def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
     """Return the output of the decoder for texts ids (B, T) with sources (B, S). encoder: the encoder's states of the
     sources, which are then not computed. Raises ValueError for texts without sources."""
     if source is None:
@@ -269,7 +267,7 @@ def decoder_outputs(
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
     decoder: Any = model.get_decoder()
     return decoder(input_ids=ids.to(model.device), encoder_hidden_states=states,
-                   encoder_attention_mask=_masked(model, source)[1], use_cache=False, **options)  # fmt: skip
+                   encoder_attention_mask=_masked(model, source)[1], use_cache=False)  # fmt: skip
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,23 +298,25 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Return a reader of the last states and those of some layers, in one pass. Raises ValueError for a missing layer.
-    After the last decoder layer, transformers returns only the states after the final norm, which are LAST."""
+    """Return a reader of the last states and those of some layers, in one pass. The model has no hooks afterwards: with
+    hooks it would be served by a slower forward. Raises ValueError for a missing layer."""
     count, encodes = layers_of(model.config), model.config.is_encoder_decoder
     if wrong := [layer for layer in layers if not 0 <= layer < count and not (layer == ENCODER and encodes)]:
         raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
 
     def decoded(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         encoder = None if source is None else encoder_states(model, source)
-        deep = any(layer != ENCODER for layer in layers)
-        out = decoder_outputs(model, ids, source, encoder, output_hidden_states=deep)
-        inner: dict[int | str, Any] = {layer: out.hidden_states[layer] for layer in layers if layer != ENCODER}
-        return {LAST: out.last_hidden_state} | inner | ({ENCODER: encoder} if ENCODER in layers else {})
+        inside = [layer for layer in layers if layer != ENCODER]
+        with tapped(model, inside) as states:
+            last = decoder_outputs(model, ids, source, encoder).last_hidden_state
+        inner: dict[int | str, Any] = {layer: states[layer] for layer in inside}
+        return {LAST: last} | inner | ({ENCODER: encoder} if ENCODER in layers else {})
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
-        out = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True, **positions)
-        inner: dict[int | str, Tensor] = {layer: out.hidden_states[layer] for layer in layers}
+        with tapped(model, layers) as states:
+            out = model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions)
+        inner: dict[int | str, Tensor] = {layer: states[layer] for layer in layers}
         return {LAST: out.last_hidden_state} | inner
 
     return decoded if encodes else read

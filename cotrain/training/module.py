@@ -196,7 +196,7 @@ class Distillation(lightning.LightningModule):
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.cosine, self.decay = temperature, truncate, cosine, decay
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
-        self.chunk = chunk or positions(vocabulary)
+        self.chunk = chunk or positions(vocabulary, target.device.type)
         self.k, self.seed, self.progress, self.top = k, seed, progress, top
         self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
         self.step_figures: dict[str, float] = {}  # figures of the last step, by name, if they are logged

@@ -142,7 +142,7 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
     tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
-        min(tokens, positions(config.vocab_size)) * config.vocab_size * 4 * 8.0
+        min(tokens, positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
     )  # those of a chunk, forward and backward
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     weights = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)

@@ -12,9 +12,11 @@ buffer, which one copy fills. `GraphForward` runs the passes of a model, with on
 A rows, n ids per row, k drafts, S slots.
 """
 
+import gc
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,9 +74,22 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with uncollected(), torch.cuda.graph(graph, pool=pool):
         results = run()
     return graph, results
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage inside the block: a graph of an engine that nothing refers to any more would be destroyed,
+    which CUDA does not allow during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def pool_for(device: torch.device) -> Any:

@@ -29,6 +29,7 @@ from inference.models.pretrained import TIED, emulated, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+RECORDING = "transformers.utils.output_capturing"  # where hooks are from that only record
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
 PACKED = 2**30  # bytes of weights: larger models are not stored twice
@@ -234,11 +235,18 @@ def applies(model: PreTrainedModel) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROTATIONS or getattr(config, "pretraining_tp", 1) != 1:
         return False
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+    if any("forward" in vars(m) or _hooked(m) for m in model.modules()):
         return False
     linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
     plain = all(type(m) is nn.Linear or m is small_of(model) for m in linears)
     return plain and len({p.device for p in model.parameters()}) == 1
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks that may change what it computes. Those of transformers, which a pass with
+    `output_hidden_states` leaves behind, only record."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
 
 
 def small_of(model: PreTrainedModel) -> SmallHead | None:

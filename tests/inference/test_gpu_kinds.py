@@ -1,28 +1,47 @@
-"""Every kind of draft on the stand-in device: what is replayed there drafts what single steps draft on a CPU."""
+"""Every kind of draft on the stand-in device, and on a GPU if there is one: what is replayed there drafts what single
+steps draft on a CPU."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from torch import nn
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
+from inference.proposers.base import Proposer
 from tests import gpu_counts, kinds, standin
 from tests.tiny import tiny
 
 
-def decoded(kind: str, device: str, sampling: Any) -> Any:
+def decoded(kind: str, device: str, sampling: Any, rule: str = "token", real: bool = False) -> Any:
     compile = device == "cuda"
-    with standin.device() if compile else nullcontext():
-        target = tiny().to(device)
-        proposer = kinds.KINDS[kind].proposer(target)
+    target = tiny()
+    proposer = kinds.KINDS[kind].proposer(target)  # made on the CPU: random numbers of a GPU are others
+    with standin.device() if compile and not real else nullcontext():
+        for module in (target, *modules_of(proposer)):
+            module.to(device)
         model = getattr(proposer, "inner", getattr(proposer, "model", proposer))
         model.compile = compile
-        engine = Engine(target, proposer, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile)
+        engine = Engine(
+            target, proposer, verify=rule, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile
+        )
         settings = {"max_new_tokens": 10, "sampling": sampling, "seed": 4, "ignore_eos": True}
         return engine.generate(gpu_counts.PROMPTS, **settings)
 
 
+def modules_of(proposer: Any) -> Iterator[nn.Module]:
+    """The networks of a proposer, and of those within it."""
+    for part in vars(proposer).values():
+        if isinstance(part, nn.Module):
+            yield part
+        elif isinstance(part, Proposer):
+            yield from modules_of(part)
+
+
+SETTINGS = {"one temperature": Sampling(0.8), "greedy": Sampling(0.0), "cuts": gpu_counts.CUTS,
+            "temperatures": gpu_counts.MIXED}  # fmt: skip
 ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one temperature"),
          ("conditioned", "temperatures")]  # fmt: skip
 
@@ -46,8 +65,24 @@ def test_tables_that_recordings_read_live_as_long_as_they_do() -> None:
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
-    several = {"cuts": gpu_counts.CUTS, "temperatures": gpu_counts.MIXED}
-    sampling = several.get(settings, Sampling(0.8))
-    one, other = (decoded(kind, device, sampling) for device in ("cpu", "cuda"))
+    one, other = (decoded(kind, device, SETTINGS[settings]) for device in ("cpu", "cuda"))
     assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
     assert sum(other.stats.accepted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:.*CUDA graphs failed")
+@pytest.mark.parametrize(("kind", "settings"), [(kind, settings) for kind in gpu_counts.KINDS for settings in SETTINGS])
+def test_a_gpu_writes_the_text_of_a_cpu(kind: str, settings: str) -> None:
+    """In double precision, where no sum of another order decides a draw."""
+    one, other = (decoded(kind, device, SETTINGS[settings], real=True) for device in ("cpu", "cuda"))
+    assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
+    assert sum(other.stats.accepted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:.*CUDA graphs failed")
+@pytest.mark.parametrize("rule", ["block", "match", "coupled"])
+def test_rules_on_a_gpu_write_the_text_of_a_cpu(rule: str) -> None:
+    one, other = (decoded("quantised", device, gpu_counts.MIXED, rule, real=True) for device in ("cpu", "cuda"))
+    assert one.tokens == other.tokens and one.stats.rows == other.stats.rows

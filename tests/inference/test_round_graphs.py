@@ -1,13 +1,15 @@
 """Distributions, draws and verdicts recorded as CUDA graphs, on the stand-in: the text of the host, one replay for all,
 nothing stale."""
 
+import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.models.graphs import Graphs
+from inference.models.graphs import Graph, Graphs, pool_for
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import standin
@@ -99,6 +101,23 @@ def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.Monk
         assert summed(x, five) == 140 and len(replays.graphs) == 1
         assert [summed(x[:n], two) for n in (1, 2, 3, 4, 8)] == [0, 2, 6, 12, 56]
         assert len(replays.graphs) <= 3
+
+
+def test_no_graph_is_destroyed_while_another_is_recorded() -> None:
+    """CUDA does not allow it. Graphs of an engine that is gone wait in a cycle for the collector."""
+    with standin.device(), torch.inference_mode():
+        x, device = torch.ones(2, device="cuda"), torch.device("cuda", 0)
+        cycle: list[Any] = [Graph(lambda: x + 1, device, pool_for(device))]
+        cycle.append(cycle)
+        del cycle
+
+        def run() -> Any:
+            if gc.isenabled():  # then it may collect at any time
+                gc.collect()
+            return x * 2
+
+        graph = Graph(run, device, pool_for(device))
+        assert graph().tolist() == [2, 2] and gc.isenabled()
 
 
 @pytest.mark.parametrize("kind", ["ngram", "padded"])

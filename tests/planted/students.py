@@ -2,6 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('held_out_ids_on_the_cpu', 'cotrain/evaluation/held_out.py', 'guessed', 'value.to(device)', 'value', ['tests/cotrain/students/test_every_student.py::test_a_student_is_judged_on_another_device[eagle]'], 'seen on a GPU: training of feature drafts ends at the first validation'),
     ('muon_for_heads', 'cotrain/training/optim.py', 'matrices_and_others', ' and "head" not in name', '', ['tests/cotrain/training/test_optim.py::test_muon_learns_the_matrices_of_every_kind_and_no_head'], 'the head learns by orthogonal updates'),
     ('muon_is_never_made', 'cotrain/training/assembly.py', 'trained_by', 'optim.OPTIMIZERS[rate.kind]', 'optim.adamw', ['tests/cotrain/config/test_settings_reach.py::test_muon_is_made_if_it_is_asked_for'], 'optimizer=muon does nothing, in silence'),
     ('a_budget_loses_domains', 'cotrain/rollout/samplers.py', 'collect', 'WINDOW if seconds else 0', '0', ['tests/cotrain/rollout/test_rollout.py::test_a_budget_leaves_some_of_a_domain_of_short_prompts'], 'a set that minutes= cut short has the domain of the longest prompts alone'),

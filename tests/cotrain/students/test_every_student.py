@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from cotrain.data.texts import Texts
-from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.evaluation.held_out import evaluate, figures, held_out
 from cotrain.losses.spec import parse
 from cotrain.students.base import ANY, KINDS, Guess, Seen, refuse_mixed, student_class
 from cotrain.teacher.target_model import served, split
 from cotrain.training.module import Distillation, Stage
 from inference import Engine
 from inference.policy import Fixed
+from tests import standin
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
 from tests.watched import Watched
 
@@ -237,7 +238,7 @@ def test_of_head_kinds_acceptance_has_a_depth() -> None:
     model = target()
     student = STUDENTS["heads"](model)
     texts = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
-    figures = evaluate(held_out(served(model)[0], texts, 1.0), student, split(model)[1])["all"]
+    scores = evaluate(held_out(served(model)[0], texts, 1.0), student, split(model)[1])["all"]
     order, alphas = [0, 2, 1], torch.zeros(3, dtype=torch.float64)  # by domain
     with torch.no_grad():
         p = model(IDS).logits.log_softmax(-1)
@@ -247,14 +248,57 @@ def test_of_head_kinds_acceptance_has_a_depth() -> None:
             for j, guess in enumerate(each):
                 q = distributions(guess)[guess.at == b * 14 + t - 1]
                 if not len(q):  # a round that would start in the prompt's first tokens
-                    assert figures.r[row, column, j] == 0
+                    assert scores.r[row, column, j] == 0
                     continue
                 r = (q[0, IDS[b, t]] - p[b, t - 1, IDS[b, t]]).exp().clamp(max=1)
-                torch.testing.assert_close(figures.r[row, column, j].double(), r.detach(), atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(scores.r[row, column, j].double(), r.detach(), atol=1e-6, rtol=1e-5)
                 alphas[j] += torch.minimum(q[0], p[b, t - 1]).exp().sum().item()
-    assert figures.r.shape == (3, 13, 3) and figures.alpha == pytest.approx(figures.alphas[0])
-    assert figures.alphas == pytest.approx((alphas / 28).tolist(), abs=1e-6)
-    assert figures.tau(3) == figures.tau(8) > figures.tau(1) > 1 and figures.calls(8).shape == (3,)
+    assert scores.r.shape == (3, 13, 3) and scores.alpha == pytest.approx(scores.alphas[0])
+    assert scores.alphas == pytest.approx((alphas / 28).tolist(), abs=1e-6)
+    assert scores.tau(3) == scores.tau(8) > scores.tau(1) > 1 and scores.calls(8).shape == (3,)
+
+
+def held_out_figures(kind: str, device: str) -> dict[str, Any]:
+    model = target()
+    student = STUDENTS[kind](model)  # made on the CPU: random numbers of a GPU are others
+    model.to(device)  # type: ignore[arg-type]
+    student.network.to(device)  # type: ignore[arg-type]
+    texts = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
+    held = held_out(served(model, layers=student.reads)[0], texts, 1.0)  # type: ignore[arg-type]
+    return figures(evaluate(held, student, split(model)[1]))
+
+
+@EVERY
+def test_a_student_is_judged_on_another_device(kind: str) -> None:
+    """Held-out texts stay on the CPU."""
+    with standin.device():
+        there = held_out_figures(kind, "cuda")
+    assert there == pytest.approx(held_out_figures(kind, "cpu"), nan_ok=True)
+
+
+def step_of(kind: str, device: str) -> dict[str, Tensor]:
+    """The gradients of a training step."""
+    model = target()
+    student = STUDENTS[kind](model)
+    model.to(device)  # type: ignore[arg-type]
+    module = Distillation(student, model, [Stage(1.0, parse("0.5*kl+0.5*calls"))], *([None] * 2), {}).to(device)  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    batch = {"ids": IDS, "predicted": torch.ones(3, 13, dtype=torch.bool), "key": torch.arange(3),
+             "temperature": torch.ones(3)}  # fmt: skip
+    module.training_step({name: value.to(device) for name, value in batch.items()}, 0).backward()
+    return {name: weight.grad.cpu() for name, weight in student.network.named_parameters() if weight.grad is not None}
+
+
+@EVERY
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_has_the_gradients_of_a_cpu(kind: str) -> None:
+    torch.testing.assert_close(step_of(kind, "cuda"), step_of(kind, "cpu"), atol=1e-4, rtol=1e-3)
+
+
+@EVERY
+@pytest.mark.gpu
+def test_a_student_is_judged_on_a_gpu(kind: str) -> None:
+    assert held_out_figures(kind, "cuda") == pytest.approx(held_out_figures(kind, "cpu"), rel=1e-4, nan_ok=True)
 
 
 def test_unknown_kinds_and_mixed_depths_raise() -> None:

@@ -19,9 +19,11 @@ from transformers import (
 
 from cotrain.data.fingerprints import fingerprint
 from cotrain.students import independent
-from cotrain.teacher.target_model import adapted, load_pair, load_target, split
+from cotrain.teacher.target_model import adapted, load_pair, load_target, served, split
+from inference.models.forward import Lean
 from inference.models.llama import in_int8_rows, rounded
 from inference.models.lm import LM
+from inference.models.passes import LAST
 from tests.folders import network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
@@ -114,6 +116,15 @@ def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     ids = IDS % 40
     with torch.no_grad():
         assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
+
+
+def test_reading_states_of_layers_leaves_the_fast_forward_to_the_engine() -> None:
+    """Hooks would make it run the target through transformers' own."""
+    model = network()
+    read, _ = served(model, layers=(0, 1))
+    assert set(read(IDS)) == {0, 1, LAST}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert isinstance(LM(model, 1).run, Lean)
 
 
 def test_a_head_that_does_more_raises() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from inference.models import llama
 from inference.models import lm as lm_module
-from inference.models.forward import Stock
+from inference.models.forward import Lean, Stock
 from inference.models.llama import applies
 from inference.models.lm import LM
 from inference.models.pretrained import quantisation_of
@@ -113,6 +113,15 @@ def test_what_it_does_not_know_runs_through_transformers():
     for model in (other, dynamic, hooked, relu):
         assert not applies(model)
         assert isinstance(LM(model, 3).run, Stock)
+
+
+def test_hooks_that_only_record_change_no_forward() -> None:
+    """transformers leaves them on a model that was asked for its hidden states."""
+    model = tiny()
+    with torch.no_grad():
+        model(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
+    assert any(m._forward_hooks for m in model.modules())
+    assert isinstance(LM(model, 3).run, Lean)
 
 
 def test_eight_bit_weights_are_the_nearest_ones_and_change_the_distribution_little():
