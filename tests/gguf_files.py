@@ -71,8 +71,10 @@ def write_gguf(
     kind: str = "Q4_1",
     template: str | None = None,
     cuts: str = "gpt-2",
+    **ids: int,
 ) -> Path:
-    """A GGUF file of a tiny Llama with tied embeddings, quantised as `kind`. cuts: `tokenizer.ggml.pre`."""
+    """A GGUF file of a tiny Llama with tied embeddings, quantised as `kind`. cuts: `tokenizer.ggml.pre`. ids: further
+    special tokens, by the name in `tokenizer.ggml.<name>_token_id`."""
     model, words = model or network(layers=1), words or tokenizer()
     config, parts = model.config, json.loads(words.backend_tokenizer.to_str())["model"]
     vocabulary = words.get_vocab()
@@ -91,6 +93,8 @@ def write_gguf(
     out.add_token_merges(merges)
     out.add_bos_token_id(config.bos_token_id)
     out.add_eos_token_id(config.eos_token_id)
+    for name, one in ids.items():
+        out.add_uint32(f"tokenizer.ggml.{name}_token_id", one)
     if template:
         out.add_chat_template(template)
     quantised = gguf.GGMLQuantizationType[kind]

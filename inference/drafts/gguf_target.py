@@ -23,7 +23,7 @@ from inference.drafts.atomic import new_folder, write_atomic
 
 ENDING = ".gguf"
 ABOUT = "gguf.json"  # in a dequantised folder: the file that it came from, and hashes of its own files
-FORMAT = 2  # of a dequantised folder; another one is written again
+FORMAT = 3  # of a dequantised folder; another one is written again
 
 
 class Packaged(NamedTuple):
@@ -127,6 +127,8 @@ def _cache() -> Path:
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cotrain" / "gguf"
 
 
+# special tokens: the name in `tokenizer.ggml.<name>_token_id` -> that in transformers
+SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # how texts are cut before BPE: steps of tokenizer.json -> the name in `tokenizer.ggml.pre`
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -186,7 +188,7 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
 
     if find_spec("gguf") is None:
         raise ValueError(f"{key}: {file} needs the library gguf to be read: pip install 'cotrain[gguf]'")
-    said, words, cuts = _header(file, key)
+    said, words, cuts, special = _header(file, key)
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -198,6 +200,8 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
         raise ValueError(f"{key}: transformers cannot read {file}: {reason}") from error
     if words == "gpt2":  # a byte-level BPE
         _cut(tokenizer, cuts, file)
+    for name, token in special.items():  # transformers before 5.23 ends texts with the first token
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     files = {str(one.relative_to(folder)): sha256(one) for one in sorted(folder.rglob("*")) if one.is_file()}
@@ -205,9 +209,9 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
     write_atomic(folder / ABOUT, json.dumps(values, indent=2) + "\n")
 
 
-def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None]:
-    """Return the name and the quantisation that a file gives itself, the kind of its tokenizer, and how that cuts
-    texts.
+def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None, dict[str, int]]:
+    """Return the name and the quantisation that a file gives itself, the kind of its tokenizer, how that cuts texts,
+    and the ids of its special tokens, by their names in transformers.
 
     Raises ValueError if it is no GGUF file.
     """
@@ -217,7 +221,8 @@ def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | Non
         reader = GGUFReader(file)
         fields = [reader.get_field(f"general.{field}") for field in ("name", "file_type")]
         fields += [reader.get_field(f"tokenizer.ggml.{field}") for field in ("model", "pre")]
-        name, kind, words, cuts = (None if field is None else field.contents() for field in fields)
+        fields += [reader.get_field(f"tokenizer.ggml.{field}_token_id") for field in SPECIAL]
+        name, kind, words, cuts, *ids = (None if field is None else field.contents() for field in fields)
         count = Counter[str]()
         for tensor in reader.tensors:
             count[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -225,4 +230,5 @@ def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | Non
         raise ValueError(f"{key}: {file} is no GGUF file, or is cut short: {error}") from error
     known: dict[Any, str] = {one.value: one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}
     about = {"name": str(name or file.stem), "quantisation": known.get(kind) or count.most_common(1)[0][0]}
-    return about, words, cuts
+    special = {f"{short}_token": int(one) for short, one in zip(SPECIAL.values(), ids, strict=True) if one is not None}
+    return about, words, cuts, special

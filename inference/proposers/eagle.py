@@ -549,7 +549,8 @@ class Eagle(Proposer):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
         shape, short = self.branching, max(lacking) <= self.longest + 1
         fixed = self.replays is not None and short and not isinstance(shape, DynamicTrees)
-        K, width = (self.longest, self.longest + 1) if fixed else (max(k), max(*lacking, 1))
+        wanted = min(max(k), shape.depth) if shape else max(k)
+        K, width = (self.longest, self.longest + 1) if fixed else (wanted, max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
         compiled = self.modules is not None and by_temperature_alone(round, self.greedy)
         if compiled:  # a number of drafts has a graph of its own, and so has a width of one
@@ -557,9 +558,9 @@ class Eagle(Proposer):
         given = self._given(round, k, lacking, width)
         limit = max(self.stored) + width + self._room_for(K)
         drafts = self._replayed(round, given, limit, K) if fixed else None
-        if compiled and (drafts := self._compiled(round, given, limit, K)) is None:
-            K = max(k)
-        x, q = self._drafted(round, given, self._slots(limit), K) if drafts is None else drafts
+        if compiled:
+            drafts = self._compiled(round, given, limit, K)
+        x, q = self._drafted(round, given, self._slots(limit), wanted) if drafts is None else drafts
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 

@@ -6,29 +6,43 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from inference import Engine, Sampling
+from inference.exactness.forced import rounds_along
+from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
 from tests import gpu_counts, kinds, standin
 from tests.tiny import tiny
 
 
-def decoded(kind: str, device: str, sampling: Any, rule: str = "token", real: bool = False) -> Any:
+def engine_on(kind: str, device: str, rule: str = "token") -> Engine:
     compile = device == "cuda"
     target = tiny()
     proposer = kinds.KINDS[kind].proposer(target)  # made on the CPU: random numbers of a GPU are others
-    with standin.device() if compile and not real else nullcontext():
-        for module in (target, *modules_of(proposer)):
-            module.to(device)
-        model = getattr(proposer, "inner", getattr(proposer, "model", proposer))
-        model.compile = compile
-        engine = Engine(
-            target, proposer, verify=rule, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile
-        )
+    for module in (target, *modules_of(proposer)):
+        module.to(device)
+    model = getattr(proposer, "inner", getattr(proposer, "model", proposer))
+    model.compile = compile
+    return Engine(target, proposer, verify=rule, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile)
+
+
+def decoded(kind: str, device: str, sampling: Any, rule: str = "token", real: bool = False) -> Any:
+    with standin.device() if device == "cuda" and not real else nullcontext():
         settings = {"max_new_tokens": 10, "sampling": sampling, "seed": 4, "ignore_eos": True}
-        return engine.generate(gpu_counts.PROMPTS, **settings)
+        return engine_on(kind, device, rule).generate(gpu_counts.PROMPTS, **settings)
+
+
+def expected_calls(kind: str, device: str, real: bool = False) -> list[Tensor]:
+    """The distributions of drafts along given texts that end one after the other, as a verdict computes them."""
+    counts = range(3, 3 + gpu_counts.ROWS)
+    tokens = [[(5 * i + 3 * n) % 30 + 1 for i in range(n)] for n in counts]
+    texts = Emitted(gpu_counts.PROMPTS, list(range(gpu_counts.ROWS)), tokens, [])
+    with standin.device() if device == "cuda" and not real else nullcontext(), torch.inference_mode():
+        rounds = rounds_along(engine_on(kind, device), texts, Sampling(0.8), max(counts))
+        return [p.to("cpu") for one in rounds for _, p in sorted(one.round.drawn.items())]
 
 
 def modules_of(proposer: Any) -> Iterator[nn.Module]:
@@ -78,6 +92,22 @@ def test_a_gpu_writes_the_text_of_a_cpu(kind: str, settings: str) -> None:
     one, other = (decoded(kind, device, SETTINGS[settings], real=True) for device in ("cpu", "cuda"))
     assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
     assert sum(other.stats.accepted)
+
+
+DRAWN = [kind for kind in gpu_counts.KINDS if kinds.KINDS[kind].drawn and kind not in ("retrieval", "hybrid")]
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_verdict_reads_the_same_drafts_from_recordings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts end one after the other, so later rounds are shorter than those that are recorded."""
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    torch.testing.assert_close(expected_calls(kind, "cuda"), expected_calls(kind, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_verdict_on_a_gpu_reads_the_drafts_of_a_cpu(kind: str) -> None:
+    torch.testing.assert_close(expected_calls(kind, "cuda", real=True), expected_calls(kind, "cpu"))
 
 
 @pytest.mark.gpu

@@ -61,6 +61,12 @@ class TestReading:
         assert words.eos_token_id == own.eos_token_id
         assert ends_of(AutoModelForCausalLM.from_pretrained(folder)) == {own.eos_token_id}
 
+    def test_special_tokens_are_those_of_the_file(self, tmp_path: Path) -> None:
+        """Not those that some version of transformers gives the tokenizers of its own family."""
+        file = write_gguf(tmp_path / "one.gguf", template=CHATML, unknown=7, padding=9)
+        words = AutoTokenizer.from_pretrained(resolve(str(file)))
+        assert (words.unk_token_id, words.pad_token_id, words.eos_token_id) == (7, 9, tokenizer().eos_token_id)
+
     @pytest.mark.parametrize("cuts", SPLITS.values())
     def test_texts_are_cut_as_the_file_says(self, cuts: str, file: Path, tmp_path: Path) -> None:
         words = AutoTokenizer.from_pretrained(resolve(str(write_gguf(tmp_path / "one.gguf", cuts=cuts))))
