@@ -5,13 +5,13 @@
         joint.warm_steps=0 joint.epsilon=0.01 output=outputs/joint/medusa/joint_0.01 ...
     cotrain train draft=medusa init=pretrained draft.path=outputs/joint/medusa/warm/draft measure=false \
         output=outputs/joint/medusa/frozen ...
-    python -m studies.joint outputs/joint outputs/results/joint.json outputs/results/joint.svg [--no-lines]
+    python -m studies.joint outputs/joint outputs/results/joint.json outputs/results/joint.svg
 
 Reads one folder per kind. In it, `frozen*` are runs that go on from the same draft with the frozen target for about
 the same time, and every run with a moved target is compared with the best of them. tau is the exact expectation on
 held-out texts, each target's own texts of the same prompts; intervals are 95 %, by resampling prompts. `lines` scores
-both targets at a task: the share of lines of shipped texts all of whose tokens are the likeliest ones, by domain. The
-picture has the gain of tau against the KL, a line per kind.
+both targets at a task: the share of lines of shipped texts all of whose tokens are the likeliest ones, by domain; null
+without the weights of the moved target. The picture has the gain of tau against the KL, a line per kind.
 """
 
 import json
@@ -66,7 +66,7 @@ def settings(run: Path) -> dict[str, Any]:
     return {"trainer": trainer, "lr": said["optimizer"]["lr"], "draft": draft} | rest
 
 
-def row(run: Path, frozen: Path, scored: bool) -> dict[str, Any]:
+def row(run: Path, frozen: Path) -> dict[str, Any]:
     """Return the figures of a moved target and its draft beside the frozen one."""
     moved, base = figures(run), figures(frozen)
     said = about(str(run / TARGET))
@@ -77,8 +77,14 @@ def row(run: Path, frozen: Path, scored: bool) -> dict[str, Any]:
         "gain": {k: gain(moved, base, k) for k in DEPTHS}, "frozen": frozen.name,
         **{name: said[name] for name in COPIED},
         **{part: {name: said[part][name] for name in OF_TEXTS} for part in ("texts", "own_texts")},
-        **({"lines": lines(resolve(said["original"]), run / TARGET)} if scored else {}), "settings": settings(run),
+        "lines": lines(resolve(said["original"]), run / TARGET) if weighted(run / TARGET) else None,
+        "settings": settings(run),
     }  # fmt: skip
+
+
+def weighted(folder: Path) -> bool:
+    """Return whether a target's folder has its weights."""
+    return any(folder.glob("*.safetensors"))
 
 
 def lines(original: str, moved: Path) -> dict[str, dict[str, float]]:
@@ -133,8 +139,8 @@ def draw(kinds: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main(folder: Path, output: Path, picture: Path, scored: bool) -> None:
-    """Write the report and the picture, and print the table. scored: with `lines`."""
+def main(folder: Path, output: Path, picture: Path) -> None:
+    """Write the report and the picture, and print the table."""
     kinds: dict[str, Any] = {}
     for place in sorted(path for path in folder.iterdir() if path.is_dir()):
         runs = sorted(file.parent for file in place.glob(f"*/{FIGURES}"))
@@ -142,7 +148,7 @@ def main(folder: Path, output: Path, picture: Path, scored: bool) -> None:
         moved = [run for run in runs if (run / TARGET).is_dir()]
         if frozen and moved:
             best = max(frozen, key=lambda run: tau(figures(run), DEPTHS[0]))
-            kinds[place.name] = {"rows": [row(run, best, scored) for run in moved], "frozen": settings(best)}
+            kinds[place.name] = {"rows": [row(run, best) for run in moved], "frozen": settings(best)}
     output.write_text(json.dumps({"environment": environment(), "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
     draw(kinds, picture)
     for kind, found in kinds.items():
@@ -155,4 +161,4 @@ def main(folder: Path, output: Path, picture: Path, scored: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), scored=sys.argv[4:] != ["--no-lines"])
+    main(*map(Path, sys.argv[1:]))
