@@ -2,10 +2,12 @@
 
     python -m studies.certificates outputs/results/certificates.json RUN [RUN ...] [--texts 240]
 
-RUN is a folder of `cotrain train mode=joint`. Fresh texts, as the original target and the moved one sample them from
-other held-out prompts, give the KL nearly exactly. It is compared with the certified bound. As one run has one
-certificate, many more are made: sets of as many texts as certified the run are drawn from the fresh ones, and
-`coverage` is the share of sets whose bound is at least the KL of all fresh texts.
+RUN is a folder of `cotrain train mode=joint` with a merged target, at temperature 1. Fresh texts, as the original
+target and the moved one sample them with another seed, give the KL nearly exactly. Their prompts are of the same split
+as those of the certificate, so some may be the same; no fresh text is one that chose the scale or certified. The KL is
+compared with the certified bound. As one run has one certificate, many more are made: sets of as many texts as
+certified the run are drawn from the fresh ones, and `coverage` is the share of sets whose bound, of one of the two
+kinds of texts, is at least the KL of all fresh texts.
 """
 
 import argparse

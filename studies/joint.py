@@ -50,7 +50,8 @@ def tau(texts: dict[str, Any], k: str, rows: Any = slice(None)) -> Any:
 
 
 def gain(moved: dict[str, Any], frozen: dict[str, Any], k: str) -> dict[str, float]:
-    """Return the relative gain of tau with its interval. Prompts are resampled, with the texts of both sides."""
+    """Return the relative gain of tau with its interval. Prompts are resampled, with the texts of both sides; of
+    other prompts (`same_prompts`) the interval lacks their noise."""
     count = len(moved["lengths"])
     rows = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     low, high = np.quantile(tau(moved, k, rows) / tau(frozen, k, rows) - 1, [0.025, 0.975])
@@ -75,6 +76,7 @@ def row(run: Path, frozen: Path) -> dict[str, Any]:
         "name": run.name, "alpha": moved["alpha"], "alpha_frozen": base["alpha"], "alphas": moved.get("alphas"),
         "tau": {k: float(tau(moved, k)) for k in DEPTHS}, "tau_frozen": {k: float(tau(base, k)) for k in DEPTHS},
         "gain": {k: gain(moved, base, k) for k in DEPTHS}, "frozen": frozen.name,
+        "same_prompts": "prompts" in base and base["prompts"] == moved.get("prompts"),
         **{name: said[name] for name in COPIED},
         **{part: {name: said[part][name] for name in OF_TEXTS} for part in ("texts", "own_texts")},
         "lines": lines(resolve(said["original"]), run / TARGET) if weighted(run / TARGET) else None,

@@ -69,10 +69,12 @@ class Texts:
         return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
                        domain=[self.domain[row] for row in chosen], temperature=temperature, source=source)  # fmt: skip
 
-    def hashes(self) -> list[str]:
-        """A hash of the ids of each text, and of its source."""
+    def hashes(self, prompts: bool = False) -> list[str]:
+        """A hash of the ids of each text, and of its source; or of its prompt alone."""
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
-        if self.source is not None:
+        if prompts:
+            rows = self.prompts
+        elif self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
         return [hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest() for row in rows]
 

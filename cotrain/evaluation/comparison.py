@@ -25,13 +25,14 @@ RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
     """Return the figures of one run, by temperature. They are the means in `LIKE`; acceptance at each depth, if
-    distributions depend on the depth; and for each text its hash, its length and its exact expected calls at k = 4 and
-    8."""
+    distributions depend on the depth; and for each text its hash, that of its prompt, its length and its exact expected
+    calls at k = 4 and 8."""
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
             **({"alphas": list(one.alphas)} if one.alphas else {}),
             "hashes": held_out[temperature].texts.hashes(),
+            "prompts": held_out[temperature].texts.hashes(prompts=True),
             "lengths": one.lengths.tolist(),
             "calls": {str(k): one.calls(k).tolist() for k in DEPTHS},
         }

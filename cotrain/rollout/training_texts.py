@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import datasets
 import torch
@@ -25,6 +25,25 @@ from inference.drafts.atomic import new_file, write_atomic
 from inference.request import source_limits
 
 Source = PromptRows | TextStarts
+
+
+class HasPrompts(Protocol):
+    """What texts are sampled from: a source, or `SamePrompts`."""
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+        """Return (domain, prompt ids) of at most `count` prompts per domain, of at most `tokens` ids."""
+
+
+@dataclass(frozen=True)
+class SamePrompts:
+    """The prompts of other texts, whatever number or length is asked for."""
+
+    texts: Texts
+
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+        return list(zip(self.texts.domain, self.texts.prompts, strict=True))
+
+
 FEATURES = datasets.Features(
     {
         "domain": datasets.Value("string"),
@@ -103,7 +122,12 @@ class Sampled:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def texts(
-        self, kind: str, sampling: Sampling, source: Callable[[], Source], say: Say | None = None, part: Share = WHOLE
+        self,
+        kind: str,
+        sampling: Sampling,
+        source: Callable[[], HasPrompts],
+        say: Say | None = None,
+        part: Share = WHOLE,
     ) -> Texts:
         """The texts of a regime. `source` returns the prompts; it is called only if texts must be sampled."""
         for place in (folder("data") / "rollouts", self.folder):
@@ -115,7 +139,7 @@ class Sampled:
         return padded(read_rows(self.sample(kind, sampling, source(), say, part)), start_of(self.target))
 
     def sample(
-        self, kind: str, sampling: Sampling, source: Source, say: Say | None = None, part: Share = WHOLE
+        self, kind: str, sampling: Sampling, source: HasPrompts, say: Say | None = None, part: Share = WHOLE
     ) -> Path:
         """Sample a set and store it. If this is interrupted, the next call continues from there. Only one of several
         processes samples; the others raise the errors of `ranks.awaited`."""

@@ -35,7 +35,7 @@ from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import WHOLE, Sampled, Share, Source, logged, regime, start_of
+from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, Source, logged, regime, start_of
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_distributions import TopKAndRest
@@ -56,7 +56,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
     start: the start of the run by time.monotonic(). sampled_prompts: the rows, in JSON, of the prompts that the target
-    sampled, with data=self; None for other prompts. train_texts: the training texts, if another target sampled them."""
+    sampled, with data=self; None for other prompts. train_texts: the training texts, if another target sampled them;
+    held-out texts then continue the prompts of that target's."""
 
     cfg: TrainConfig
     folder: Path
@@ -185,8 +186,13 @@ class Job:
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(kind)
-        texts = self.train_texts if self.train_texts and kind == "train" else self.sampled(by)
-        return texts.texts(kind, sampling(regime, temperature), partial(self.source, kind), part=part)
+        asked, source = sampling(regime, temperature), partial(self.source, kind)
+        if self.train_texts is None:
+            return self.sampled(by).texts(kind, asked, source, part=part)
+        others = partial(self.train_texts.texts, kind, asked, source, part=part)
+        if kind == "train":
+            return others()
+        return self.sampled(by).texts(kind, asked, lambda: SamePrompts(others()), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         """Return a plan to measure a draft on the run's prompts."""

@@ -118,6 +118,12 @@ def test_no_graph_is_destroyed_while_another_is_recorded() -> None:
 
         graph = Graph(run, device, pool_for(device))
         assert graph().tolist() == [2, 2] and gc.isenabled()
+        gc.disable()
+        try:
+            Graph(run, device, pool_for(device))
+            assert not gc.isenabled()  # a user's own choice stays
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["ngram", "padded"])

@@ -2,6 +2,9 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('moved_targets_have_prompts_of_their_own', 'cotrain/training/job.py', 'Job.texts', 'lambda: SamePrompts(others())', 'source', ['tests/cotrain/training/test_joint.py::test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given'], 'gains between targets are of different prompts'),
+    ('a_multiplier_that_never_falls', 'cotrain/training/joint.py', 'JointTraining._weight', 'clamp(max=STEEPEST)', 'clamp(min=0, max=STEEPEST)', ['tests/cotrain/training/test_joint.py::test_the_multiplier_rises_above_the_bound_and_falls_below'], 'the target moves less than it may'),
+    ('a_scale_that_is_not_applied', 'cotrain/training/joint.py', 'choose_scale', '    _scaled(ups, whole, low)\n    return low', '    return low', ['tests/cotrain/training/test_joint.py::test_the_scale_is_the_largest_within_the_bound'], 'the last tried scale is in the files'),
     ('scale_chosen_on_the_texts_that_certify', 'cotrain/training/joint.py', 'write_certified', 'module.head_target, choosing,', 'module.head_target, judging,', ['tests/cotrain/training/test_joint.py::test_texts_that_choose_the_scale_do_not_certify'], 'the certificate is of the texts that it was fitted to'),
     ('own_texts_of_the_original', 'cotrain/training/joint.py', 'write_certified', 'sampled_again(again, moved,', 'sampled_again(again, original,', ['tests/cotrain/training/test_joint.py::test_the_kl_is_that_between_the_folders_on_every_second_text'], 'the certificate is not for texts of the served model'),
     ('each_bound_with_the_whole_risk', 'cotrain/training/joint.py', '_about', ' / len(parts)', '', ['tests/cotrain/training/test_joint.py::test_both_bounds_hold_together'], 'two bounds fail together more often than they say'),

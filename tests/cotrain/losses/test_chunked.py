@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cotrain import losses
 from cotrain.losses import chunked
 from cotrain.losses.chunked import chunked as in_chunks
-from cotrain.losses.chunked import compared, token_logs
+from cotrain.losses.chunked import compared, positions, token_logs
 from cotrain.losses.guess import Guess
 from cotrain.teacher.target_distributions import FromStates
 from inference.sampling import keep_top_k
@@ -306,3 +306,8 @@ def test_both_sides_agree_and_chunks_take_less_memory() -> None:
     figures = run(12_000, 2_048, repeats=1)  # 0.46 here; with half of the tokens it is 0.6
     assert max(figures["apart"]) < 0.01
     assert figures["memory"] < 0.7
+
+
+def test_chunks_fit_a_cpus_cache_and_fill_a_gpu() -> None:
+    assert positions(8192, "cpu") * 8192 == 2**21 < positions(8192, "cuda") * 8192 <= 2**27
+    assert positions(200_000, "cpu") == 192 == positions(10**6, "cuda")

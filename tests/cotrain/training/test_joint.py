@@ -19,11 +19,11 @@ from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Own
-from cotrain.rollout.training_texts import padded, read_rows
+from cotrain.rollout.training_texts import padded, read_manifest, read_rows, save_rows
 from cotrain.teacher.target_distributions import FromStates, with_rest
 from cotrain.teacher.target_model import served
 from cotrain.training import joint, optim
-from cotrain.training.joint import JointTraining, adapted, adapters, choose_scale
+from cotrain.training.joint import WARM, JointTraining, adapted, adapters, choose_scale
 from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
@@ -175,6 +175,7 @@ def test_the_multiplier_rises_above_the_bound_and_falls_below() -> None:
     for epsilon, rises in ((1e-4, True), (10.0, False)):
         module = training(epsilon=epsilon)
         module.learn(batch())
+        assert float(module.multiplier) != joint.START
         assert (float(module.multiplier) > joint.START) is rises
     fixed = training(weight=0.1)
     fixed.learn(batch())
@@ -233,7 +234,7 @@ def test_the_batches_of_a_step_change_the_multiplier_as_one_batch_would() -> Non
     assert float(one.multiplier) == pytest.approx(float(two.multiplier)) and float(one.multiplier) > joint.START
 
 
-@pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 1e9])
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 3e-2, 0.1, 1e9])
 def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
     module = training()
     target, live, head = module.student.target, module.live, module.head_target
@@ -318,6 +319,23 @@ def test_the_last_stage_is_judged_on_texts_of_the_moved_target(pair: Path) -> No
     first, last = held_out_rows(pair, "warm"), held_out_rows(pair, ".")
     assert [row["prompt"] for row in first] == [row["prompt"] for row in last] and first != last
     assert not (pair / "rollouts" / "train_T1.json").exists()  # it learns from texts of the original
+
+
+def test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given(pair: Path, place: Path) -> None:
+    """The bundled target has held-out texts in the package, whose prompts are no beginnings of texts."""
+    given = place / "given texts"
+    file = given / "held_out_T1"
+    shutil.copytree(pair / "warm" / "rollouts", given)
+    manifest = {key: value for key, value in (read_manifest(file) or {}).items() if key not in ("rows", "tokens")}
+    rows = [row | {"prompt": row["prompt"][2:]} for row in reversed(list(read_rows(file)))]
+    save_rows(rows, file, manifest)
+    assert job(place, "of given", "joint.epsilon=9", "joint.lr=0.05", *SETTINGS, f"rollout.folder={given}") == 0
+    last = held_out_rows(place / "of given", ".")
+    assert [row["prompt"] for row in last] == [row["prompt"] for row in rows] and last != rows
+    judged = [
+        json.loads((place / "of given" / part / "held_out.json").read_text())["texts"]["1"] for part in (".", WARM)
+    ]
+    assert judged[0]["prompts"] == judged[1]["prompts"] and judged[0]["hashes"] != judged[1]["hashes"]
 
 
 @pytest.mark.parametrize("way", ["pretrained", "rounds"])

@@ -122,6 +122,10 @@ def test_hooks_that_only_record_change_no_forward() -> None:
         model(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
     assert any(m._forward_hooks for m in model.modules())
     assert isinstance(LM(model, 3).run, Lean)
+    for add in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):  # beside one that may change it
+        handle = add(model.model.layers[0], lambda *_: None)
+        assert not applies(model)
+        handle.remove()
 
 
 def test_eight_bit_weights_are_the_nearest_ones_and_change_the_distribution_little():
