@@ -90,33 +90,35 @@ def weighted(folder: Path) -> bool:
 
 
 def lines(original: str, moved: Path) -> dict[str, dict[str, float]]:
-    """Return by domain the share of lines that each target predicts exactly, and their difference with its standard
-    error over texts."""
+    """Return by domain the share of lines that each target predicts exactly, their difference with its standard error
+    over texts, and the bits per byte of both on these texts."""
     tokenizer, result = AutoTokenizer.from_pretrained(original), {}
     models = [load_model(path, torch.float32) for path in (original, str(moved))]
     for domain in DOMAINS:
         texts = [row["text"] for row in shipped() if row["domain"] == domain]
-        ours, theirs = (np.array([exact_lines(model, tokenizer, text) for text in texts], float).T for model in models)
-        total, change = ours[1].sum(), theirs[0] - ours[0]
+        ours, theirs = (np.array([scored(model, tokenizer, text) for text in texts], float).T for model in models)
+        total, change, bytes = ours[1].sum(), theirs[0] - ours[0], sum(len(text.encode()) for text in texts)
         result[domain] = {
             "lines": total, "original": ours[0].sum() / total, "moved": theirs[0].sum() / total,
             "difference": change.sum() / total, "error": change.std(ddof=1) * np.sqrt(len(texts)) / total,
+            "bits_per_byte": [side[2].sum() / np.log(2) / bytes for side in (ours, theirs)],
         }  # fmt: skip
     return result
 
 
 @torch.inference_mode()
-def exact_lines(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, int]:
-    """Return how many lines of a text have the likeliest token at each place, given what is before it, and how many
-    lines there are. A token over several lines, such as a line's end with the next indent, counts in each. The first
-    line, which nothing is before, and an unfinished last one do not count."""
+def scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, int, float]:
+    """Return how many lines of a text have the likeliest token at each place, given what is before it, how many lines
+    there are, and the nats of all tokens but the first. A token over several lines, such as a line's end with the next
+    indent, counts in each. The first line, which nothing is before, and an unfinished last one do not count."""
     encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
     ids = encoded["input_ids"]
-    right = (model(input_ids=ids).logits[0, :-1].argmax(-1) == ids[0, 1:]).tolist()
+    logs, following = model(input_ids=ids).logits[0, :-1].log_softmax(-1), ids[0, 1:]
+    right, nats = (logs.argmax(-1) == following).tolist(), -float(logs.gather(1, following[:, None]).sum())
     whole = range(1, text.count("\n"))
     spans = zip(encoded["offset_mapping"][0, 1:].tolist(), right, strict=True)
     wrong = {text.count("\n", 0, at) for (start, end), good in spans if not good for at in range(start, end)}
-    return sum(line not in wrong for line in whole), len(whole)
+    return sum(line not in wrong for line in whole), len(whole), nats
 
 
 def draw(kinds: dict[str, Any], path: Path) -> None:

@@ -1,5 +1,6 @@
 """The score of a target at a task, in the study of joint training."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,16 @@ from transformers import AutoTokenizer
 
 from inference.drafts.bundled_target import NAME, resolve
 from studies import joint
-from studies.joint import exact_lines, lines
+from studies.joint import lines, scored
 
 TEXT = '{\n  "city": "Paris",\n  "total": 12.5\n}\nunfinished'
 BLANK = "def f():\n    return 1\n\n\ndef g():\n    pass\n"
+
+
+def places_of(tokenizer: Any, parts: list[str]) -> set[int]:
+    """The tokens of TEXT at which parts of it begin."""
+    starts = [start for start, _ in tokenizer(TEXT, return_offsets_mapping=True)["offset_mapping"]]
+    return {max(i for i, start in enumerate(starts) if start <= TEXT.index(part)) for part in parts}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +33,16 @@ def test_a_line_is_exact_if_all_its_tokens_are_the_likeliest(wrong: list[str], r
 
     def model(input_ids: Any) -> Any:
         """A target that knows the text, but for the tokens at the first places of `wrong`."""
-        ids = input_ids[0].tolist()
-        starts = [start for start, _ in tokenizer(TEXT, return_offsets_mapping=True)["offset_mapping"]]
-        places = {max(i for i, start in enumerate(starts) if start <= TEXT.index(part)) for part in wrong}
+        ids, places = input_ids[0].tolist(), places_of(tokenizer, wrong)
         guesses = [ids[i] + (i in places) for i in range(1, len(ids))] + [0]
         return SimpleNamespace(logits=one_hot(torch.tensor([guesses]), len(tokenizer) + 1).float())
 
-    assert exact_lines(model, tokenizer, TEXT) == (right, 3)  # type: ignore[arg-type]
+    exact, whole, nats = scored(model, tokenizer, TEXT)  # type: ignore[arg-type]
+    assert (exact, whole) == (right, 3)
+    ids = tokenizer(TEXT)["input_ids"]
+    likeliest = (len(tokenizer) + torch.e) / torch.e  # of logits 1 and many 0: p = 1 / it, and 1 / (e it) of others
+    mistakes = len(places_of(tokenizer, wrong) - {0})
+    assert nats == pytest.approx((len(ids) - 1) * math.log(likeliest) + mistakes, rel=1e-5)
 
 
 def test_a_token_over_several_lines_counts_in_each() -> None:
@@ -43,16 +53,18 @@ def test_a_token_over_several_lines_counts_in_each() -> None:
     def model(input_ids: Any) -> Any:
         return SimpleNamespace(logits=one_hot(torch.tensor([[len(tokenizer)] * len(ids)]), len(tokenizer) + 1).float())
 
-    assert exact_lines(model, tokenizer, BLANK) == (0, 5)  # type: ignore[arg-type]
+    assert scored(model, tokenizer, BLANK)[:2] == (0, 5)  # type: ignore[arg-type]
 
 
 def test_lines_are_compared_text_by_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {("ours", "a"): (2, 4), ("ours", "b"): (3, 4), ("theirs", "a"): (1, 4), ("theirs", "b"): (3, 4)}
+    exact = {("ours", "a"): (2, 4, 8 * math.log(2)), ("ours", "b"): (3, 4, 0.0), ("theirs", "a"): (1, 4, 0.0),
+             ("theirs", "b"): (3, 4, 2 * math.log(2))}  # fmt: skip
     monkeypatch.setattr(joint, "shipped", lambda: [{"domain": "code", "text": text} for text in "ab"])
     monkeypatch.setattr(joint, "DOMAINS", ("code",))
     monkeypatch.setattr(joint, "load_model", lambda path, dtype: "ours" if path == resolve(NAME) else "theirs")
-    monkeypatch.setattr(joint, "exact_lines", lambda model, tokenizer, text: exact[model, text])
+    monkeypatch.setattr(joint, "scored", lambda model, tokenizer, text: exact[model, text])
     found = lines(resolve(NAME), tmp_path)["code"]
     assert (found["lines"], found["original"], found["moved"]) == (8, 5 / 8, 4 / 8)
     # the changes -1 and 0 have a standard deviation of sqrt(1/2); the sum of two of them has one of 1
     assert found["difference"] == -1 / 8 and found["error"] == pytest.approx(1 / 8)
+    assert found["bits_per_byte"] == pytest.approx([4, 1])  # of two texts of one byte
