@@ -156,7 +156,8 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         if wrong:
             raise UserError(f"{key}: mode=joint does not support it; {instead}")
     held, sources = cfg.rollout.held_out_texts, known.sources
-    count = len(sources["held_out"].prompts(held, cfg.rollout.prompt_tokens, cfg.rollout.seed)) if sources else held
+    asked = sources["held_out"].prompts(held, cfg.rollout.prompt_tokens, cfg.rollout.seed) if sources else []
+    count = len({tuple(prompt) for _, prompt in asked}) if sources else held  # one text of each prompt is used
     if count < FEWEST:
         raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts, and mode=joint needs at "
                         f"least {FEWEST} to scale the adapter and certify the target: raise it, or give more prompts "

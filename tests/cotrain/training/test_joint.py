@@ -28,7 +28,7 @@ from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
-from inference.drafts.moved_target import MOVED, about
+from inference.drafts.moved_target import MOVED, about, said
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import tokenizer
@@ -425,6 +425,16 @@ def test_an_adapter_that_is_not_merged_is_named_in_the_report_too(tmp_path: Path
     assert about("elsewhere", str(tmp_path)) == {"kl": 0.1} and about("elsewhere") is None
 
 
+def test_what_cards_say_of_a_certificate() -> None:
+    """That it is of a mean, and how sure it is."""
+    moved = {"original": "theirs", "kl": 0.0073, "epsilon": 0.01, "confidence": 0.95, "certified": True}
+    begin = ("The target is theirs, moved by joint training: KL(original || moved) = 0.0073 nats per token in the mean "
+             "over held-out texts, ")  # fmt: skip
+    end = " Exact means: with respect to the moved target."
+    assert said(moved) == f"{begin}certified with 95 % confidence to be at most 0.01.{end}"
+    assert said(moved | {"certified": False}) == f"{begin}not certified.{end}"
+
+
 def test_a_bound_that_is_no_number_certifies_nothing() -> None:
     def moved(kl: float) -> Movement:
         values, text = torch.full((4,), kl), torch.tensor([0, 0, 1, 1])
@@ -486,6 +496,14 @@ def test_settings_that_joint_training_lacks_are_refused(
     assert job(place, "wrong", *given, setting) != 0
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
+
+
+def test_prompts_that_are_equal_count_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One text of each prompt chooses the scale or certifies."""
+    file = place / "equal.jsonl"
+    file.write_text("".join(json.dumps({"text": f"def f(a): return {n}, {n * n} # {n}"}) + "\n" for n in range(80)))
+    assert job(place, "equal", *SETTINGS, f"data.path={file}", "rollout.prompt_tokens=2") != 0
+    assert "there are 1 held-out texts, and mode=joint needs at least 4" in capsys.readouterr().err
 
 
 def test_a_refused_setting_deletes_no_run(place: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
