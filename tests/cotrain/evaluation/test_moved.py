@@ -52,6 +52,12 @@ def test_quantiles_are_those_of_tables(confidence: float, freedom: int, value: f
     assert student_quantile(confidence, freedom) == pytest.approx(value, abs=2e-3)
 
 
+def test_the_bound_has_students_quantile_and_johnsons_correction() -> None:
+    """Texts of one token, with KLs 0, 0, 0 and 4: mean 1, variance 4, third moment 6; t(.95; 3) = 2.3534."""
+    bound = upper_bound(torch.tensor([0.0, 0.0, 0.0, 4.0]), torch.arange(4), 0.95)
+    assert bound == pytest.approx(1 + 2.35336 * (4 / 4) ** 0.5 + 6 * (1 + 2 * 2.35336**2) / (6 * 4 * 4), abs=1e-3)
+
+
 def test_the_bound_covers_the_mean_of_skewed_texts() -> None:
     """Texts have means and lengths of their own; a bound that took tokens as independent would cover far less."""
     torch.manual_seed(0)
