@@ -82,7 +82,7 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Collect no garbage inside the block: a graph of an engine that nothing refers to any more would be destroyed,
-    which CUDA does not allow during a capture."""
+    which CUDA does not allow during a capture. This is of the whole process; calls of engines run one at a time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
