@@ -39,7 +39,7 @@ def fresh(run: Path, texts: int) -> dict[str, Movement]:
     """Return the movement of a run's target on fresh texts of both targets."""
     cfg: Any = OmegaConf.create((read_marker(run) or {})["settings"])
     again = copy.deepcopy(cfg)
-    again.target.path = str(run / TARGET)
+    again.target.path, again.target.adapter = str(run / TARGET), None
     with tempfile.TemporaryDirectory() as folder:
         cfg.rollout.folder, cfg.rollout.seed, cfg.rollout.held_out_texts = folder, SEED, texts
         target, tokenizer = models(cfg)

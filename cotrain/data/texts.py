@@ -17,6 +17,10 @@ from cotrain.data.sources import Blocks, SeededOrder
 NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
 
 
+def _hash(row: list[int]) -> str:
+    return hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest()
+
+
 @dataclass(frozen=True)
 class Texts:
     """N texts of at most T tokens.
@@ -69,14 +73,16 @@ class Texts:
         return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
                        domain=[self.domain[row] for row in chosen], temperature=temperature, source=source)  # fmt: skip
 
-    def hashes(self, prompts: bool = False) -> list[str]:
-        """A hash of the ids of each text, and of its source; or of its prompt alone."""
+    def hashes(self) -> list[str]:
+        """A hash of the ids of each text, and of its source."""
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
-        if prompts:
-            rows = self.prompts
-        elif self.source is not None:
+        if self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
-        return [hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest() for row in rows]
+        return list(map(_hash, rows))
+
+    def prompt_hashes(self) -> list[str]:
+        """A hash of the ids of each prompt."""
+        return list(map(_hash, self.prompts))
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The inputs of a model for some rows: ids, position_ids and source."""

@@ -32,7 +32,7 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
             **{name: getattr(one, name) for name in LIKE},
             **({"alphas": list(one.alphas)} if one.alphas else {}),
             "hashes": held_out[temperature].texts.hashes(),
-            "prompts": held_out[temperature].texts.hashes(prompts=True),
+            "prompts": held_out[temperature].texts.prompt_hashes(),
             "lengths": one.lengths.tolist(),
             "calls": {str(k): one.calls(k).tolist() for k in DEPTHS},
         }

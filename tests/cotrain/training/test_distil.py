@@ -88,7 +88,9 @@ def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkey
         job.cfg.label, job.cfg.loss.then = label, then
         module = module_of(job)
         module.held_out = {
-            t: SimpleNamespace(texts=SimpleNamespace(hashes=lambda prompts=False, t=t: [f"{prompts}", f"b{t}"]))
+            t: SimpleNamespace(
+                texts=SimpleNamespace(hashes=lambda t=t: ["a", f"b{t}"], prompt_hashes=lambda t=t: ["c", f"d{t}"])
+            )
             for t in (0.8, 0.3)
         }
         distil.keep_figures(job, module, 64)
@@ -96,7 +98,7 @@ def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkey
         assert (figures["label"], figures["seed"], figures["steps"]) == (wanted, 11, 64)
         assert figures["tau"] == [3, "greedy", "block"]
         assert figures["texts"]["0.3"] == {"alpha": 0.53, "kl": 0.3, "entropy": 0.3, "calibration": 0.3,
-                                           "hashes": ["False", "b0.3"], "prompts": ["True", "b0.3"],
+                                           "hashes": ["a", "b0.3"], "prompts": ["c", "d0.3"],
                                            "lengths": [3, 4],
                                            "calls": {"4": [1.0, 2.0], "8": [2.0, 2.0]}}  # fmt: skip
         assert set(figures["texts"]) == {"0.3", "0.8"} and figures["environment"]
