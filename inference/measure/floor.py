@@ -76,15 +76,15 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
     these represent."""
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
-    if isinstance(lm.run, Lean) and lm.run.int8:  # rows of 8 bits with a scale each
+    if isinstance(lm.run, Lean):  # some of its weights are rounded or packed
         weights = lm.run.weights
         heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
         parts = [weights.norm, *heads, *(part for layer in weights.layers for part in layer if part is not None)]
         linears = [part for part in parts if isinstance(part, Linear)]
         plain = [part for part in parts if isinstance(part, Tensor)]
-        stored = [t for one in linears for t in (one.weight, one.bias, one.scale) if t is not None] + plain
-        scales = sum(one.scale.numel() for one in linears if one.scale is not None)
-        return float(sum(t.nbytes for t in stored)), float(sum(t.numel() for t in stored) - scales)
+        plain += [one.bias for one in linears if one.bias is not None]
+        count = sum(t.numel() for t in [*plain, *(one.weight for one in linears)])
+        return float(sum(t.nbytes for t in plain) + sum(one.read_bytes for one in linears)), float(count)
     parameters = {p.data_ptr(): p for p in lm.model.parameters() if p.data_ptr() not in skipped}
     scales = sum(t.nbytes for at, t in _states(lm.model, set(parameters)).items() if at not in skipped)
     return float(sum(p.nbytes for p in parameters.values()) + scales), float(sum(map(_count, parameters.values())))

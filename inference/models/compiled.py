@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
 from transformers import PreTrainedModel
 
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.forward import SHORT, Lean, most_ids
 from inference.models.markov import Term
@@ -93,10 +93,14 @@ class CompiledModules:
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
-        """Return a context for compiling. Inside it, weights that `llama.packed` would pack become constants of the
-        graph, in the order of the kernels."""
-        packs = not self.int8 and llama.can_pack(self.model)
-        return config.patch(freezing=True) if packs else nullcontext()
+        """Return a context for compiling. Inside it, the weights become constants of the graph if the compiler packs
+        them."""
+        return config.patch(freezing=True) if self.packs else nullcontext()
+
+    @property
+    def packs(self) -> bool:
+        """Return whether the compiler packs the weights itself; it does so for bfloat16 only."""
+        return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
 
 class CompiledForward(CompiledModules, Lean):
@@ -114,8 +118,7 @@ class CompiledForward(CompiledModules, Lean):
         """Return the compiled module of a name, made from the model's weights and shape."""
 
         def build() -> nn.Module:
-            weights = self.weights if self.int8 else llama.weights_of(self.model)  # the compiler packs them itself
-            return make(weights, self.shape)
+            return make(llama.weights_of(self.model) if self.packs else self.weights, self.shape)
 
         return self.compiled(name, build)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, fingerprint
 from inference.models.passes import LAST, Branches, Layers, Pass, States
@@ -209,7 +209,7 @@ def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
     """Return the model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model,
     and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
-    change = llama.int8 if int8 else llama.packed if llama.can_pack(model) else None
+    change = llama.int8 if int8 else llama.packed if packing.can_pack(model) else None
     if change is None:
         return weights
     origin = origin_of(model)

@@ -6,7 +6,7 @@ some sixty per layer. Here a layer is two norms, four matrix products (query, ke
 one rotation and one attention, on the model's own weights. Projections that are applied together are copied into one
 tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training still
 changes them. Two functions store more: `packed` adds a second copy of each projection, and `int8` returns rounded
-copies. The pass is a function of tensors, so it is compiled once for all
+copies (`packing` has the kernels of the first). The pass is a function of tensors, so it is compiled once for all
 models of a shape (`compiled`).
 
 Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
@@ -22,18 +22,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from inference.models import packing
 from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
-from inference.models.pretrained import TIED, emulated, sliding_window
+from inference.models.pretrained import TIED, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 RECORDING = "transformers.utils.output_capturing"  # where hooks are from that only record
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
-PACKED = 2**30  # bytes of weights: larger models are not stored twice
-ROWS = 32  # ids of a pass for which the order of packed weights is chosen; other numbers work as well
 INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
@@ -44,23 +43,27 @@ Network = TypeVar("Network", bound=nn.Module)
 
 class Linear(NamedTuple):
     """A projection. weight (out, in). bias (out,), or None. scale (out,): for int8, row r represents scale[r] *
-    weight[r]; None for other dtypes. packed: a second copy of the weight, in the order of a CPU's kernel. Without it,
-    the kernel would rearrange the weight at every call."""
+    weight[r]; None for other dtypes. packed: the same product with a second copy of the weight, see `packing`."""
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
-    packed: Tensor | None = None
+    packed: packing.Product | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-            return product
+            return self.packed(x)
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
         flat = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
         wide = flat.view(*x.shape[:-1], len(self.weight))
         return wide if self.bias is None else wide + self.bias
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the bytes of the weight and its scale that a product reads."""
+        scale = 0 if self.scale is None else self.scale.nbytes
+        return scale + (self.weight.nbytes if self.packed is None else self.packed.width * self.weight.numel())
 
 
 class Layer(NamedTuple):
@@ -418,30 +421,45 @@ def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def rounded_copy(network: Network) -> Network:
     """Return a copy of a network whose linear layers in bfloat16 are `RoundedLinear`. It shares the other weights."""
+    return _with_linears(network, lambda linear: RoundedLinear(linear) if is_rounded(linear) else linear)
+
+
+def packed_copy(network: Network) -> Network:
+    """Return a copy of a network whose linear layers are `PackedLinear` where `packing.pack` has a copy of the weight.
+    It shares the weights."""
+    return _with_linears(network, PackedLinear.of)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a second copy of its weight, see `packing`."""
+
+    def __init__(self, product: packing.Product) -> None:
+        super().__init__()
+        self.product = product
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> nn.Module:
+        """Return the layer with a second copy of its weight, or the layer itself if none can be made."""
+        product = packing.pack(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        return linear if product is None else cls(product)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def _with_linears(network: Network, change: Callable[[nn.Linear], nn.Module]) -> Network:
+    """Return a copy of a network, which shares its weights, with `change` applied to all linear layers."""
     copied = sharing_copy(network)
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
-            if is_rounded(child):
-                setattr(module, name, RoundedLinear(child))
+            if isinstance(child, nn.Linear):
+                setattr(module, name, change(child))
     return copied
 
 
-def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether `packed` works for the model. It must be in bfloat16, on a CPU with instructions for it, and small
-    enough to be stored twice."""
-    small = sum(p.nbytes for p in model.parameters()) <= PACKED
-    native = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)  # on AVX2 it raises
-    return small and native and model.device.type == "cpu" and model.dtype == torch.bfloat16
-
-
 def packed(weights: Weights) -> Weights:
-    """Return the weights, with a second copy of each projection in the order in which the kernel reads it. A pass of
-    the bundled target then takes a quarter less time."""
-    return _each(weights, _packed)
-
-
-def _packed(linear: Linear) -> Linear:
-    return linear._replace(packed=torch.ops.mkldnn._reorder_linear_weight(linear.weight.contiguous(), ROWS))
+    """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections."""
+    return _each(weights, lambda linear: linear._replace(packed=packing.pack(linear.weight, linear.bias)))
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:

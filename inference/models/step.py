@@ -91,24 +91,22 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """Return the same structure, with each tensor replaced by the name of a new parameter. None and numbers stay
-        unchanged."""
+        """Return the same structure, with each tensor replaced by the name of a new parameter. None, numbers and
+        packed copies stay unchanged."""
         if isinstance(value, Tensor):
             self.count += 1
             self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
             return f"weight{self.count}"
         if isinstance(value, list):
             return [self._registered(item) for item in value]
-        return value if value is None or isinstance(value, int) else type(value)(*map(self._registered, value))
+        return type(value)(*map(self._registered, value)) if isinstance(value, tuple) else value
 
     def _tensors(self, value: Any) -> Any:
         if isinstance(value, str):
             return getattr(self, value)
         if isinstance(value, list):
             return [self._tensors(item) for item in value]
-        if value is None or isinstance(value, int):
-            return value
-        return type(value)(*[self._tensors(item) for item in value])
+        return type(value)(*[self._tensors(item) for item in value]) if isinstance(value, tuple) else value
 
     def forward(
         self,

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
 from inference.models.compiled import CompiledModules
@@ -436,7 +436,7 @@ class Eagle(Proposer):
         shape: TreeShape = None,
     ) -> None:  # fmt: skip
         self.network, self.greedy, self.compile, self.int8 = network.eval(), greedy, compile, int8
-        self.served: Any = network  # with rounded weights if `int8`, once it is open
+        self.served: Any = network  # with rounded or packed weights, once it is open
         self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
         self.host: Host | None = None
@@ -473,9 +473,9 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            copies = self.int8 or llama.can_pack(self.network)
+            copies = self.int8 or packing.can_pack(self.network)
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
-            self.served = llama.rounded_copy(self.network) if self.int8 else self.network
+            self.served = self._copied()
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
@@ -485,6 +485,13 @@ class Eagle(Proposer):
             self.modules = self._compiled_modules(host)
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
+
+    def _copied(self) -> Any:
+        """Return the network with rounded or packed copies of its weights, or the network itself."""
+        if self.int8:
+            return llama.rounded_copy(self.network)
+        wide = self.network.dtype == torch.float32  # the compiler packs bfloat16
+        return llama.packed_copy(self.network) if wide and packing.can_pack(self.network) else self.network
 
     def _forget(self) -> None:
         """Drop slots, angles and CUDA graphs, which depend on the number of slots."""
@@ -625,7 +632,8 @@ class Eagle(Proposer):
             return drafts
 
         def make() -> Chains:
-            network = self.served if self.int8 else llama.sharing_copy(self.network)  # it may outlive the network
+            copied = self.served is not self.network
+            network = self.served if copied else llama.sharing_copy(self.network)  # it may outlive the network
             return Chains(network, self.embedding, self.shape, self.vocabulary, K, greedy)
 
         return modules.uncompiled_on_error(run)

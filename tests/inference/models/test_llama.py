@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models import lm as lm_module
 from inference.models.forward import Lean, Stock
 from inference.models.llama import applies
@@ -40,6 +40,18 @@ def build(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.floa
         for parameter in model.parameters():  # biases and norm weights start as constants
             parameter += 0.1 * torch.randn_like(parameter)
     return model.to(dtype).eval()
+
+
+class Packed:
+    """A product with a copy of a weight, of every dtype and on every CPU."""
+
+    width = 2
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight.clone(), bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 def passes(lm: LM) -> torch.Tensor:
@@ -174,8 +186,8 @@ def test_eight_bits_are_for_bfloat16_models_of_known_families():
 
 
 def test_copies_of_weights_are_shared_until_training(monkeypatch):
-    monkeypatch.setattr(llama, "can_pack", lambda _: True)  # whatever this CPU can
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
+    monkeypatch.setattr(packing, "can_pack", lambda _: True)  # whatever this CPU can
+    monkeypatch.setattr(packing, "pack", Packed)
     monkeypatch.setattr(lm_module, "lean_agrees", lambda *_: True)  # no pass runs here: some CPUs cannot
     model = build("Llama", WIDE, torch.bfloat16)
     first, second = LM(model, 1).run.weights, LM(model, 3).run.weights

@@ -12,7 +12,7 @@ from cotrain.training import optim
 from inference import Sampling, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
-from inference.models import llama, lm, pretrained
+from inference.models import lm, packing, pretrained
 from inference.models.pretrained import load_model
 from inference.proposers.independent import Independent
 from tests.folders import network, target_folder, tokenizer
@@ -31,13 +31,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kernels: bool, avx512: bool, bf16: 
 def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A CPU without such instructions, and one with them."""
     pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
-    # this machine may not be able to pack
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=None))
+    monkeypatch.setattr(packing, "pack", lambda weight, bias: None)  # this machine may not be able to
     return bool(request.param)
 
 
 def test_nothing_is_packed_where_bfloat16_is_emulated(emulates: bool) -> None:
-    assert llama.can_pack(network().bfloat16()) is not emulates and not llama.can_pack(network())
+    assert packing.can_pack(network().bfloat16()) is not emulates and not packing.can_pack(network())
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from inference import Engine, Sampling
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.measure.floor import weight_bytes
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.compiled import CompiledModules
 from inference.models.forward import Lean
 from inference.models.lm import LM
@@ -180,7 +180,7 @@ def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) ->
             apart = (linear.weight * linear.scale.float().unsqueeze(1) - exact.weight.float()).abs()
             assert (apart <= 0.75 * linear.scale.float().unsqueeze(1)).all()
     assert llama.can_round(network)
-    if llama.can_pack(network):  # a CPU with instructions for bfloat16
+    if packing.can_pack(network):  # a CPU with instructions for bfloat16
         ids = IDS % size
         q, own = (LM(network, 2, int8=int8).forward(ids, [0, 0]).logits.float().softmax(-1) for int8 in (True, False))
         assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.05

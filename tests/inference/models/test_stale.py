@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from inference import Engine, Sampling
-from inference.models import llama
+from inference.models import packing
 from inference.models.checksum import fingerprint
 from inference.models.lm import LM
 from inference.policy import Fixed
@@ -17,7 +17,7 @@ from inference.proposers import Independent
 from inference.proposers.early_exit import EarlyExit
 from inference.proposers.quantised import Quantised
 from tests import standin
-from tests.inference.models.test_llama import WIDE, build, passes
+from tests.inference.models.test_llama import WIDE, Packed, build, passes
 from tests.kinds import KINDS, exit_network
 from tests.tiny import near, tiny
 
@@ -25,18 +25,8 @@ from tests.tiny import near, tiny
 @pytest.fixture(autouse=True)
 def packs(monkeypatch):
     """As a CPU that packs bfloat16 weights does, whatever this one can."""
-    monkeypatch.setattr(llama, "can_pack", lambda model: True)
-    monkeypatch.setattr(llama, "_packed", lambda linear: linear._replace(packed=linear.weight.clone()))
-    monkeypatch.setattr(llama.Linear, "__call__", _call)
-
-
-_plain = llama.Linear.__call__
-
-
-def _call(self, x):
-    if self.packed is None:
-        return _plain(self, x)
-    return torch.nn.functional.linear(x, self.packed, self.bias)
+    monkeypatch.setattr(packing, "can_pack", lambda model: True)
+    monkeypatch.setattr(packing, "pack", Packed)
 
 
 def small():
@@ -174,7 +164,7 @@ def at_training(model):
 @pytest.fixture
 def views(monkeypatch):
     """As a CPU that packs nothing."""
-    monkeypatch.setattr(llama, "can_pack", lambda model: False)
+    monkeypatch.setattr(packing, "can_pack", lambda model: False)
 
 
 WAYS = [adapted, lambda model: merged(model), given_data, given_a_parameter, written_behind_torch, written, added,
