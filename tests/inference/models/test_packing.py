@@ -139,8 +139,8 @@ def test_a_compiled_pass_reads_the_copies(monkeypatch: pytest.MonkeyPatch) -> No
     passes(lm)  # traces
     with torch.profiler.profile() as profile:
         logits = passes(lm)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["cotrain::product_in_float16"] == 4 * 9 and not {"aten::addmm", "aten::mm"} & set(counts)
+    names = {event.key for event in profile.key_averages()}
+    assert "cotrain::product_in_float16" in names and not {"aten::addmm", "aten::mm"} & names
     torch.testing.assert_close(logits, passes(LM(model, 3, stock=True)), rtol=1e-4, atol=1e-4)
 
 
@@ -177,4 +177,4 @@ def test_an_eagle_in_float32_drafts_with_copies() -> None:
     with torch.no_grad():
         network.fc.weight.zero_()
     text(proposer)
-    assert float(proposer.served.fc(torch.ones(1, network.fc.in_features)).abs().max()) == 0
+    assert float(proposer.served.fc(torch.ones(1, network.fc.in_features)).detach().abs().max()) == 0
