@@ -98,8 +98,9 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 def has_fbgemm() -> bool:
-    """Return whether torch uses FBGEMM here. It has kernels for x86 alone."""
-    return torch.backends.quantized.engine in ("fbgemm", "x86")
+    """Return whether torch uses FBGEMM here. It has kernels for x86 with AVX2 alone."""
+    quantized = torch.backends.quantized
+    return "fbgemm" in quantized.supported_engines and quantized.engine in ("fbgemm", "x86")
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:

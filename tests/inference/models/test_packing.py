@@ -98,6 +98,11 @@ def test_which_models_are_packed_in_float16(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_fbgemm
+def test_a_model_elsewhere_is_not_packed() -> None:
+    assert not can_pack(halved(build("Llama", WIDE)).to("meta"))
+
+
+@needs_fbgemm
 @pytest.mark.parametrize("settings", [BIASED, WIDE | {"tie_word_embeddings": True}], ids=["biased", "tied"])
 def test_the_forward_is_that_of_the_model(settings: dict[str, Any]) -> None:
     """One projection that float16 does not represent is left as it is."""
