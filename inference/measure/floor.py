@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference.models.cache import token_bytes
 from inference.models.forward import Lean
-from inference.models.llama import Linear
+from inference.models.llama import projections
 from inference.models.lm import LM
 
 COPIED = 2**28  # bytes: larger than any cache
@@ -77,14 +77,11 @@ def weight_bytes(lm: LM) -> tuple[float, float]:
     embedding = lm.model.get_input_embeddings().weight
     skipped = set() if embedding is lm.model.get_output_embeddings().weight else {embedding.data_ptr()}
     if isinstance(lm.run, Lean):  # some of its weights are rounded or packed
-        weights = lm.run.weights
-        heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
-        parts = [weights.norm, *heads, *(part for layer in weights.layers for part in layer if part is not None)]
-        linears = [part for part in parts if isinstance(part, Linear)]
-        plain = [part for part in parts if isinstance(part, Tensor)]
-        plain += [one.bias for one in linears if one.bias is not None]
-        count = sum(t.numel() for t in [*plain, *(one.weight for one in linears)])
-        return float(sum(t.nbytes for t in plain) + sum(one.read_bytes for one in linears)), float(count)
+        weights, linears = lm.run.weights, projections(lm.run.weights)
+        others = [linear.bias for linear in linears] + [part for layer in weights.layers for part in layer]
+        vectors = [weights.norm, *(part for part in others if isinstance(part, Tensor))]
+        count = sum(t.numel() for t in [*vectors, *(linear.weight for linear in linears)])
+        return float(sum(t.nbytes for t in vectors) + sum(linear.read_bytes for linear in linears)), float(count)
     parameters = {p.data_ptr(): p for p in lm.model.parameters() if p.data_ptr() not in skipped}
     scales = sum(t.nbytes for at, t in _states(lm.model, set(parameters)).items() if at not in skipped)
     return float(sum(p.nbytes for p in parameters.values()) + scales), float(sum(map(_count, parameters.values())))

@@ -89,16 +89,18 @@ class CompiledModules:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
             quote_libraries()
             module = torch.compile(make())
+            for old in [key for key, (made_from, _) in modules.items() if made_from == origin]:
+                del modules[old]  # and with it copies of old weights
             modules[self.int8, name] = (self.origin, module)
         return module
 
     def _packing(self) -> AbstractContextManager[Any]:
         """Return a context for compiling. Inside it, the weights become constants of the graph if the compiler packs
         them."""
-        return config.patch(freezing=True) if self.packs else nullcontext()
+        return config.patch(freezing=True) if self.freezes else nullcontext()
 
     @property
-    def packs(self) -> bool:
+    def freezes(self) -> bool:
         """Return whether the compiler packs the weights itself; it does so for bfloat16 only."""
         return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
@@ -118,7 +120,7 @@ class CompiledForward(CompiledModules, Lean):
         """Return the compiled module of a name, made from the model's weights and shape."""
 
         def build() -> nn.Module:
-            return make(llama.weights_of(self.model) if self.packs else self.weights, self.shape)
+            return make(llama.weights_of(self.model) if self.freezes else self.weights, self.shape)
 
         return self.compiled(name, build)
 

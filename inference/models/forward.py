@@ -2,6 +2,7 @@
 operations.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -133,7 +134,9 @@ class Lean:
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache, self.int8 = model, cache, int8
+        self.packs = not int8 and packing.can_pack(model)
         self._read_weights()
+        self.packs = self.packs and llama.are_packed(self.weights)  # never later: `LM.stamp` depends on it
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         states = self._states(ids, window, (*layers, LAST))  # before the head is read: this may replace the weights
@@ -162,7 +165,8 @@ class Lean:
         return self.cache.stores[layer].update(keys, values)
 
     def _read_weights(self) -> None:
-        self.weights, self.shape = prepared(self.model, self.int8), llama.shape_of(self.model)
+        change = llama.int8 if self.int8 else llama.packed if self.packs else None
+        self.weights, self.shape = prepared(self.model, change), llama.shape_of(self.model)
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
         self.origin = origin_of(self.model)
@@ -195,8 +199,9 @@ class Lean:
         return additive(visible(window, self.model.device), self.shape.held)
 
 
-# rounded or packed copies of weights, with the origin of the values; by model and by whether they are rounded
-_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Origin, llama.Weights]]] = WeakKeyDictionary()
+Change = Callable[[llama.Weights], llama.Weights]
+# rounded or packed copies of weights, with the origin of the values; by model and by what made them
+_PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Change, tuple[Origin, llama.Weights]]] = WeakKeyDictionary()
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
@@ -205,17 +210,16 @@ def origin_of(model: PreTrainedModel) -> Origin:
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
-def prepared(model: PreTrainedModel, int8: bool) -> llama.Weights:
-    """Return the model's weights: rounded, packed or unchanged. Copies are computed once for all users of the model,
-    and again when its weights have changed."""
+def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
+    """Return the model's weights, with rounded or packed copies by `change`. Copies are computed once for all users of
+    the model, and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
-    change = llama.int8 if int8 else llama.packed if packing.can_pack(model) else None
     if change is None:
         return weights
     origin = origin_of(model)
-    if int8 not in copies or copies[int8][0] != origin:
-        copies[int8] = origin, change(weights)
-    return copies[int8][1]
+    if change not in copies or copies[change][0] != origin:
+        copies[change] = origin, change(weights)
+    return copies[change][1]
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:

@@ -457,6 +457,18 @@ def _with_linears(network: Network, change: Callable[[nn.Linear], nn.Module]) ->
     return copied
 
 
+def are_packed(weights: Weights) -> bool:
+    """Return whether any projection has a packed copy."""
+    return any(linear.packed is not None for linear in projections(weights))
+
+
+def projections(weights: Weights) -> list[Linear]:
+    """Return all projections, those of the head last."""
+    heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
+    parts = [part for layer in weights.layers for part in layer] + heads
+    return [part for part in parts if isinstance(part, Linear)]
+
+
 def packed(weights: Weights) -> Weights:
     """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections."""
     return _each(weights, lambda linear: linear._replace(packed=packing.pack(linear.weight, linear.bias)))

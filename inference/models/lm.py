@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models import llama, packing
+from inference.models import llama
 from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
 from inference.models.compiled import CompiledForward
@@ -85,7 +85,7 @@ class LM:
         with ALONE, unchanged(model):
             self.run = self._forward(stock, compile, int8)
             lean = isinstance(self.run, Lean)
-            copies = lean and (int8 or packing.can_pack(model))
+            copies = isinstance(self.run, Lean) and (int8 or self.run.packs)
             self.stamp = Stamp(model, addresses=lean, values=copies)
         self.check = SelfCheck(model, self.context, lean)
         self.device, self.dtype = model.device, model.dtype

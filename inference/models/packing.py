@@ -4,11 +4,10 @@ A kernel that finds a weight in torch's own order rearranges it at every call. T
 were rearranged before:
 
 - oneDNN, for models in bfloat16 on a CPU with instructions for it.
-- FBGEMM, for models in float32 whose weights float16 represents. Those of a checkpoint in half precision are; it is in
-  float32 because the CPU would emulate bfloat16. The copy is in float16. The kernels widen each weight and compute in
-  float32, so the pass is that of the model in float32 but for the order of its sums. It reads half of the bytes, and a
-  few ids take little more time than one: SmolLM2-135M takes 28 ms for one id and 34 ms for four on two cores of an AMD
-  EPYC, where it takes 65 and 130 ms without the copy.
+- FBGEMM, for models in float32 on a CPU that would emulate bfloat16, if float16 represents their weights; it represents
+  those of nearly every checkpoint in half precision. The copy is in float16. The kernels widen each weight and compute
+  in float32, so the pass is that of the model in float32 with its sums in another order. It reads half of the bytes,
+  and a few ids take little more time than one (`docs/measurements.md`).
 """
 
 import itertools
@@ -23,8 +22,8 @@ from transformers import PreTrainedModel
 from inference.models.pretrained import emulated
 
 LARGEST = 2**30  # bytes of copies: larger models are not stored twice
-SMALLEST = 2.0**-24  # number above 0 in float16
 ROWS = 32  # ids of a pass for which oneDNN chooses the order; other numbers work as well
+CHUNK = 4096  # rows of a weight that are compared at once
 
 
 class Product(Protocol):
@@ -51,50 +50,58 @@ class InBfloat16:
 
 
 class InFloat16:
-    """A `Product` in float32, the weight in FBGEMM's order and in float16. factor: what to multiply it by before, see
-    `factor_of`. torch's compiler cannot trace objects of that library, so the product is an operation of its own, which
-    reads the object by its number."""
+    """A `Product` in float32, the weight in FBGEMM's order and in float16. factor: a power of two that the weight is
+    multiplied by before it is rounded to float16, see `factor_of`.
+
+    The product is an operator with a number as input, since compiled code can hold neither FBGEMM's objects nor, if
+    all models of a shape are to share it, a constant for each of them.
+    """
 
     width = 2
 
     def __init__(self, weight: Tensor, bias: Tensor | None, factor: float) -> None:
-        scaled = None if bias is None else bias * factor
-        self.held = torch.ops.quantized.linear_prepack_fp16((weight * factor).contiguous(), scaled)
-        self.number, self.outputs, self.factor = next(_numbers), len(weight), factor
-        _products[self.number] = self
+        self.packed = torch.ops.quantized.linear_prepack_fp16((weight * factor).contiguous(), None)
+        self.bias, self.factor, self.outputs = bias, factor, len(weight)
+        number = next(_numbers)
+        with torch.inference_mode(False):
+            self.number = torch.tensor(number)
+        _products[number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.cotrain.product_in_float16.default(x, self.number, self.outputs)
+        product: Tensor = torch.ops.inference.product_in_float16.default(x, self.number, self.outputs)
         return product
+
+    def __deepcopy__(self, _: object) -> "InFloat16":
+        return self
 
 
 _numbers = itertools.count()
 _products: WeakValueDictionary[int, InFloat16] = WeakValueDictionary()
-_library = torch.library.Library("cotrain", "DEF")
-_library.define("product_in_float16(Tensor x, int number, int outputs) -> Tensor")
+_library = torch.library.Library("inference", "FRAGMENT")
+_library.define("product_in_float16(Tensor x, Tensor number, int outputs) -> Tensor")
 
 
-def _product(x: Tensor, number: int, outputs: int) -> Tensor:
-    one = _products[number]
-    product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, one.held)
-    return product if one.factor == 1 else product.mul_(1 / one.factor)
+def _product_in_float16(x: Tensor, number: Tensor, outputs: int) -> Tensor:
+    product = _products[int(number)]
+    rows = x.unsqueeze(0) if x.ndim == 1 else x  # FBGEMM takes two dimensions and more
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, product.packed)
+    y = y if product.factor == 1 else y.mul_(1 / product.factor)
+    y = y if product.bias is None else y.add_(product.bias)
+    return y[0] if x.ndim == 1 else y
 
 
-_library.impl("product_in_float16", _product, "CPU")
+_library.impl("product_in_float16", _product_in_float16, "CPU")
 _library.impl("product_in_float16", lambda x, _, outputs: x.new_empty(*x.shape[:-1], outputs), "Meta")
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether `pack` works for the model: it is on a CPU, and small enough to be stored twice. The first
-    projection of a model in float32 decides; `pack` leaves out others that float16 does not represent."""
-    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float32):
-        return False
-    if 2 * sum(p.numel() for p in model.parameters()) > LARGEST:
+    """Return whether the projections of a model are to be packed: it is on a CPU, small enough to be stored twice, and
+    in bfloat16 where that is fast or in float32 where bfloat16 is not."""
+    if model.device.type != "cpu" or 2 * sum(p.numel() for p in model.parameters()) > LARGEST:
         return False
     if model.dtype == torch.bfloat16:  # on AVX2 oneDNN raises
         return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)
-    first = next((m.weight.detach() for m in model.modules() if isinstance(m, torch.nn.Linear)), None)
-    return first is not None and has_fbgemm() and factor_of(first) is not None
+    return model.dtype == torch.float32 and has_fbgemm() and emulated(torch.bfloat16)
 
 
 def has_fbgemm() -> bool:
@@ -104,23 +111,26 @@ def has_fbgemm() -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a copy of the weight, or None if there is no copy of the same numbers."""
+    """Return the product with a copy of the weight, or None if the copy would not have the same numbers."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
-    factor = factor_of(weight) if weight.dtype == torch.float32 else None
+    factor = factor_of(weight)
     return None if factor is None else InFloat16(weight, bias, factor)
 
 
 def factor_of(weight: Tensor) -> float | None:
-    """Return a power of two by which float16 represents a weight in float32, or None if there is none. 1 if float16
-    represents it exactly. Otherwise no number may change by more than 2^-39 of the largest, which is far below the
-    rounding of float32; this concerns numbers of a trained draft that are nearly 0."""
+    """Return the power of two by which float16 represents a weight (out, in) in float32, 1 if possible, or None if
+    there is none. No number may change by more than 2^-30 of the largest of its row: products in float32 have 24
+    digits. This concerns numbers of a trained draft that are nearly 0; the others do not change."""
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if not 0 < largest < math.inf:
         return None
     for factor in (1.0, 2.0 ** (15 - math.frexp(largest)[1])):
-        scaled = weight * factor
-        apart = (scaled.to(torch.float16).to(torch.float32) - scaled).abs().max()
-        if apart <= (0 if factor == 1 else SMALLEST / 2):
+        if all(_is_float16(rows * factor) for rows in weight.split(CHUNK)):
             return factor
     return None
+
+
+def _is_float16(rows: Tensor) -> bool:
+    error = (rows.to(torch.float16).to(torch.float32) - rows).abs()
+    return bool((error <= 2.0**-30 * rows.abs().amax(1, keepdim=True)).all())

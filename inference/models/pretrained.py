@@ -2,7 +2,7 @@
 
 A CPU without instructions for half precision emulates it. Products of forty rows in bfloat16 then take longer than in
 float32: seven times as long on a CPU with AVX2, two to four times on one with AVX-512 but without bfloat16
-instructions. Converting a checkpoint to float32 changes no weight.
+instructions. Converting a checkpoint to float32 changes no weight, and `packing` reads its weights in 16 bits.
 
 A rows, n ids per row, D width, V vocabulary.
 """

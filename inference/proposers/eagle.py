@@ -473,9 +473,9 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            copies = self.int8 or packing.can_pack(self.network)
-            self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
-            self.served = self._copied()
+            packs = packing.can_pack(self.network)
+            self.stamp = Stamp(self.network, addresses=True, values=self.int8 or packs)  # recordings read it
+            self.served = self._copied(packs)
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
@@ -486,12 +486,12 @@ class Eagle(Proposer):
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
 
-    def _copied(self) -> Any:
+    def _copied(self, packs: bool) -> Any:
         """Return the network with rounded or packed copies of its weights, or the network itself."""
         if self.int8:
             return llama.rounded_copy(self.network)
-        wide = self.network.dtype == torch.float32  # the compiler packs bfloat16
-        return llama.packed_copy(self.network) if wide and packing.can_pack(self.network) else self.network
+        packs = packs and self.network.dtype == torch.float32  # the compiler packs bfloat16
+        return llama.packed_copy(self.network) if packs else self.network
 
     def _forget(self) -> None:
         """Drop slots, angles and CUDA graphs, which depend on the number of slots."""
