@@ -45,6 +45,21 @@ def test_passes_that_end_early_give_the_states_there(monkeypatch: pytest.MonkeyP
     assert {key[0] for key in graphs(lm)} == {("pass", (1,), False)}
 
 
+def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that ends after such a round would wait for the compiler."""
+    traced(monkeypatch)
+    lm, stock = (LM(tiny(), 3, stock=stock, compile=not stock) for stock in (False, True))
+    ids, found = torch.arange(12).view(3, 4), []
+    with torch.inference_mode():
+        for one in (lm, stock):
+            one.store(ids[:, :1], [0] * 3)
+            one.forward(ids[:, 1:3], [1] * 3, states=(1,))
+            found.append(one.forward(ids[:, 3:], [3] * 3, states=(1,)))
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0].states[1], found[1].states[1], rtol=1e-4, atol=1e-4)
+    assert [key[1] for key in graphs(lm)] == [True]  # that of several ids
+
+
 def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     traced(monkeypatch)
     lm = LM(tiny(layers=1), 3, compile=True)
