@@ -89,7 +89,7 @@ class CompiledModules:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
             quote_libraries()
             module = torch.compile(make())
-            for old in [key for key, (made_from, _) in modules.items() if made_from == origin]:
+            for old in [key for key, (own, _) in modules.items() if own == origin]:
                 del modules[old]  # and with it copies of old weights
             modules[self.int8, name] = (self.origin, module)
         return module
