@@ -133,7 +133,8 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=4", "batches=[2]") == 0
     made = json.loads((run.parent / "plan" / "plan.json").read_text())
     (cell,) = made["measured"]
-    best = max(cell["k"], 1)
+    full = cell["full_batches"]
+    best = cell["k"] or full["k"]  # where plain decoding is the fastest, the best of all lengths is timed
     near = {f"k = {k}" for k in (best - 1, best, best + 1) if 0 < k <= 3}
     assert {"plain", "adaptive"} | near == set(cell["arms"]) and cell["rows"] == 2
     assert cell["arms"]["plain"]["speedup"]["value"] == 1
@@ -141,7 +142,6 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
         assert cell["arms"][name]["speedup"]["value"] > 0 and cell["arms"][name]["tau"] >= 1
     (forecast,) = made["cells"]
     assert cell["arms"][f"k = {best}"]["predicted"] == forecast["speedups_alone"][best] != forecast["speedups"][best]
-    full = cell["full_batches"]
     assert full["k"] == best and full["speedup"]["value"] > 0 and full["predicted"] == forecast["speedups"][best]
     assert "adaptive" in capsys.readouterr().out
 
