@@ -19,6 +19,7 @@ from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.measure.environment import environment
 from inference.models.forward import Lean
+from inference.models.llama import weights_of
 from inference.models.lm import LM
 from inference.models.packing import can_pack
 from inference.models.pretrained import load_model
@@ -39,9 +40,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--target {asked.target}: its weights are not packed on this CPU")
     with_copies, without = LM(model, 1), LM(model, 1)
     assert isinstance(without.run, Lean)
-    layers = [_without(layer) for layer in without.run.weights.layers]
-    head = without.run.weights.head._replace(packed=None)  # type: ignore[call-arg]
-    without.run.weights = without.run.weights._replace(layers=layers, head=head)
+    without.run.weights = weights_of(model)
     ways = {"copies": with_copies, "none": without}
     report = {"target": asked.target, "environment": environment(), "milliseconds": {n: {} for n in ways}}
     with torch.inference_mode():
@@ -61,11 +60,6 @@ def main(arguments: list[str]) -> None:
             print(count, {name: round(1000 * median(times), 1) for name, times in seconds.items()}, flush=True)
     report["environment"]["command"] = "python -m studies.packed_weights " + " ".join(arguments)
     write_atomic(asked.output, json.dumps(report, indent=2) + "\n")
-
-
-def _without(layer):  # type: ignore[no-untyped-def]
-    return layer._replace(**{name: getattr(layer, name)._replace(packed=None)
-                             for name in ("qkv", "out", "gate_up", "down")})  # fmt: skip
 
 
 if __name__ == "__main__":
