@@ -426,8 +426,9 @@ def rounded_copy(network: Network) -> Network:
 
 def packed_copy(network: Network) -> Network:
     """Return a copy of a network whose linear layers are `PackedLinear` where `packing.pack` has a copy of the weight.
-    It shares the weights."""
-    return _with_linears(network, PackedLinear.of)
+    It shares the weights. Return the network itself if no layer has one."""
+    copied = _with_linears(network, PackedLinear.of)
+    return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
 
 class PackedLinear(nn.Module):

@@ -473,9 +473,10 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            packs = packing.can_pack(self.network)
-            self.stamp = Stamp(self.network, addresses=True, values=self.int8 or packs)  # recordings read it
-            self.served = self._copied(packs)
+            packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
+            self.served = self._copied(packs and wide)
+            copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
+            self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
@@ -490,7 +491,6 @@ class Eagle(Proposer):
         """Return the network with rounded or packed copies of its weights, or the network itself."""
         if self.int8:
             return llama.rounded_copy(self.network)
-        packs = packs and self.network.dtype == torch.float32  # the compiler packs bfloat16
         return llama.packed_copy(self.network) if packs else self.network
 
     def _forget(self) -> None:
