@@ -21,6 +21,7 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.compile` traces runs as it is. Which graphs there are, what is an input of them and what is baked in
     shows there; code for this machine, which takes many times as long, is generated where a test has `compiles`."""
+    torch._dynamo.utils.counters.clear()  # of graphs of earlier tests
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr("inference.models.compiled.CompiledModules.failed", False)
 
