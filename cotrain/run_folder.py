@@ -305,11 +305,11 @@ def read_marker(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(marker, dict) or "cotrain" not in marker:
         return None
-    for key, neutral in REMOVED.items():
+    for key, removed in REMOVED.items():
         group, _, name = key.partition(".")
         settings = marker.get("settings")
         values = settings.get(group) if isinstance(settings, dict) else None
-        if isinstance(values, dict) and values.get(name) == neutral:
+        if isinstance(values, dict) and values.get(name) == removed.neutral:
             del values[name]
     return marker
 

@@ -86,7 +86,7 @@ def reading(module: Any, batch: dict[str, Any], weights: float, machine: Machine
     """Tokens per second of the target's pass over whole texts. weights: of its body."""
     ids: Tensor = batch["ids"]
     with torch.no_grad():
-        seconds = timed(lambda: module.distributions_of.read(ids), repeats)
+        seconds = timed(lambda: module.teacher.read(ids), repeats)
     return {"tokens_per_second": ids.numel() / seconds, "floor": machine.rate / (2 * weights)}
 
 

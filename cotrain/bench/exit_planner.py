@@ -86,7 +86,7 @@ class TextStates(NamedTuple):
     has the states that the target's head reads."""
 
     x: Tensor
-    states: Mapping[int | str, Tensor]
+    states: Mapping[int, Tensor]
 
 
 def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, depths: Sequence[int]) -> Exit:

@@ -216,8 +216,6 @@ class Trainer:
     remember_mb: int  # MiB for the target's hidden states of texts that are seen again
     checkpoint_minutes: float  # the longest time between checkpoints; a validation always writes one
     cache: str | None  # a folder that stores the target's hidden states, for runs that train on the same texts
-    # How many most probable tokens are stored per position, see cotrain.teacher.target_distributions; 0: hidden states.
-    top: int
     precision: str  # Lightning's: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would emulate it
     accumulate: int  # batches per step
     clip: float  # the largest gradient norm

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
+from cotrain.config.ranges import REMOVED
 from cotrain.paths import folder
 
 # Keys, by their last part, whose value is passed on literally. The value null unsets them, except those in TEXT.
@@ -132,7 +133,9 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """Return the error message for an unknown key; it names the most similar known key."""
+    """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
+    if key in REMOVED:
+        return f"{key}= was removed: {REMOVED[key].instead}"
     near = nearest(key, keys)
     hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"

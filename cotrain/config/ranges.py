@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 MOST_NODES = 62  # of inference.verify.tree, a test compares them
-OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "top", "accumulate", "clip", "ema",
+OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "accumulate", "clip", "ema",
             "minutes", "remember_mb")  # fmt: skip
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 
@@ -104,7 +104,6 @@ RULES: dict[str, Range] = {
     "trainer.patience": ANY,
     "trainer.checkpoint_minutes": NOT_NEGATIVE,
     "trainer.remember_mb": ANY,
-    "trainer.top": ANY,
     "trainer.accumulate": SOME,
     "trainer.clip": ANY,
     "trainer.ema": Range(lambda value: 0 <= value < 1, "from 0 (no average) to below 1"),
@@ -263,8 +262,18 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
 
 Change = Literal["free", "longer", "other"]
 
-# Settings of earlier versions, with the value at which they changed nothing
-REMOVED = {"loss.hardest": 1.0}
+
+class Removed(NamedTuple):
+    """A setting of earlier versions. neutral: the value at which it changed nothing. instead: what to do now."""
+
+    neutral: Any
+    instead: str
+
+
+REMOVED = {
+    "loss.hardest": Removed(1.0, "leave it out"),
+    "trainer.top": Removed(0, "leave it out; hidden states are stored"),
+}
 
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",

@@ -14,8 +14,8 @@ from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau,
 from cotrain.data.texts import Texts
 from cotrain.losses.chunked import CHUNK, Comparison, TargetDistributions, Truncate, compared
 from cotrain.students.base import ANY, LAST, Guess, Student
-from cotrain.teacher.target_distributions import FromStates, remembered, seen
-from cotrain.teacher.target_model import Head, Reader, Record
+from cotrain.teacher.target_distributions import FromStates, remembered
+from cotrain.teacher.target_model import Head, Reader, Record, Seen
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
@@ -137,7 +137,7 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
     }
     batch["temperature"] = torch.full((len(rows),), held.temperature, device=device)
     record = held.at(rows, device)
-    return student.guesses(batch, seen(record)), record
+    return student.guesses(batch, Seen(record)), record
 
 
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:

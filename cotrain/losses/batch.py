@@ -96,8 +96,7 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
     decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j].
     This is the number of target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
-    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0. Then no token was sampled from the target, or
-    stored top-k distributions lack the sampled tokens.
+    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0. Then no token was sampled from the target.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:

@@ -47,11 +47,9 @@ class TargetDistributions(Protocol):
     @property
     def trained(self) -> bool: ...
 
-    def logs(
-        self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None
-    ) -> Tensor:
-        """Return log p as served (n,C) at flat positions (n,), given log q there (n,C) and temperature (n,). pruned:
-        the pruned head of the guess; the last column is then the mass of all tokens outside `pruned.ids`."""
+    def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
+        """Return log p as served (n,C) at flat positions (n,), given temperature (n,). pruned: the pruned head of the
+        guess; the last column is then the mass of all tokens outside `pruned.ids`."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -293,7 +291,7 @@ class _Rows:
         if pruned is not None:
             logq = pad(logq, (0, 1), value=-math.inf)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.target.trained):
-            logp = self.target.logs(at, logq, self.temperature[at], self.truncate, pruned)
+            logp = self.target.logs(at, self.temperature[at], self.truncate, pruned)
         return logp, logq
 
     def columns(self, x: Tensor) -> Tensor:

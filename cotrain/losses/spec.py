@@ -26,14 +26,12 @@ class LossDefinition:
     """A loss of `LOSSES`.
 
     function: maps log p and log q at positions, (..., V), to a loss (...); for losses of whole texts see `sequence`.
-    merged: whether the loss is defined for distributions of which only the top k tokens are stored, see `TopKTeacher`.
     over: the count that divides its sum: "positions", or "texts" or "tokens" for a loss of whole texts.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
     argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
     """
 
     function: Callable[..., Any]
-    merged: bool = False
     over: str = "positions"
     weighted: bool = False
     argmax: bool = False
@@ -46,13 +44,13 @@ class LossDefinition:
 
 
 LOSSES = {
-    "kl": LossDefinition(divergences.kl, merged=True),
-    "tv": LossDefinition(divergences.tv, merged=True),
-    "nla": LossDefinition(divergences.nla, merged=True),
-    "lk": LossDefinition(divergences.lk, merged=True),
-    "rkl": LossDefinition(divergences.rkl, merged=True),
-    "jsd": LossDefinition(divergences.jsd, merged=True),
-    "greedy": LossDefinition(divergences.greedy, merged=True, argmax=True),
+    "kl": LossDefinition(divergences.kl),
+    "tv": LossDefinition(divergences.tv),
+    "nla": LossDefinition(divergences.nla),
+    "lk": LossDefinition(divergences.lk),
+    "rkl": LossDefinition(divergences.rkl),
+    "jsd": LossDefinition(divergences.jsd),
+    "greedy": LossDefinition(divergences.greedy, argmax=True),
     "match": LossDefinition(divergences.match),
     "greedy_draft": LossDefinition(divergences.greedy_draft),
     "length": LossDefinition(sequence.length, over="texts"),
@@ -62,7 +60,6 @@ LOSSES = {
     # weighted by `acceptance.call_weights`: the gradient of `calls` with less variance
     "calls_tv": LossDefinition(divergences.tv, weighted=True),
 }
-MERGED = [name for name, loss in LOSSES.items() if loss.merged]
 
 
 @dataclass(frozen=True)
@@ -85,14 +82,12 @@ class LossSpec:
 
     position: the sum of its losses per position, as a function of (logp, logq), or None if it has no such loss.
     sequence: its losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance
-    there saves. merged: whether all its losses are `LossDefinition.merged`. argmax: whether one of its losses is
-    `LossDefinition.argmax`. terms: the losses that `position` sums.
+    there saves. argmax: whether one of its losses is `LossDefinition.argmax`. terms: the losses that `position` sums.
     """
 
     position: Position | None
     sequence: tuple[Term, ...] = ()
     weighted: bool = False
-    merged: bool = False
     argmax: bool = False
     terms: tuple[Term, ...] = ()
 
@@ -106,8 +101,8 @@ def parse(expression: str) -> LossSpec:
         raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
-    merged, argmax = all(term.loss.merged for term in terms), any(term.loss.argmax for term in terms)
-    return LossSpec(_sum(per_position), per_text, bool(weighted), merged, argmax, per_position)
+    argmax = any(term.loss.argmax for term in terms)
+    return LossSpec(_sum(per_position), per_text, bool(weighted), argmax, per_position)
 
 
 def _terms(expression: str) -> list[Term]:

@@ -1,7 +1,6 @@
-"""Caches of the target's outputs: in memory by text key, and on disk by the text's ids, for later runs.
+"""Caches of the target's states: in memory by text key, and on disk by the text's ids, for later runs.
 
-Both store records whatever they contain, in the target's own dtype, so training from a cache equals training from the
-live target.
+Both store records in the target's own dtype, so training from a cache equals training from the live target.
 B texts, T tokens.
 """
 
@@ -114,40 +113,32 @@ def nbytes(record: Record) -> int:
     return sum(values.nbytes for values in record.values())
 
 
-RENAMED = {"laws": "distributions"}  # a key of older files
-
-
 class DiskCache:
     """A reader that stores records in `folder`, so that runs over the same texts read them once.
 
     A shard file has the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds it
-    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer or
-    part. The file `MANIFEST` identifies the target.
+    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer.
+    The file `MANIFEST` identifies the target.
 
-    read: a function from ids (B, T) to a record. maker: identity of the target and its tokenizer (JSON values). parts:
-    layers or other names of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or
+    read: a function from ids (B, T) to a record. maker: identity of the target and its tokenizer (JSON values). layers:
+    those of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or
     tokenizer.
     """
 
-    def __init__(
-        self, read: Reader, folder: Path, maker: Mapping[str, Any], parts: Sequence[int | str] = (LAST,)
-    ) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, read: Reader, folder: Path, maker: Mapping[str, Any], layers: Sequence[int] = (LAST,)) -> None:
+        self.layers = tuple(layers)
         self.read, self.folder = read, folder
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         if not path.exists():
             write_atomic(path, json.dumps(maker, indent=2) + "\n")
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
-        stored = {RENAMED.get(key, key): value for key, value in stored.items()}
         if differ := differences(stored, current):
             raise ValueError(f"trainer.cache={folder}: it was made with another target (differences: "
                              f"{', '.join(sorted(differ))}): name another folder")  # fmt: skip
         self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)
-        if LAST not in self.parts and any(" " not in entry for entry in self.shards):
-            print(f"trainer.cache={folder}: distributions of an earlier version are not read; they are computed again")
 
     def estimate(self, texts: int, each: int) -> str:
         """Return a line about the disk space that texts of `each` bytes need. Raises OSError if the disk has less."""
@@ -172,16 +163,16 @@ class DiskCache:
         return stacked([records[name] for name in names], ids.device)
 
     def _whole(self, name: str) -> bool:
-        return all(_entry(name, part) in self.shards for part in self.parts)
+        return all(_entry(name, layer) in self.shards for layer in self.layers)
 
     def _load(self, name: str) -> Record | None:
-        """Return the stored record of a text, or None if any part is missing."""
-        record: dict[int | str, Tensor] = {}
-        for part in self.parts:
-            values = self._tensor(_entry(name, part))
+        """Return the stored record of a text, or None if any layer is missing."""
+        record: dict[int, Tensor] = {}
+        for layer in self.layers:
+            values = self._tensor(_entry(name, layer))
             if values is None:
                 return None
-            record[part] = values
+            record[layer] = values
         return record
 
     def _tensor(self, entry: str) -> Tensor | None:
@@ -202,10 +193,10 @@ class DiskCache:
 
     def _store(self, names: list[str], record: Record) -> dict[str, Record]:
         """Write the records of texts as one shard, and return them by name."""
-        rows = rows_of({part: record[part].detach().cpu() for part in self.parts})
+        rows = rows_of({layer: record[layer].detach().cpu() for layer in self.layers})
         records = dict(zip(names, rows, strict=True))
         flat = {
-            _entry(name, part): values.contiguous() for name, row in records.items() for part, values in row.items()
+            _entry(name, layer): values.contiguous() for name, row in records.items() for layer, values in row.items()
         }
         sums = {
             entry + SUM: torch.frombuffer(bytearray(_checksum(values)), dtype=torch.uint8)
@@ -217,9 +208,9 @@ class DiskCache:
         return records
 
 
-def _entry(name: str, part: int | str) -> str:
-    """Return the name that a part of a text has in a shard."""
-    return name if part == LAST else f"{name} {part}"
+def _entry(name: str, layer: int) -> str:
+    """Return the name that a layer of a text has in a shard."""
+    return name if layer == LAST else f"{name} {layer}"
 
 
 def _entries(shard: Path) -> list[str]:

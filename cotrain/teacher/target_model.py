@@ -40,7 +40,7 @@ PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 # encoder reads `source`, padded with negative ids, or takes the encoder's states (B, S, D) of it as `encoder`.
 Read = Callable[..., Tensor]
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
-Record = Mapping[int | str, Tensor]  # layer -> states (B, T, D); a teacher may add other outputs by name
+Record = Mapping[int, Tensor]  # layer -> states (B, T, D)
 Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None, source (B, S) or None -> their record
 ENCODER = -2  # layer number of the encoder's states (B, S, D), whose columns past a source have no meaning
 
@@ -309,15 +309,14 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
         inside = [layer for layer in layers if layer != ENCODER]
         with tapped(model, inside) as states:
             last = decoder_outputs(model, ids, source, encoder).last_hidden_state
-        inner: dict[int | str, Any] = {layer: states[layer] for layer in inside}
-        return {LAST: last} | inner | ({ENCODER: encoder} if ENCODER in layers else {})
+        inner = {layer: states[layer] for layer in inside}
+        return {LAST: last} | inner | ({} if encoder is None or ENCODER not in layers else {ENCODER: encoder})
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         with tapped(model, layers) as states:
             out = model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions)
-        inner: dict[int | str, Tensor] = {layer: states[layer] for layer in layers}
-        return {LAST: out.last_hidden_state} | inner
+        return {LAST: out.last_hidden_state} | {layer: states[layer] for layer in layers}
 
     return decoded if encodes else read
 

@@ -192,8 +192,8 @@ def trained_by(
         k=cfg.policy.k or DEPTHS,
         seed=cfg.trainer.seed,
         progress=progress,
-        top=cfg.trainer.top,
         decay=cfg.loss.decay,
     )
-    module.teacher.read = job.training_reader(module.teacher.read)
+    if cfg.trainer.cache:
+        module.teacher.read = job.read
     return module

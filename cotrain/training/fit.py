@@ -24,7 +24,6 @@ from cotrain.errors import NotFinite, UserError
 from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Mixed, Own
 from cotrain.teacher.states_cache import DiskCache
-from cotrain.teacher.target_distributions import size
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import (
     Averaged,
@@ -243,9 +242,7 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
     keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
     if isinstance(read, DiskCache):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
-        distributions = size(trainer.top) * torch.float32.itemsize if trainer.top else states
-        each = distributions + len(job.reads) * states
-        print(read.estimate(len(sampled), sampled.ids.shape[1] * each))
+        print(read.estimate(len(sampled), sampled.ids.shape[1] * (1 + len(job.reads)) * states))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
         module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done), source=sampled.source)
 

@@ -35,10 +35,9 @@ from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, Source, logged, regime, start_of
+from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, Source, logged, start_of
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
-from cotrain.teacher.target_distributions import TopKAndRest
 from cotrain.teacher.target_model import Head, Reader, load_pair, served
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import sampling_seconds
@@ -93,30 +92,12 @@ class Job:
 
     @cached_property
     def read(self) -> Reader:
-        """Return a reader of the target's states. It caches them in the folder trainer.cache= if that is set. With
-        trainer.top= the folder has the distributions, and its subfolder `states` the states."""
+        """Return a reader of the target's states. It caches them in the folder trainer.cache= if that is set."""
         live, _ = self.halves
-        cache = self.cfg.trainer.cache
-        if not cache:
+        if not self.cfg.trainer.cache:
             return live
-        folder = Path(cache) / "states" if self.cfg.trainer.top else Path(cache)
-        return self._shards(live, folder, {}, (LAST, *self.reads))
-
-    def training_reader(self, read: Reader) -> Reader:
-        """Return the reader for training. It reads states or, with trainer.top=, top-k distributions. It caches them in
-        the folder trainer.cache= if that is set. read: the reader without a cache."""
-        cache, top = self.cfg.trainer.cache, self.cfg.trainer.top
-        if not cache:
-            return read
-        if not top:
-            return self.read
-        parts: tuple[int | str, ...] = (*self.reads, *TopKAndRest._fields)
-        return self._shards(
-            read, Path(cache), {"distributions": f"top {top} of {regime(sampling(self.cfg.regime))}"}, parts
-        )
-
-    def _shards(self, read: Reader, folder: Path, what: dict[str, str], parts: tuple[int | str, ...]) -> DiskCache:
-        return DiskCache(read, folder, self.identity | {"dtype": str(self.target.dtype)} | what, parts)
+        maker = self.identity | {"dtype": str(self.target.dtype)}
+        return DiskCache(live, Path(self.cfg.trainer.cache), maker, (LAST, *self.reads))
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
         """Return the texts of the target. by: the sampler of texts that are not on disk; None: the target alone, or a

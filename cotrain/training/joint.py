@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,7 +141,6 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         raise UserError(f"mode=joint: {cfg.draft.kind} drafts are not trained")
     for key, wrong, instead in (
         ("regime.temperature=0", cfg.regime.temperature == 0, "a one-hot distribution has no gradient: use regime=t1"),
-        ("trainer.top", cfg.trainer.top > 0, "the moved target's distributions are not cached: set trainer.top=0"),
         ("trainer.strategy=fsdp2", cfg.trainer.strategy == "fsdp2", "use trainer.strategy=ddp"),
         ("optimizer=muon", cfg.optimizer.kind == "muon", "use optimizer=adamw"),
         ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
@@ -276,9 +275,8 @@ class JointTraining(Distillation):
         super().__init__(student, target, *parts, **options)
         self.settings, self.adapter = settings, nn.ParameterList(adapter)
         self.register_buffer("multiplier", torch.tensor(START))
-        self.live = self.distributions_of.read
+        self.live = self.teacher.read
         self.teacher = self.moving = MovingTeacher(self.live, target, remember)
-        self.distributions_of = _Trained(self)
 
     @property
     def moves(self) -> bool:
@@ -328,6 +326,11 @@ class JointTraining(Distillation):
         self.multiplier *= torch.exp(RATE / batches * excess)
         return weight
 
+    def distributions(self, record: Record) -> FromStates:
+        """Return the moved target's distributions, with gradients in its states unless the step is detached."""
+        states = record[LAST].detach() if self.detached else record[LAST]
+        return FromStates(states, self.head_target, trained=states.requires_grad)
+
     def judge(self) -> None:
         self.held_out = {t: self._read_again(held) for t, held in self.held_out.items()}
         super().judge()
@@ -344,22 +347,6 @@ class JointTraining(Distillation):
         optimizer.add_param_group({"params": list(self.adapter), "lr": self.settings.lr, "weight_decay": 0.0})
         schedule = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """The teacher of a joint training, as far as distributions are concerned: those of the moved target, with
-    gradients in its states unless the step is detached."""
-
-    module: JointTraining
-
-    @property
-    def read(self) -> Reader:
-        return self.module.live
-
-    def distributions(self, record: Record) -> FromStates:
-        states = record[LAST].detach() if self.module.detached else record[LAST]
-        return FromStates(states, self.module.head_target, trained=states.requires_grad)
 
 
 def adapted(target: PreTrainedModel, rank: int) -> Any:

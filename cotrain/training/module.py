@@ -24,12 +24,12 @@ from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.batch import LossBatch, shares
-from cotrain.losses.chunked import Statistics, Truncate, positions
-from cotrain.losses.spec import MERGED, LossSpec
+from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, positions
+from cotrain.losses.spec import LossSpec
 from cotrain.ranks import rank
-from cotrain.students.base import LAST, Guess, Student, refuse_mixed
+from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_distributions import StatesTeacher, Teacher, TopKTeacher, outside, remembered, seen
+from cotrain.teacher.target_distributions import FromStates, remembered
 from cotrain.teacher.target_model import Record, served
 from cotrain.training.distributed import StepCounts, counted, divisors, gathered, rest, sampled, sharded, within
 from cotrain.training.progress import Progress
@@ -58,14 +58,6 @@ def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
     """Return the weight of the cosine loss at a progress `done`. It falls linearly from `weight` to 0 at the end of the
     first stage."""
     return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
-
-
-def refuse_merged(stages: Sequence[Stage], cosine: float) -> None:
-    """Raise ValueError for losses that top-k distributions do not support, and for a cosine of hidden states."""
-    if not all(stage.loss.merged for stage in stages):
-        raise ValueError(f"trainer.top: the loss is not one of {', '.join(MERGED)}, as top-k distributions require")
-    if cosine:
-        raise ValueError("trainer.top: top-k distributions are cached, not hidden states: set init.cosine=0")
 
 
 class PositionLosses(NamedTuple):
@@ -164,11 +156,9 @@ class Distillation(lightning.LightningModule):
     k: draft length of the sequence losses.
     seed: seed of a student's random choices.
     progress: progress of the whole training, which `stages` refer to; None: the trainer's steps.
-    top: number of most probable tokens to cache of each distribution instead of hidden states, see `top_k`; 0: states.
     decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
 
-    Raises ValueError for a student that cannot be trained, and for a cosine of states of different widths. Raises it
-    also for top together with a cosine or with a loss that top-k distributions do not support.
+    Raises ValueError for a student that cannot be trained, and for a cosine of states of different widths.
     """
 
     def __init__(
@@ -187,7 +177,6 @@ class Distillation(lightning.LightningModule):
         k: int = 4,
         seed: int = 0,
         progress: Progress | None = None,
-        top: int = 0,
         decay: float | None = None,
     ) -> None:
         super().__init__()
@@ -197,7 +186,7 @@ class Distillation(lightning.LightningModule):
         self.temperature, self.truncate, self.cosine, self.decay = temperature, truncate, cosine, decay
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary, target.device.type)
-        self.k, self.seed, self.progress, self.top = k, seed, progress, top
+        self.k, self.seed, self.progress = k, seed, progress
         self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
         self.step_figures: dict[str, float] = {}  # figures of the last step, by name, if they are logged
         self.whole: list[
@@ -205,13 +194,7 @@ class Distillation(lightning.LightningModule):
         ] = []  # the whole draft, while `draft` is sharded; a list, as it is no submodule
         # functions instead of the target, which would be saved in checkpoints
         read, self.head_target = served(target, vocabulary, student.reads)
-        self.distributions_of: Teacher = StatesTeacher(read, self.head_target)
-        if top:
-            refuse_merged(stages, cosine)
-            self.distributions_of = TopKTeacher(
-                read, self.head_target, top, vocabulary, temperature, truncate, self.chunk, student.reads
-            )
-        self.teacher = MemoryCache(self.distributions_of.read, remember)
+        self.teacher = MemoryCache(read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first
         self.fitted = False  # whether `_fit_texts` has run
@@ -265,20 +248,19 @@ class Distillation(lightning.LightningModule):
             self.step_figures = {}
         record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"), batch.get("source"))
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
-        guesses = self.student.guesses(batch | {"uniforms": uniforms}, seen(record))
+        guesses = self.student.guesses(batch | {"uniforms": uniforms}, Seen(record))
         refuse_mixed(guesses)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
         if spec.argmax:
             guesses = [guess.whole() for guess in guesses]
-        distributions = self.distributions_of.distributions(record)
+        distributions: TargetDistributions = self.distributions(record)
         if len(guesses) > 1 or spec.sequence or spec.weighted:  # else each distribution is read once
             counted_positions = pad(batch["predicted"] | sampled(batch), (0, 1))
             distributions = remembered(
                 distributions, guesses, counted_positions, batch["temperature"], self.truncate, self.chunk
             )
         asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
-        by_depth = self.decay is None and not self.top  # top-k distributions may lack the text's tokens
-        logs = logs_for(spec, asked, guesses, by_depth)
+        logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()
         summands = list(parts.values())
@@ -294,9 +276,11 @@ class Distillation(lightning.LightningModule):
             parts, summands = parts | further, [*summands, *further.values()]
         mean = sum(summands[1:], summands[0])
         self._note({"loss": mean} | {f"loss_{name}": part for name, part in parts.items()}, batch, watched)
-        if watched and self.top:  # the mean of an upper bound of each alpha's error
-            self.step_figures["outside"] = float(outside(record)[:, :-1][batch["predicted"]].mean())
         return mean
+
+    def distributions(self, record: Record) -> FromStates:
+        """Return the target's distributions, given its states."""
+        return FromStates(record[LAST], self.head_target)
 
     def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
         """Return further terms of the loss by name, after those of the draft: none, except in joint training."""

@@ -37,7 +37,7 @@ from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, source
-from cotrain.training.module import Stage, refuse_merged, refuse_widths
+from cotrain.training.module import Stage, refuse_widths
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
 from inference.drafts.bundled_target import resolve
@@ -283,8 +283,6 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
         raise UserError(
             f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no tokens"
         )
-    if cfg.trainer.top > size:
-        raise UserError(f"trainer.top: {cfg.trainer.top} tokens, but the target has {size}")
     if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
         print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
               file=sys.stderr)  # fmt: skip
@@ -533,12 +531,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
 
 
 def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
-    """Raise ValueError for losses that the texts or top-k distributions do not support."""
-    if cfg.trainer.top:
-        refuse_merged(losses, cfg.init.cosine)
-        if {*learnt(cfg)} - {cfg.regime.temperature}:
-            change = "rollout.train_temperatures=[]" if cfg.rollout.train_temperatures else "trainer.top=0"
-            raise ValueError(f"trainer.top: distributions are cached at one temperature, the regime's: {change}")
+    """Raise ValueError for losses that the texts do not support."""
     cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
     if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in losses for term in stage.loss.terms):
         why = "regime.top_k=0 regime.top_p=1" if cut else "set no temperature 0 in regime or rollout.train_temperatures"

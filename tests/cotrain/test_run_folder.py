@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cotrain.config.ranges import REMOVED
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, claim, read_marker
 from inference.drafts.atomic import write_atomic
@@ -91,9 +92,11 @@ def test_other_settings_are_rejected_by_name(tmp_path: Path) -> None:
 
 def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path) -> None:
     """A finished run that names it is the same run; at another value it is another."""
-    finished(tmp_path / "run", loss={"first": "kl", "hardest": 1.0})
-    with claim(tmp_path / "run", settings={"loss": {"first": "kl"}}) as run:
-        assert (run.state, run.changed) == ("finished", ())
+    for key, removed in REMOVED.items():
+        group, _, name = key.partition(".")
+        finished(tmp_path / key, **{group: {"first": "kl", name: removed.neutral}})
+        with claim(tmp_path / key, settings={group: {"first": "kl"}}) as run:
+            assert (run.state, run.changed) == ("finished", ()), key
     for number, settings in enumerate(
         ({"loss": "kl"}, {"loss": ["kl"]}, ["kl"], None)
     ):  # of other programs or versions

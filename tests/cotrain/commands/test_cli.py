@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main, quiet
 from cotrain.config.overrides import nearest, quote
+from cotrain.config.ranges import REMOVED
 from cotrain.config.settings import SCHEMAS, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
@@ -165,6 +166,13 @@ def test_a_wrong_setting_is_named(
     assert said.startswith(f"cotrain generate: {message}")
     assert "\n" not in said
     assert ran == []
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_is_named(key: str, ran: list[DictConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    """With what to do instead. A resumed run may have it at the value that changed nothing, see test_run_folder."""
+    assert main(["train", f"{key}=1"]) == 2 and ran == []
+    assert capsys.readouterr().err == f"cotrain train: {key}= was removed: {REMOVED[key].instead}\n"
 
 
 def test_the_nearest_key_shares_its_last_name() -> None:

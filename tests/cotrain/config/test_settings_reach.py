@@ -70,7 +70,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     module = assembly.trained_by(job, IndependentStudent(network(1)), stages, judged)
     assert (module.stages, module.held_out, module.temperature) == (stages, judged, 0.8)
     assert (module.cosine, module.teacher.room, module.k) == (0.2, 5 * 2**20, 3)
-    assert (module.seed, module.top, module.decay) == (11, 0, 0.9)
+    assert (module.seed, module.decay) == (11, 0.9)
     assert module.progress == Progress(160, 9)
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
     assert module.truncate is not None and 0 < int(module.truncate(logits).isfinite().sum()) <= 7

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.spec import LOSSES
-from cotrain.teacher.target_distributions import FromStates, Remembered, TopKTeacher, remembered, top_k
+from cotrain.teacher.target_distributions import FromStates, Remembered, remembered
 from inference.models.small_heads import spread
 from inference.sampling import keep_top_k, keep_top_p
 
@@ -106,7 +106,7 @@ def test_what_is_computed_once_is_what_each_guess_would_compute() -> None:
             each = chunked.over_positions(temperature, mask.shape, target.states)
             for part in parts:
                 at = part.at[mask.flatten()[part.at]]
-                args: Any = (at, torch.zeros(len(at), V), each[at], keep, part.pruned)
+                args: Any = (at, each[at], keep, part.pruned)
                 torch.testing.assert_close(once.logs(*args), target.logs(*args))
     wanted = torch.zeros(B * T).index_fill(0, guess.at, 1).bool() & mask.flatten()
     assert len(once.values) == int(wanted.sum()), "other positions are not computed"  # type: ignore[union-attr]
@@ -121,19 +121,3 @@ def test_too_many_bytes_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     for limit, expected in ((needed, Remembered), (needed - 1, FromStates)):
         monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", limit)
         assert type(remembered(target, [guess], weights > 0, torch.ones(B), None, 4)) is expected
-
-
-def test_stored_top_tokens_of_a_pruned_guess() -> None:
-    """Gradients over the vocabulary's columns are those over all, from the top k of the target."""
-    target, guess, weights, _ = given()
-    t = torch.ones(B * T)
-    teacher = TopKTeacher(lambda *_: {}, target.head, 4, V, 1.0, None, 100)
-    top = top_k(target.logs(torch.arange(B * T), None, t, None), 4)
-    distributions = teacher.distributions(
-        {name: part.unflatten(0, (B, T)) for name, part in zip(top._fields, top, strict=True)}
-    )
-    assert remembered(distributions, [guess], weights > 0, t, None, 4) is distributions
-    for name in ("tv", "kl", "nla"):
-        ours, theirs = (slopes(chunked.chunked(LOSSES[name].function, distributions, one, weights)[0], guess)
-                        for one in (guess, guess.whole()))  # fmt: skip
-        torch.testing.assert_close(ours, theirs)

@@ -20,7 +20,7 @@ class Known:
     def __init__(self) -> None:
         self.table = torch.randn(ROWS * LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(1)).double()
 
-    def logs(self, at: Tensor, logq: Tensor, temperature: Tensor, truncate: object, pruned=None) -> Tensor:
+    def logs(self, at: Tensor, temperature: Tensor, truncate: object, pruned=None) -> Tensor:
         return self.table[at].log_softmax(-1)
 
 

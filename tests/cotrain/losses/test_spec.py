@@ -27,7 +27,7 @@ def test_a_name_that_comes_twice_is_one_term() -> None:
     logp, logq = distributions()
     parsed = parse("kl+0.5*tv+0.25*kl")
     assert [(term.name, term.weight) for term in parsed.terms] == [("kl", 1.25), ("tv", 0.5)]
-    assert parsed.merged and parsed.position is not None
+    assert parsed.position is not None
     expected = 1.25 * losses.kl(logp, logq) + 0.25 * (logp.exp() - logq.exp()).abs().sum(-1)
     torch.testing.assert_close(parsed.position(logp, logq), expected, atol=1e-12, rtol=0)
 
@@ -39,7 +39,7 @@ def test_a_loss_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(spec.LOSSES, "surprise", spec.LossDefinition(surprise))
     parsed = parse("2*surprise+kl")
     logp, logq = distributions()
-    assert not parsed.merged and parsed.position is not None
+    assert parsed.position is not None
     torch.testing.assert_close(
         parsed.position(logp, logq), losses.kl(logp, logq) - 2 * losses.nla(logp, logq), atol=1e-12, rtol=0
     )

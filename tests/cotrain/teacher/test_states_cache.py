@@ -1,6 +1,5 @@
 """What is read of the target by layer: live, from memory and from disk."""
 
-import json
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 
 from cotrain.students.base import LAST
-from cotrain.teacher.states_cache import MANIFEST, DiskCache, MemoryCache
-from cotrain.teacher.target_distributions import TopKAndRest, TopKTeacher, seen
+from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_model import Record, served
 from tests.tiny import tiny
 
@@ -102,7 +100,7 @@ def same(record: Any, layers: tuple[int, ...]) -> bool:
 def test_layers_are_those_of_transformers_live_and_from_both_caches(tmp_path: Path) -> None:
     live, asked = counting(served(tiny(layers=3), layers=LAYERS)[0])
     with torch.no_grad():
-        assert same(live(ROWS), LAYERS) and set(seen(live(ROWS)).states) == {LAST, *LAYERS}
+        assert same(live(ROWS), LAYERS)
     asked.clear()
     for _ in range(2):
         assert same(DiskCache(live, tmp_path, MAKER, (LAST, *LAYERS))(ROWS), LAYERS)
@@ -124,30 +122,3 @@ def test_shards_of_last_states_are_extended_by_further_layers(tmp_path: Path) ->
     both = DiskCache(live, tmp_path, MAKER, (LAST, *LAYERS))
     assert same(both(ROWS), LAYERS) and same(both(ROWS), LAYERS) and asked == [3]
     assert same(DiskCache(last, tmp_path, MAKER)(ROWS), ()) and first == [3]
-
-
-def test_top_k_ids_are_integers_and_older_formats_are_read_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    read, head = served(tiny(layers=3), layers=(1,))
-    teacher = TopKTeacher(read, head, 4, 32, 1.0, None, chunk=5, reads=(1,))
-    parts = (1, *TopKAndRest._fields)
-    record = DiskCache(teacher.read, tmp_path, MAKER, parts)(ROWS)
-    assert (record["ids"].dtype, record["logs"].dtype, record["rest"].shape) == (torch.int32, torch.float32, (3, 9))
-    assert torch.equal(record[1], wanted(1)) and list(seen(record).states) == [1]
-    again, asked = counting(teacher.read)
-    assert all(torch.equal(one, record[name]) for name, one in DiskCache(again, tmp_path, MAKER, parts)(ROWS).items())
-    assert not asked and not capsys.readouterr().out
-    old = tmp_path / "old"
-    DiskCache(lambda *_: {LAST: torch.zeros(3, 9, 9)}, old, MAKER)(ROWS)  # ids and logs in one tensor, as they were
-    assert torch.equal(DiskCache(again, old, MAKER, parts)(ROWS)["ids"], record["ids"]) and asked == [3]
-    assert "distributions of an earlier version are not read; they are computed again" in capsys.readouterr().out
-
-
-def test_a_cache_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Its manifest has another name for what is kept of the distributions."""
-    (tmp_path / MANIFEST).write_text(json.dumps({"weights": "w", "laws": "top 8"}))
-    maker = {"weights": "w", "distributions": "top 8"}
-    DiskCache(lambda *_: {}, tmp_path, maker)
-    with pytest.raises(ValueError, match=r"made with another target \(differences: distributions\)"):
-        DiskCache(lambda *_: {}, tmp_path, maker | {"distributions": "top 4"})

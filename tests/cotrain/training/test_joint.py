@@ -481,7 +481,7 @@ def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("setting", "says"),
-    [("regime.temperature=0", "regime.temperature"), ("trainer.top=4", "trainer.top"), ("optimizer=muon", "optimizer"),
+    [("regime.temperature=0", "regime.temperature"), ("optimizer=muon", "optimizer"),
      ("joint.warm_steps=0", "joint.warm_steps"), ("draft=retrieval", "not trained"), ("minutes=5", "minutes"),
      ("trainer.minutes=5", "trainer.minutes"),
      ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode"), ("rollout.held_out_texts=3", "at least 4"),

@@ -50,14 +50,13 @@ def module_of(
     stages: list[Stage],
     steps: int,
     cosine: float = 0.0,
-    top: int = 0,
     student: Any = None,
 ) -> Distillation:
     some, student = texts([16, 16], [1, 1], ["a", "a"]), student or IndependentStudent(network)
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(trapezoid, progress=Progress(steps), warmup=1 / steps, decay=1 / steps)
     taught = stages, optimizer, schedule, {1.0: held_out(served(target, layers=student.reads)[0], some, 1.0)}
-    return Distillation(student, target, *taught, cosine=cosine, remember=2**20, top=top)
+    return Distillation(student, target, *taught, cosine=cosine, remember=2**20)
 
 
 def judge(module: Distillation) -> float:

@@ -71,8 +71,6 @@ MISTAKES = {
     "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
-    "trainer.top=4 init.cosine=1 loss=kl": "trainer.top: ",
-    "trainer.top=301 loss=kl init.cosine=0": "trainer.top: 301 tokens, but the target has 300",
     "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states have width",
     "optimizer.betas=[0.9]": "optimizer.betas: set two numbers, one per moment, not [0.9]",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",

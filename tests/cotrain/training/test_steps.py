@@ -14,9 +14,7 @@ from cotrain.acceptance import expected_calls_block
 from cotrain.losses.batch import LossBatch
 from cotrain.losses.guess import Guess
 from cotrain.losses.spec import parse
-from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_distributions import FromStates, TopKTeacher
-from cotrain.teacher.target_model import served
+from cotrain.teacher.target_distributions import FromStates
 from cotrain.training import module as modules
 from cotrain.training.distributed import counted, divisors
 from cotrain.training.module import Stage
@@ -129,21 +127,6 @@ def test_the_cosine_is_a_mean_over_predicted_positions() -> None:
         )
     wanted = 0.5 * (1 - 4 / 5) * float((1 - torch.cosine_similarity(ours, theirs, dim=-1)).mean())
     assert module.step_figures["loss_cosine"] == pytest.approx(wanted, rel=1e-5)
-
-
-def test_the_mass_outside_is_a_mean_over_predicted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny()
-    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 9), 9)
-    teacher = TopKTeacher(*served(target, 32), 3, 32, 1.0, None, 512)
-    module.top, module.distributions_of, module.teacher = 3, teacher, MemoryCache(teacher.read, 0)
-    part = batch([0, 1])
-    with torch.no_grad():
-        probs = target(part["ids"]).logits.softmax(-1)[:, :-1]
-    outside = 1 - probs.topk(3, -1).values.sum(-1)
-    figures = [stepped(module, at, part) for at in (3, 4)]
-    assert figures[0] == {} and figures[1]["outside"] == pytest.approx(
-        float(outside[part["predicted"]].mean()), rel=1e-5
-    )
 
 
 def asked(cut: bool = False) -> tuple[LossBatch, Tensor, nn.Linear, Tensor]:
