@@ -18,11 +18,9 @@ from cotrain.training.preconditions import fits, holds, outline, server
 
 def run(cfg: RolloutConfig) -> None:
     """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`."""
-    if cfg.rollout.on_draft or cfg.rollout.rounds > 1:
-        raise UserError(
-            "rollout.rounds, rollout.on_draft: only cotrain train reads them, "
-            "because it trains a draft between samplings; leave them out"
-        )
+    if cfg.rollout.rounds > 1:
+        raise UserError("rollout.rounds: only cotrain train reads it, because it trains a draft between samplings; "
+                        "leave it out")  # fmt: skip
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
         asked, loaded, without_weights = cfg.rollout, None, _checked(cfg)

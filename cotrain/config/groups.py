@@ -170,7 +170,6 @@ class Rollout:
     train_temperatures: list[float]
     rows: int  # prompts that are continued at once
     rounds: int  # in how many parts training texts are sampled; after the first, the draft in training speeds it up
-    on_draft: float  # after the first round: the share of prompts that the draft continues instead of the target
     seed: int
     url: str | None  # an OpenAI-compatible server that samples the texts; null: this engine samples them
     folder: str | None  # where the texts are stored, for runs that share them; null: in the run's folder

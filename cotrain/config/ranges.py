@@ -92,7 +92,6 @@ RULES: dict[str, Range] = {
     "rollout.train_temperatures": TEMPERATURE,
     "rollout.rows": SOME,
     "rollout.rounds": SOME,
-    "rollout.on_draft": SHARE,
     "optimizer.kind": _one_of(("adamw", "muon")),
     "optimizer.lr": POSITIVE,
     "optimizer.betas": Range(lambda value: 0 <= value < 1, "from 0 to below 1"),
@@ -272,6 +271,7 @@ class Removed(NamedTuple):
 
 REMOVED = {
     "loss.hardest": Removed(1.0, "leave it out"),
+    "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.console import Display, Say
 from cotrain.errors import UserError
 from inference import Engine, Sampling
 from inference.drafts.atomic import naming_full_disk, write_atomic
-from inference.sampling import noise
 from inference.servers.openai_client import Client, Completion
 
 WINDOW = 512  # prompts that are sorted by length
@@ -86,40 +84,6 @@ class Faster:
         speed = sum(map(len, completions)) / (time.perf_counter() - clock)
         self.speeds[name] = speed if name in self.speeds else 0.0  # the first batch warms up
         return completions
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """The draft in training continues a share of the prompts, and the target the others; seed and key choose which.
-
-    So the draft also learns in contexts that it produces itself (Agarwal et al. 2024, arXiv:2306.13649). This lowered
-    tau(8) by 1.1 % (outputs/results/on_draft.json); it is provided for comparisons."""
-
-    target: Faster
-    draft: Sampler
-    share: float
-
-    @property
-    def rows(self) -> int:
-        """The batch size at which the sampler with the larger share uses all its rows."""
-        return round(self.target.rows / max(self.share, 1 - self.share))
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        return self.target.speeds
-
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
-        zero, rows = torch.zeros(len(keys), dtype=torch.int64), torch.tensor(keys)
-        drafted = (noise.uniform(seed, rows, zero, zero[:1], noise.DRAFT)[:, 0] < self.share).tolist()
-        completions: dict[int, list[int]] = {}
-        for sampler, mine in ((self.draft, True), (self.target, False)):
-            at = [i for i, one in enumerate(drafted) if one is mine]
-            if at:
-                part = [prompts[i] for i in at], sampling, new_tokens, seed, [keys[i] for i in at]
-                completions |= dict(zip(at, sampler(*part), strict=True))
-        return [completions[i] for i in range(len(keys))]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,6 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
-DRAFTED = "on_draft"  # in a manifest: the share of its texts that a draft continued, which are nobody else's
 RESULTS = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
 
 
@@ -102,9 +101,8 @@ class Sampled:
 
     kind: "train" or "held_out", the split of the prompts. folder: where sampled sets are stored. source: what prompts
     are made from, by kind, see `sources.prompt_origin`. by: the sampler; None: this engine. server: the server's model,
-    as in the manifest of a set. on_draft: share of the texts that the draft in training continues, except in the first
-    part. identity: that of the target, see `fingerprints.identity`; computed if None. minutes: the run's budget, under
-    which sets may have fewer texts. seconds: time for sampling a set, by kind.
+    as in the manifest of a set. identity: that of the target, see `fingerprints.identity`; computed if None. minutes:
+    the run's budget, under which sets may have fewer texts. seconds: time for sampling a set, by kind.
     """
 
     target: PreTrainedModel
@@ -116,7 +114,6 @@ class Sampled:
     source: Mapping[str, Any]
     by: Callable[[], samplers.Sampler] | None = None
     server: str | None = None
-    on_draft: float = 0.0
     identity: Mapping[str, Any] | None = None
     minutes: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -170,8 +167,7 @@ class Sampled:
                 "new_tokens": self.ask.new_tokens} | (
                 {"minutes": self.minutes} if self.minutes else {}) | (
                 {"server": self.server} if self.server else {}) | (
-                {"part": list(part)} if part.of > 1 else {}) | (
-                {DRAFTED: self.on_draft} if self.on_draft and part.place else {})  # fmt: skip
+                {"part": list(part)} if part.of > 1 else {})  # fmt: skip
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:

@@ -233,7 +233,6 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "minutes": module.progress.minutes if module.progress else None,
         "seconds": module.progress.elapsed if module.progress else None,  # without validations and sampling
         "rounds": job.cfg.rollout.rounds,
-        "on_draft": job.cfg.rollout.on_draft,
         "adapter": job.cfg.target.adapter,
         "gguf": about(job.cfg.target.path),
         "moved": moved_target.about(job.cfg.target.path, job.cfg.target.adapter),

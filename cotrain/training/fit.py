@@ -22,7 +22,7 @@ from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
 from cotrain.ranks import rank
-from cotrain.rollout.samplers import Faster, Mixed, Own
+from cotrain.rollout.samplers import Faster, Own
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import (
@@ -41,9 +41,6 @@ from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, NEVER, Bar, Clock, Progress, Validation, left_of, time_limited, validations
-from inference import Engine
-from inference.models.pretrained import widened
-from inference.request import ends_of
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
 SHOWN = 12  # number of tokens that an error shows of a text
@@ -69,17 +66,12 @@ class End(NamedTuple):
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     """Return rollout.rounds phases. Each of them ends at a validation. every: the number of steps between validations.
 
-    Raises ValueError for more rounds than validations, for a wrong rollout.on_draft, and for several rounds if this
-    engine does not sample the texts.
+    Raises ValueError for more rounds than validations, and for several rounds if this engine does not sample the texts.
     """
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
         raise ValueError(f"rollout.rounds: set it from 1 to the number of validations, {count}, not {rounds}")
-    share = cfg.rollout.on_draft
-    if not 0 <= share <= 1 or (share and (rounds == 1 or cfg.rollout.folder)):
-        raise ValueError("rollout.on_draft: set a share in [0, 1] of the prompts of every round but the first; it "
-                         "needs rollout.rounds= above 1 and no rollout.folder=")  # fmt: skip
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
         raise ValueError(
             "rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or data.on_target=true"
@@ -126,7 +118,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     points = _points(job, module, clock, [*averaged, *rounded])
     callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), points]
     trainer = _trainer(job, callbacks, phase, every, progress, done)
-    sampler: Faster | Mixed | None = None  # None: the target alone samples the phase's texts
+    sampler: Faster | None = None  # None: the target alone samples the phase's texts
     if phase.index and done == phase.first:  # otherwise an earlier call has sampled its texts
         module.load_state_dict(saved["state_dict"])  # the weights that sample, also in a resumed run
         sampler = swapped(job, module.to(job.target.device).draft)
@@ -217,21 +209,15 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
     return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
 
-def swapped(job: Job, draft: PreTrainedModel) -> Faster | Mixed:
+def swapped(job: Job, draft: PreTrainedModel) -> Faster:
     """Return the sampler for the texts of a later phase. It uses the target with the current draft. If the target alone
-    is faster here (many rows on few cores), it uses the target alone, see `rollout.samplers.Faster`. With
-    rollout.on_draft= the draft itself samples a part of the texts.
+    is faster here (many rows on few cores), it uses the target alone, see `rollout.samplers.Faster`.
 
     Speculative sampling does not change the target's distribution, so texts are as good with the draft as without it.
     """
     k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
     assert k is not None
-    faster = Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
-    if not job.cfg.rollout.on_draft:
-        return faster
-    alone = Engine(widened(plan.served, copied=True), tokenizer=job.tokenizer, rows=rows)
-    alone.ends = ends_of(job.target)  # the draft's config may lack some of them
-    return Mixed(faster, Own(alone), job.cfg.rollout.on_draft)
+    return Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:

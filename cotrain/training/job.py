@@ -219,9 +219,7 @@ def sampled(
         by = partial(_remote, rollout.url, tokenizer, rollout.rows)
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
-    return Sampled(
-        target, tokenizer, folder, ask, rollout.rows, rollout.seed, source, by, rollout.url, rollout.on_draft
-    )
+    return Sampled(target, tokenizer, folder, ask, rollout.rows, rollout.seed, source, by, rollout.url)
 
 
 def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:

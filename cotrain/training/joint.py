@@ -185,7 +185,7 @@ def warming(cfg: TrainConfig) -> TrainConfig:
     first = copy.deepcopy(cfg)
     first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
     first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
-    first.rollout.rounds, first.rollout.on_draft = 1, 0.0
+    first.rollout.rounds = 1
     return first
 
 
@@ -211,7 +211,7 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     last = copy.deepcopy(cfg)
     last.mode, last.init.cosine = "distil", 0.0
     last.loss = _last_loss(cfg)
-    last.target.adapter, last.rollout.rounds, last.rollout.on_draft = None, 1, 0.0
+    last.target.adapter, last.rollout.rounds = None, 1
     last.rollout.folder, last.trainer.cache = None, None  # shared folders are for the original's texts and states
     if (folder / TARGET / "config.json").is_file():
         last.target.path = str(folder / TARGET)

@@ -540,9 +540,6 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
                          "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
-    if cfg.rollout.on_draft and any(map(_needs_sampled, losses)):
-        raise ValueError("rollout.on_draft: losses over emitted tokens (calls, length) need texts sampled from the "
-                         "target: set rollout.on_draft=0")  # fmt: skip
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:

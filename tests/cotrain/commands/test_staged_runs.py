@@ -14,24 +14,23 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cotrain.bench import measurement
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.texts import Curriculum, Strided
-from cotrain.rollout.samplers import Ask, Faster, Mixed, Own
+from cotrain.rollout.samplers import Ask, Faster
 from cotrain.rollout.training_texts import Sampled, Share
 from cotrain.training import fit
 from cotrain.training.callbacks import Averaged
 from cotrain.training.fit import TrainingPhase, phases_of
-from inference import Engine, Sampling
-from inference.models.pretrained import widened
+from inference import Sampling
 from tests.cotrain.commands.test_train import job, place, run, same, weights  # noqa: F401 - fixtures
 from tests.folders import network, tokenizer
 
 
 def settings(steps: int, phases: int, url: str | None = None) -> Any:
-    trainer, rollout = SimpleNamespace(steps=steps), SimpleNamespace(rounds=phases, url=url, on_draft=0.0, folder=None)
+    trainer, rollout = SimpleNamespace(steps=steps), SimpleNamespace(rounds=phases, url=url)
     return SimpleNamespace(trainer=trainer, rollout=rollout, data=SimpleNamespace(on_target=False))
 
 
@@ -64,21 +63,6 @@ def test_the_faster_sampler_goes_on() -> None:
     made = [faster([[0]], Sampling(), 1, 0, [0])[0][0] for _ in range(8)]
     assert made == [1, 1, 2, 2, 2, 2, 2, 2]  # each once to warm up and once against the clock
     assert faster.rows == 4 and faster.speeds["draft"] > faster.speeds["plain"] > 0
-
-
-def test_a_share_of_prompts_goes_to_the_draft_whatever_the_batch() -> None:
-    faster, own = Faster({"plain": Slow(1, 0.0)}), Slow(2, 0.0)
-    keys = list(range(1000))
-    whole = Mixed(faster, own, 0.3)([[0]] * 1000, Sampling(), 1, 5, keys)
-    drafted = sum(tokens == [2] for tokens in whole)
-    assert 240 < drafted < 360 and drafted + whole.count([1]) == 1000
-    parts = [Mixed(faster, own, 0.3)([[0]] * 5, Sampling(), 1, 5, keys[i : i + 5]) for i in range(0, 1000, 5)]
-    assert [tokens for part in parts for tokens in part] == whole
-    assert Mixed(faster, own, 0.3)([[0]] * 1000, Sampling(), 1, 6, keys) != whole
-    assert Mixed(faster, own, 1.0)([[0]] * 9, Sampling(), 1, 5, keys[:9]) == [[2]] * 9
-    assert Mixed(faster, own, 0.0)([[0]] * 9, Sampling(), 1, 5, keys[:9]) == [[1]] * 9
-    assert Mixed(faster, own, 0.5).rows == 8 and Mixed(faster, own, 1.0).rows == 4  # either engine's rows are full
-    assert Mixed(faster, own, 0.3).speeds is faster.speeds
 
 
 PROMPTS = PromptRows(
@@ -116,52 +100,6 @@ def test_rounds_sample_with_the_draft_that_learns(place: Path) -> None:  # noqa:
     events.Reload()
     for name in ("plain", "with the draft"):
         assert [(event.step, event.value > 0) for event in events.Scalars(f"7_rollout/{name}")] == [(2, True)]
-
-
-def test_later_rounds_learn_where_the_draft_leads_itself(place: Path) -> None:  # noqa: F811
-    settings = (*ROUNDS, "rollout.temperatures=[1.0]", "rollout.on_draft=1.0")
-    assert job(place, "on draft", *settings) == 0
-    texts, draft = place / "on draft" / "rollouts", LlamaForCausalLM.from_pretrained(
-        place / "on draft" / "checkpoints" / "step-2", dtype=torch.bfloat16
-    )  # fmt: skip
-    first = datasets.Dataset.from_parquet(str(texts / "train_T1_2of2.parquet")).to_list()[:2]
-    asked = {"max_new_tokens": 24, "sampling": Sampling(1.0), "seed": 1, "ids": [1, 3]}
-    again = Engine(widened(draft), rows=2).generate([row["prompt"] for row in first], **asked)
-    assert again.tokens == [row["completion"] for row in first]
-    said = [json.loads((texts / f"train_T1_{i}of2.json").read_text()).get("on_draft") for i in (1, 2)]
-    assert said == [None, 1.0]
-    for wrong in ("rollout.rounds=1", "rollout.on_draft=1.1", f"rollout.folder={place / 'shared'}"):
-        assert job(place, "refused", *settings, wrong, "overwrite=true") == 1
-
-
-def test_texts_that_a_draft_wrote_are_no_others(tmp_path: Path) -> None:
-    ours = Sampled(network(), tokenizer(), tmp_path, Ask({"train": 5}, 4, 6), 4, 1, {"train": "own"})
-    drafted, part = replace(ours, on_draft=0.5), Share(1, 2)
-    path = drafted.sample("train", Sampling(1.0), PROMPTS, lambda _: None, part)
-    assert drafted._fits(path, "train", Sampling(1.0), part) and not ours._fits(path, "train", Sampling(1.0), part)
-    path = ours.sample("train", Sampling(1.0), PROMPTS, lambda _: None, part)
-    assert ours._fits(path, "train", Sampling(1.0), part) and not drafted._fits(path, "train", Sampling(1.0), part)
-
-
-def test_a_draft_ends_texts_where_the_target_does() -> None:
-    target, small = network(), network(1)
-    target.generation_config.eos_token_id = [0, 5]
-    size = SimpleNamespace(draft_dtype="auto", draft_int8=False, rows=1)
-    plan = measurement.Plan(target, tokenizer(), small, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]
-    cfg = SimpleNamespace(policy=SimpleNamespace(k=2), rollout=SimpleNamespace(rows=2, on_draft=0.5))
-    found = fit.swapped(SimpleNamespace(cfg=cfg, plan=lambda _: plan, target=target, tokenizer=tokenizer()), small)  # type: ignore
-    assert isinstance(found, Mixed) and isinstance(found.draft, Own) and found.draft.engine.ends == {0, 5}
-
-
-@pytest.mark.parametrize("loss", ["calls", "calls_tv", "0.1*calls+kl", "length"])
-def test_losses_of_emitted_tokens_want_texts_of_the_target(
-    place: Path,  # noqa: F811
-    loss: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings = (*ROUNDS, "rollout.on_draft=0.5", "loss=kl_then_tv", f"loss.then={loss}", "overwrite=true")
-    assert job(place, "emitted", *settings) == 1
-    assert "rollout.on_draft: losses over emitted tokens" in capsys.readouterr().err
 
 
 def test_a_run_that_stopped_before_its_second_round_samples_with_what_it_had_learnt(

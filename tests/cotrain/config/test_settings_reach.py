@@ -194,7 +194,7 @@ def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch
 
 OTHERS: dict[type, Any] = {int: 977, float: 0.37, bool: True, str: "other", type(None): "other"}
 FREE_DATA = {"from_target", "block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
-FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts", "on_draft"}
+FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts"}
 
 
 def other(value: Any) -> Any:
@@ -236,10 +236,9 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
         OmegaConf.update(cfg, f"data.{key}.code", 977)
         assert (manifest(cfg, target, kind_) != before) and before["kind"] == kind_
     cfg = composed()
-    cfg.rollout.held_out_texts, cfg.rollout.texts, cfg.rollout.rounds, cfg.rollout.on_draft = 7, 9, 3, 0.5
+    cfg.rollout.held_out_texts, cfg.rollout.texts, cfg.rollout.rounds = 7, 9, 3
     assert [manifest(cfg, target, kind_)["texts"] for kind_ in ("train", "held_out")] == [9, 7]
     parts = [manifest(cfg, target, "train", Share(i, 3)) for i in range(3)]
-    assert [part.get("on_draft") for part in parts] == [None, 0.5, 0.5]
     assert len({tuple(part["part"]) for part in parts}) == 3  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from cotrain.training import distil
 from inference.drafts.draft_folder import PlannedTree
 from tests.cotrain.config.test_settings_reach import job_of
 
-SETTINGS = """rollout.train_temperatures=[0.3,0.6] rollout.rounds=3 rollout.on_draft=0.25
+SETTINGS = """rollout.train_temperatures=[0.3,0.6] rollout.rounds=3
 target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[1]""".split()
 
 
@@ -55,7 +55,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     assert digest == distil._digest(job.tokenizer) and len(digest) == 64
     assert training == {
         "loss": {"first": "kl", "then": "tv", "switch": 0.4, "decay": 0.9},
-        "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3, "on_draft": 0.25,
+        "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3,
         "adapter": "adapter", "gguf": None, "moved": None, "draft_quantisation": "int8",
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},

@@ -74,15 +74,10 @@ def test_rows_of_packed_texts_keep_their_positions() -> None:
 
 
 def test_later_texts_are_sampled_with_the_draft_at_the_configured_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the draft length of the settings, as many at once as the settings say; a share by the draft alone."""
-    job = job_of("rollout.on_draft=0.25")
-    plan = SimpleNamespace(plain=lambda rows: ("plain", rows), engine=lambda k, rows: ("drafted", k, rows), served="it")
+    """At the draft length of the settings, as many at once as the settings say."""
+    job = job_of()
+    plan = SimpleNamespace(plain=lambda rows: ("plain", rows), engine=lambda k, rows: ("drafted", k, rows))
     monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
-    monkeypatch.setattr(fit, "widened", lambda network, copied: network)
-    monkeypatch.setattr(fit, "Engine", lambda target, **settings: SimpleNamespace(target=target, **settings))
     sampler: Any = fit.swapped(job, None)  # type: ignore[arg-type]
-    engines = {name: sampler.engine for name, sampler in sampler.target.samplers.items()}
+    engines = {name: sampler.engine for name, sampler in sampler.samplers.items()}
     assert engines == {"plain": ("plain", 9), "with the draft": ("drafted", 3, 9)}
-    alone = sampler.draft.engine
-    assert (sampler.share, alone.target, alone.rows, alone.tokenizer) == (0.25, "it", 9, job.tokenizer)
-    assert alone.ends == fit.ends_of(job.target)

@@ -356,7 +356,7 @@ def test_texts_to_learn_from_at_last_are_the_originals(way: str, pair: Path, pla
     if way == "pretrained":
         settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
     else:
-        settings += ["rollout.rounds=2", "rollout.on_draft=0.5", "joint.warm_steps=2", "trainer.validations=2"]
+        settings += ["rollout.rounds=2", "joint.warm_steps=2", "trainer.validations=2"]
     assert (
         job(place, way, *settings, "joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0") == 0
     )
