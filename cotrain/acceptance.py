@@ -16,8 +16,6 @@ from inference.verify.predict_chain import (
     l_from,
     prefix,
     r_from,
-    reach,
-    reach_block,
     tau,
     tau_block,
 )
@@ -36,8 +34,6 @@ __all__ = [
     "expected_calls_tree",
     "iid_tau",
     "l_from",
-    "length",
-    "length_block",
     "prefix",
     "r_from",
     "reach_tree",
@@ -56,26 +52,8 @@ def iid_tau(alpha: float, K: int) -> float:
     return float(sum(alpha**i for i in range(K + 1)))
 
 
-def length(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return minus the expected tokens of a round under the token rule, averaged over starts t < L -> (B,).
-
-    The value is -mean_t (1 + sum_{n=1..k} prod_{j<n} r[t+j, j]), without tokens past the text's end. It is
-    differentiable in r.
-    """
-    return _length(reach(r, k, lengths), lengths)
-
-
-def length_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `length` under block verification, from l = log q - log p of the text's tokens -> (B,). It is
-    differentiable in l."""
-    return _length(reach_block(l, k, lengths), lengths)
-
-
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text as a loss -> (B,), see `expected_calls`. It is differentiable in r.
-
-    Unlike `length`, it weights each start by the probability that a round begins there.
-    """
+    """Return the expected target calls of each text as a loss -> (B,), differentiable in r."""
     return expected_calls(r, k, lengths)
 
 
@@ -97,13 +75,3 @@ def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
         total = expected_calls(r, k, lengths).sum() + 0 * r.sum()  # a text of one token depends on no r
         (slope,) = torch.autograd.grad(total, r)
     return -slope
-
-
-def _length(reach: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return minus the mean over t < L of sum_{n < L-t} reach_n. A round emits one token more than it accepts, so n
-    counts from 0."""
-    total, depths = reach.shape[1:]
-    at = torch.arange(total, device=reach.device)
-    end = torch.full_like(reach[:, 0, 0], total) if lengths is None else lengths.to(reach)
-    inside = (at[:, None] + torch.arange(depths, device=reach.device)) < end[:, None, None]  # (B,T,K+1)
-    return -(reach * inside).sum((1, 2)) / end.clamp(min=1)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from cotrain.config.ranges import REMOVED
+from cotrain.config.ranges import REMOVED, REMOVED_LOSSES
 from cotrain.paths import folder
 
 # Keys, by their last part, whose value is passed on literally. The value null unsets them, except those in TEXT.
@@ -119,6 +119,8 @@ def _no_option(error: Exception) -> str | None:
     if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
         return None
     group, _, option = error.missing_cfg_file.partition("/")
+    if group == "loss" and option in REMOVED_LOSSES:
+        return f"loss={option} was removed: set loss={REMOVED_LOSSES[option]}"
     return f"{group}={option}: {group} is one of {', '.join(error.options)}" if error.options else None
 
 

@@ -274,6 +274,9 @@ REMOVED = {
     "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }
+REMOVED_LOSSES = {
+    "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
+}  # with what to use instead  # fmt: skip
 
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",

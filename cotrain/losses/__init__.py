@@ -10,13 +10,10 @@ from cotrain.losses.divergences import (
     entropy,
     greedy,
     greedy_draft,
-    jsd,
     kl,
     lk,
-    match,
     misaligned,
     nla,
-    rkl,
     tv,
 )
 
@@ -26,12 +23,9 @@ __all__ = [
     "entropy",
     "greedy",
     "greedy_draft",
-    "jsd",
     "kl",
     "lk",
-    "match",
     "misaligned",
     "nla",
-    "rkl",
     "tv",
 ]

@@ -87,29 +87,6 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
     return w * kl(logp, logq) + (1 - w) * distance
 
 
-def rkl(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return the reverse divergence KL(q || p) = sum_v q log(q / p) (Gu et al. 2024, arXiv 2306.08543). dL/dz = q
-    (log(q/p) - L).
-
-    Use: a draft that cannot cover p concentrates on p's most probable tokens. It fails on truncated distributions, and
-    ignores the less probable tokens. Raises ValueError if p = 0 < q anywhere (a truncated or greedy p), because the
-    loss is infinite there.
-    """
-    if bool(((logp == -torch.inf) & (logq > -torch.inf)).any()):
-        raise ValueError("rkl needs p > 0 wherever q > 0: use another loss if the target is truncated or greedy")
-    return kl(logq, logp)
-
-
-def jsd(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2 (Lin 1991). It is at most log 2.
-
-    Use: it lies between `kl` and `rkl`, is bounded, and is finite for truncated distributions. It fails at small
-    overlap, where its gradient vanishes. dL/dz = q/2 (log(2q/(p+q)) - sum_v q log(2q/(p+q))).
-    """
-    logm = torch.logaddexp(_finite(wide(logp)), _finite(wide(logq))) - math.log(2)
-    return (kl(logp, logm) + kl(logq, logm)) / 2
-
-
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """Return -log q(argmax p), the cross-entropy with the target's most probable token. dL/dz = q - e, with e one-hot
     at that token.
@@ -118,16 +95,6 @@ def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     temperature, because the draft becomes more confident than p.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
-
-
-def match(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return -log sum_v p q; the sum is the probability that draws from p and from q agree. dL/dz = q - p q / sum_v p
-    q.
-
-    Use: it is for engines that sample both sides and compare (the rule `match`). It fails for rules that test p / q,
-    because its optimum is argmax p with probability 1. Zero overlap gives -log(tiny) with zero gradient.
-    """
-    return _neg_log_sum(wide(logp) + wide(logq))
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:

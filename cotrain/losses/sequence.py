@@ -2,8 +2,7 @@
 
 Formulas are in `cotrain.acceptance`. logp, logq: log p(x) and log q(x) of each text's tokens, (B, L). If the draft's
 distribution depends on the depth, they are (B, L, K): entry [b, t, j] is for token t, drafted by a round that starts j
-tokens before it. k: draft length. lengths (B,): tokens of each text. Each loss returns a sum. `LossDefinition.over`
-names the count that divides it.
+tokens before it. k: draft length. lengths (B,): tokens of each text. Each loss returns a sum over tokens.
 
 Gradients reach q only through acceptance probabilities, so these losses need texts that the target sampled. On other
 texts they train tokens that the target would never emit. They train only tokens of the text, and have almost no
@@ -19,17 +18,6 @@ import torch
 from torch import Tensor
 
 from cotrain import acceptance
-
-
-def length(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return minus the expected tokens of a round (token rule), averaged over starts in a text, see
-    `acceptance.length`."""
-    return acceptance.length(acceptance.r_from(logp, logq), k, lengths).sum()
-
-
-def length_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return `length` under block verification, see `acceptance.length_block`."""
-    return acceptance.length_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:

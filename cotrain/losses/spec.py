@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cotrain.config.ranges import REMOVED_LOSSES
 from cotrain.losses import divergences, sequence
 
 Position = Callable[..., Tensor]
@@ -26,21 +27,16 @@ class LossDefinition:
     """A loss of `LOSSES`.
 
     function: maps log p and log q at positions, (..., V), to a loss (...); for losses of whole texts see `sequence`.
-    over: the count that divides its sum: "positions", or "texts" or "tokens" for a loss of whole texts.
+    sequence: whether it is a loss of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
+    differentiable sum over texts, which the number of their tokens divides.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
     argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
     """
 
     function: Callable[..., Any]
-    over: str = "positions"
+    sequence: bool = False
     weighted: bool = False
     argmax: bool = False
-
-    @property
-    def sequence(self) -> bool:
-        """Return whether the loss is one of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
-        differentiable sum over texts."""
-        return self.over != "positions"
 
 
 LOSSES = {
@@ -48,15 +44,10 @@ LOSSES = {
     "tv": LossDefinition(divergences.tv),
     "nla": LossDefinition(divergences.nla),
     "lk": LossDefinition(divergences.lk),
-    "rkl": LossDefinition(divergences.rkl),
-    "jsd": LossDefinition(divergences.jsd),
     "greedy": LossDefinition(divergences.greedy, argmax=True),
-    "match": LossDefinition(divergences.match),
     "greedy_draft": LossDefinition(divergences.greedy_draft),
-    "length": LossDefinition(sequence.length, over="texts"),
-    "length_block": LossDefinition(sequence.length_block, over="texts"),
-    "calls": LossDefinition(sequence.calls, over="tokens"),
-    "calls_block": LossDefinition(sequence.calls_block, over="tokens"),
+    "calls": LossDefinition(sequence.calls, sequence=True),
+    "calls_block": LossDefinition(sequence.calls_block, sequence=True),
     # weighted by `acceptance.call_weights`: the gradient of `calls` with less variance
     "calls_tv": LossDefinition(divergences.tv, weighted=True),
 }
@@ -115,6 +106,8 @@ def _terms(expression: str) -> list[Term]:
 
 def _weight_and_name(text: str) -> tuple[float, str]:
     weight, _, name = text.strip().rpartition("*")
+    if name.strip() in REMOVED_LOSSES:
+        raise ValueError(f"loss: {name.strip()} was removed: use {REMOVED_LOSSES[name.strip()]}")
     if name.strip() not in LOSSES:
         raise ValueError(f"loss: {name.strip()!r} is not one of {', '.join(LOSSES)}")
     try:

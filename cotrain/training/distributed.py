@@ -69,12 +69,10 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Scalars that divide losses: the numbers of positions in the loss, of tokens that the target sampled, and of texts
-    with such tokens."""
+    """Scalars that divide losses: the numbers of positions in the loss, and of tokens that the target sampled."""
 
     positions: Tensor
     tokens: Tensor
-    texts: Tensor
 
 
 def sampled(batch: Batch) -> Tensor:
@@ -85,13 +83,12 @@ def sampled(batch: Batch) -> Tensor:
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the numbers of positions, sampled tokens and texts of a batch (3,), float32."""
-    lengths = sampled(batch).sum(1)
-    return torch.stack([batch["predicted"].sum(), lengths.sum(), (lengths > 0).sum()]).float()
+    """Return the numbers of positions and sampled tokens of a batch (2,), float32."""
+    return torch.stack([batch["predicted"].sum(), sampled(batch).sum()]).float()
 
 
 def divisors(total: Tensor, batches: int) -> StepCounts:
-    """Return the scalars that divide the losses of a step. total (3,): the counts of a step, averaged over processes.
+    """Return the scalars that divide the losses of a step. total (2,): the counts of a step, averaged over processes.
 
     The trainer divides the loss of each batch by the number of batches, so the counts are divided by it as well. A
     count of 0 becomes 1.
@@ -101,7 +98,7 @@ def divisors(total: Tensor, batches: int) -> StepCounts:
 
 
 class Grouped:
-    """Endless batches. Each has `counts` (3,), the counts of its step, and `group`, its index in the step and the
+    """Endless batches. Each has `counts` (2,), the counts of its step, and `group`, its index in the step and the
     number of batches in the step."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:

@@ -92,12 +92,11 @@ class StepLoss:
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
-        """Return the mean of each sequence loss, over texts or tokens, by name."""
+        """Return the mean of each sequence loss, over tokens, by name."""
         means = {}
         for term in self.spec.sequence:
             assert self.logs is not None
-            count = self.counts.texts if term.loss.over == "texts" else self.counts.tokens
-            means[term.name] = self.asked.of_texts(term, self.logs, self.k) / count
+            means[term.name] = self.asked.of_texts(term, self.logs, self.k) / self.counts.tokens
         return means
 
     def of_positions(self, predicted: Tensor, share: Tensor, measured: bool) -> PositionLosses:

@@ -532,11 +532,6 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
 
 def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
     """Raise ValueError for losses that the texts do not support."""
-    cut = cfg.regime.top_k > 0 or cfg.regime.top_p < 1
-    if (cut or 0.0 in learnt(cfg)) and any(term.name == "rkl" for stage in losses for term in stage.loss.terms):
-        why = "regime.top_k=0 regime.top_p=1" if cut else "set no temperature 0 in regime or rollout.train_temperatures"
-        message = "loss: rkl is infinite where the target's probability is 0"
-        raise ValueError(f"{message}: set another loss, for example loss=tv, or {why}")
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
                          "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
@@ -567,7 +562,7 @@ def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
     early = time_limited(cfg)  # with a budget of time, a stage may begin earlier
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     if any(map(_needs_sampled, active)):
-        raise ValueError("trainer.corpus_steps: calls, calls_block, calls_tv, length and length_block need texts "
+        raise ValueError("trainer.corpus_steps: calls, calls_block and calls_tv need texts "
                          "sampled from the target, not texts of the user: set trainer.corpus_steps=0")  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('length_counts_tokens_past_the_end', 'cotrain/acceptance.py', '_length', '(reach * inside)', 'reach', ['tests/inference/verify/test_predict_chain.py::test_sequence_losses_by_hand'], 21),
     ('accepted_path_left_where_it_was', 'inference/engine.py', 'Engine.rollback', '        self.target.keep([len(text) - 1 for text in round.texts], path, at=round.sent["read"])\n', '', ['tests/inference/test_tree_rounds.py::test_the_path_that_is_accepted_is_the_text[cpu-sampling0]'], 16),
     ('penalties_see_siblings', 'inference/round.py', '_node_paths', '[*(paths[parent] if parent >= 0 else []), node]', 'list(range(node + 1))', ['tests/inference/test_tree_rounds.py::test_the_path_that_is_accepted_is_the_text[cpu-sampling1]'], 11),
     ('drafts_without_a_distribution_are_tested', 'inference/verify/tree.py', 'usable_lengths', 'missing = missing | is_missing(q)', 'pass', ['tests/inference/sampling/test_batched_settings.py::test_drafts_end_where_a_distribution_is_missing'], 40),

@@ -175,6 +175,11 @@ def test_a_removed_setting_is_named(key: str, ran: list[DictConfig], capsys: pyt
     assert capsys.readouterr().err == f"cotrain train: {key}= was removed: {REMOVED[key].instead}\n"
 
 
+def test_a_removed_loss_is_named(ran: list[DictConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "loss=rkl"]) == 2 and ran == []
+    assert capsys.readouterr().err == "cotrain train: loss=rkl was removed: set loss=kl\n"
+
+
 def test_the_nearest_key_shares_its_last_name() -> None:
     keys = {"draft", "draft.path", "target.path", "policy.k", "trainer.seed", "rollout.seed"}
     assert [nearest(key, keys) for key in ("target.paht", "rollouts.seed", "k", "zzz")] == [

@@ -43,7 +43,7 @@ def module(student: Any, target: LlamaForCausalLM, name: str, **settings: Any) -
     return alone(distillation)
 
 
-NAMES = ["kl", "0.3*kl+0.7*tv", "calls", "calls_block", "length", "length_block", "calls_tv",
+NAMES = ["kl", "0.3*kl+0.7*tv", "calls", "calls_block", "calls_tv",
          "0.5*kl+calls"]  # fmt: skip
 
 

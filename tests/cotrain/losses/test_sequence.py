@@ -97,18 +97,6 @@ def test_calls_are_those_of_the_completion_alone(target: LlamaForCausalLM, promp
     torch.testing.assert_close(slope, slopes(expected, small), rtol=0, atol=1e-6)
 
 
-def test_length_is_that_of_the_completion_alone(target: LlamaForCausalLM) -> None:
-    small, expected = tiny(layers=1, seed=3), []
-    value, slope = learnt(alone(module_of(target, small, [Stage(1.0, parse("length"))], 1)), batch([0, 1, 2, 3]))
-    for row in range(4):
-        r = ratios(target, small, row)
-        rounds = [1 + sum(math.prod(r[t : t + n]) for n in range(1, min(K, len(r) - 1 - t) + 1)) for t in range(len(r))]
-        expected.append(-torch.stack([torch.as_tensor(one) for one in rounds]).mean())
-    mean = torch.stack(expected).mean()
-    assert value == pytest.approx(mean.item(), abs=1e-6)
-    torch.testing.assert_close(slope, slopes(mean, small), rtol=0, atol=1e-6)
-
-
 def test_positions_are_weighted_by_saved_calls(target: LlamaForCausalLM) -> None:
     small, expected = tiny(layers=1, seed=3), []
     value, slope = learnt(
@@ -132,7 +120,7 @@ def test_texts_of_one_token_save_no_calls(target: LlamaForCausalLM) -> None:
     assert value == 0 and bool((slope == 0).all())
 
 
-NAMES = ["kl", "calls", "length", "0.5*length_block+kl", "calls_tv", "0.1*kl+0.9*calls"]
+NAMES = ["kl", "calls", "0.5*calls_block+kl", "calls_tv", "0.1*kl+0.9*calls"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,8 +50,6 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
     lengths = torch.tensor([6, 4])
     r, l = acceptance.r_from(logp, logq), acceptance.l_from(logp, logq)
     expected = {
-        "length": acceptance.length(r, 3, lengths).mean(),
-        "length_block": acceptance.length_block(l, 3, lengths).mean(),
         "calls": 1 / acceptance.tau(r, 3, lengths),
         "calls_block": 1 / acceptance.tau_block(l, 3, lengths),
     }
@@ -59,8 +57,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
         parsed = parse(f"0.5*{name}+kl")
         (term,) = parsed.sequence
         assert term.weight == 0.5 and parsed.position is losses.kl and not parsed.weighted
-        count = {"texts": len(lengths), "tokens": lengths.sum()}[term.loss.over]
-        torch.testing.assert_close(term.loss.function(logp, logq, 3, lengths) / count, value)
+        torch.testing.assert_close(term.loss.function(logp, logq, 3, lengths) / lengths.sum(), value)
     assert parse("calls").position is None and parse("calls_tv").weighted and parse("calls_tv").position is losses.tv
 
 
@@ -68,6 +65,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
     ("expression", "message"),
     [
         ("klx", "'klx' is not one of kl, tv"),
+        ("kl+rkl", "rkl was removed: use kl"),
         ("kl + ", "'' is not one of"),
         ("a*kl", "'a' in 'a\\*kl' is not a number"),
         ("calls_tv+kl", "cannot be part of a sum"),

@@ -50,10 +50,6 @@ MISTAKES = {
     "trainer.precision=transformer-engine": "trainer.precision=transformer-engine: ",
     "trainer.strategy=fsdp": "trainer.strategy=fsdp: ",
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed: ",
-    "loss=rkl regime.top_k=5": "loss: rkl is infinite",
-    "loss=rkl regime.top_p=0.9": "loss: rkl is infinite",
-    "loss.first=0.5*kl+0.5*rkl regime=t0": "loss: rkl is infinite",
-    "loss=rkl rollout.train_temperatures=[0,1]": "loss: rkl is infinite",
     "regime.top_k=301": "regime.top_k=301: the target has 300 tokens",
     **{
         f"draft.{key}=16": f"draft.{key}=16: the setting has no effect here"

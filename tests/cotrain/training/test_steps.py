@@ -82,13 +82,13 @@ def test_noise_of_a_step_is_of_its_seed() -> None:
     assert met[0].shape == (2, 13) and torch.equal(met[0], one._uniforms(torch.arange(2), 13))
 
 
-def test_counts_are_of_positions_tokens_and_texts_with_tokens() -> None:
+def test_counts_are_of_positions_and_tokens() -> None:
     sampled = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]).bool()
     whole = {"predicted": torch.ones(3, 3, dtype=torch.bool), "sampled": sampled}
-    assert counted(whole).tolist() == [9, 3, 2]
-    assert counted({"predicted": sampled}).tolist() == [3, 3, 2]
-    counts = divisors(torch.tensor([8.0, 0.0, 2.0]), 2)
-    assert (float(counts.positions), float(counts.tokens), float(counts.texts)) == (4.0, 1.0, 1.0)
+    assert counted(whole).tolist() == [9, 3]
+    assert counted({"predicted": sampled}).tolist() == [3, 3]
+    counts = divisors(torch.tensor([8.0, 0.0]), 2)
+    assert (float(counts.positions), float(counts.tokens)) == (4.0, 1.0)
 
 
 def test_judged_figures_are_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

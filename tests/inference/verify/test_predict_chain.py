@@ -218,17 +218,12 @@ def test_shapes_that_do_not_fit_are_rejected():
 
 def test_sequence_losses_by_hand():
     r = torch.tensor([[0.5, 0.25, 0.9, 0.7]]).double()
-    # starts 0, 1, 2 of a text of 3: 1 + .5 + .5*.25, 1 + .25, 1; the last token's draft would gain nothing
-    assert acceptance.length(r, 2, torch.tensor([3])).item() == pytest.approx(-(1.625 + 1.25 + 1) / 3)
-    l = torch.tensor([[math.log(2), math.log(0.25), 0.0]]).double()
-    # min(1, 2, 2/4) = 1/2 where the token rule has 1 * 1/4
-    assert acceptance.length_block(l, 2).item() == pytest.approx(-(1 + 1 + 0.5 + 1 + 0.25 + 1) / 3)
     # a round at 0; at 1 unless token 0 is kept; at 2 if token 1 is refused, by either round
     calls = 1 + 0.5 + (0.5 * 0.75 + 0.5 * 0.75)
     assert acceptance.calls(r, 2, torch.tensor([3])).item() == pytest.approx(calls)
 
 
-SEQUENCE = [acceptance.length, acceptance.length_block, acceptance.calls, acceptance.calls_block]
+SEQUENCE = [acceptance.calls, acceptance.calls_block]
 
 
 @pytest.mark.parametrize("loss", SEQUENCE, ids=lambda f: f.__name__)
