@@ -243,8 +243,6 @@ class Engine:
                                  f"{type(self.proposer).__name__} drafts trees; serve it without shape=")  # fmt: skip
             most = next((depth + 1 for depth in range(x.shape[1] - 1) if not round.goes_on(depth)), x.shape[1])
             x, q, k = x[:, :most], q if q is None else q[:, :most], [min(length, most) for length in k]
-        if tree is not None and tree.shape is None:  # settings that read the text need paths on the host: no drafts
-            k = [0 if reads else length for reads, length in zip(round.reads_history, k, strict=True)]
         if x.device.type == "cpu" != self.target.device.type:
             round.send(k, x=x.tolist())  # in the round's one copy, if nothing was sent yet
             x = round.sent["x"]

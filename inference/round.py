@@ -205,8 +205,6 @@ class DecodingRound:
         """Return what `_penalised` returns, for logits (A, N+1, V) of a tree. It works column by column; the drafts
         before a node are those on the path to it."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
-        if tree.shape is None:  # rows whose settings read the text have drafted nothing
-            return torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)
         for node, path in enumerate(_node_paths(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
             columns.append(self._penalised(logits[:, node + 1 : node + 2], before, needed, len(path)))
@@ -268,9 +266,6 @@ class DecodingRound:
         best, certain = _likeliest(scores, probs, m)
         greedy = regimes.greedy.view(-1, 1, 1)
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
-
-    def left_out(self, scores: Tensor, count: int, levels: int) -> None:
-        """Do nothing, since serving does not use this report. See `base.Round.left_out`."""
 
     def simple(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the uniforms (A, depths) of the drafts and the temperatures (A,)."""
@@ -378,8 +373,7 @@ def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def _node_paths(tree: Tree) -> list[list[int]]:
-    """Return the nodes from the anchor down to each node, for a tree that all rows share."""
-    assert tree.shape is not None
+    """Return the nodes from the anchor down to each node."""
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):
         paths.append([*(paths[parent] if parent >= 0 else []), node])

@@ -96,10 +96,10 @@ def column_of(path: Tensor | None, slot: int, n: int) -> int:
 def verify_by_graph(
     graphs: Graphs, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool
 ) -> RoundResult | None:
-    """Run `verify` as one CUDA graph. Returns None if a row has processors, if trees differ between rows, or once
-    recording has failed."""
+    """Run `verify` as one CUDA graph. Returns None if a row has processors, or once recording has
+    failed."""
     tree, inputs = proposal.tree, round.inputs()
-    if inputs is None or tree is not None and tree.shape is None:
+    if inputs is None:
         return None
     inputs |= {"logits": logits, "x": proposal.x, "length": asked}
     inputs |= {} if proposal.q is None else {"q": proposal.q}

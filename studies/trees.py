@@ -41,7 +41,7 @@ from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import kind_of
 from inference.proposers.base import LoadArguments
-from inference.proposers.trees import Dynamic, TreeShape
+from inference.proposers.trees import TreeShape
 from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.tree import depths_of
@@ -138,8 +138,6 @@ class Study:
             if choice[0] and choice not in done:
                 done.add(choice)
                 yield about | {"shape": name} | self.row(*choice, batch, count, Sampling(temperature))
-        dynamic = Dynamic(nodes=8, depth=min(4, exact.depth), width=3, children=3)
-        yield about | {"shape": "dynamic 8"} | self.row(dynamic, "tree", True, batch, count, Sampling(temperature))
 
     def row(
         self, shape: TreeShape, rule: str, likeliest: bool, batch: int, count: int, sampling: Sampling
@@ -150,7 +148,7 @@ class Study:
         texts, seconds = self.target.run(engine, self.target.held[:count], sampling)
         tokens, calls = sum(map(len, texts.tokens)), sum(row.target_calls for row in texts.counts)
         found = {"rule": rule, "likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls,
-                 "seconds": seconds, "parents": vars(shape) if isinstance(shape, Dynamic) else shape}  # fmt: skip
+                 "seconds": seconds, "parents": shape}  # fmt: skip
         expected, sigma = self.predicted(texts, shape, rule, likeliest, sampling)
         # a difference of rounding is none, as in the verdict
         apart = 0.0 if abs(calls - expected) <= 1e-5 * expected else (calls - expected) / sigma if sigma else math.inf
@@ -164,7 +162,7 @@ class Study:
         drafted = (shape, rule, likeliest, sampling)
         keys = [(*drafted, *ids, -1, *text) for ids, text in zip(texts.prompts, texts.tokens, strict=True)]
         if any(key not in self.known for key in keys):
-            if isinstance(shape, Dynamic) or sampling.temperature == 0:
+            if sampling.temperature == 0:
                 reach, lengths, near = self.forced(texts, shape, rule, sampling)
             else:
                 distributions = self.distributions(texts, sampling, max(depths_of(shape)))

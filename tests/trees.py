@@ -9,7 +9,7 @@ import torch
 
 from tests.exact import F64, Tree
 
-MODES = ("without", "with", "deterministic")  # replacement; or the likeliest children
+MODES = ("without", "deterministic")  # children drawn without replacement; or the likeliest
 
 
 def topologies(N: int) -> list[tuple[int, ...]]:
@@ -45,10 +45,6 @@ class Case:
         self.p, self.q, self.x = (torch.stack([row[i] for row in rows]) for i in range(3))
         self.weight = torch.tensor([row[3] for row in rows], dtype=F64)
 
-    @property
-    def replacement(self) -> bool:
-        return self.mode == "with"
-
     def row(self, x: tuple[int, ...]):
         """Distributions of one draft and its chance; None where it cannot be made."""
         p, q, chance = [], [], 1.0
@@ -62,8 +58,6 @@ class Case:
                 ranked = probs.argsort(descending=True, stable=True).tolist()
                 chance *= float(x[node] == [*ranked, *ranked][len(before)])  # more children than tokens: one twice
                 probs = torch.zeros_like(probs).index_fill_(0, torch.tensor([x[node]]), 1.0)
-            elif self.mode == "with":
-                chance *= float(probs[x[node]])
             else:
                 left = [0.0 if token in before else float(mass) for token, mass in enumerate(probs)]
                 # more children than tokens: what a draft then names counts for nothing
@@ -81,7 +75,7 @@ class Case:
         return self.distributions.emitted(x.gather(1, verdict.path.clamp(min=0)), verdict, weight)
 
 
-def judged(rule: str, p, q, x, parents, replacement: bool) -> tuple[list[float], list[list[float]]]:
+def judged(rule: str, p, q, x, parents) -> tuple[list[float], list[list[float]]]:
     """Thresholds of each node, and what p is at the anchor and at each node when all its children were refused."""
     N, thresholds = len(parents), [0.0] * len(parents)
     rests: list[list[float]] = [[]] * (N + 1)
@@ -91,13 +85,11 @@ def judged(rule: str, p, q, x, parents, replacement: bool) -> tuple[list[float],
         for child in range(N):
             if parents[child] != node:
                 continue
-            draft = list(q[child])
-            if not replacement:
-                draft = [0.0 if v in tried else mass for v, mass in enumerate(draft)]
-                total = sum(draft)
-                if total == 0:
-                    continue
-                draft = [mass / total for mass in draft]
+            draft = [0.0 if v in tried else mass for v, mass in enumerate(q[child])]
+            total = sum(draft)
+            if total == 0:
+                continue
+            draft = [mass / total for mass in draft]
             tried.add(x[child])
             thresholds[child] = min(w * probs[x[child]] / draft[x[child]], 1.0)
             inside = visit(child, thresholds[child] if rule == "traversal" else 1.0)

@@ -112,7 +112,6 @@ class ForcedRound(DecodingRound):
     It records, by depth: drawn (A, V), the distribution of the draw. scored (A, V), the draft's scores after settings
     that read the text. close (A,), whether the two best scores are less than `gap` apart. For trees it also records
     `offered` (A, m), the children that would have been drawn, and `certain`, whether these are the likeliest tokens.
-    For dynamic trees, `edges` has one entry (A,) per selection of nodes: whether rounding could change the selection.
     """
 
     follows: Tensor
@@ -122,14 +121,13 @@ class ForcedRound(DecodingRound):
     close: dict[int, Tensor]
     offered: dict[int, Tensor]
     certain: bool
-    edges: list[Tensor]
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
         """Set the tokens to draw: the next tokens of each row's text, and 0 past its end."""
         width = max(*self.k, 1)
         padded = [(text + [0] * width)[:width] for text in nexts]
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
-        self.drawn, self.scored, self.close, self.offered, self.edges = {}, {}, {}, {}, []
+        self.drawn, self.scored, self.close, self.offered = {}, {}, {}, {}
 
     @property
     def temperatures(self) -> list[float] | None:
@@ -146,9 +144,6 @@ class ForcedRound(DecodingRound):
     def draw(self, probs: Tensor, depth: int) -> Tensor:
         self.drawn[depth] = probs
         return self.follows[:, depth]
-
-    def left_out(self, scores: Tensor, count: int, levels: int) -> None:
-        self.edges.append(close_edge(scores, count, levels * self.gap).view(len(scores), -1).any(1))
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         depth = len(siblings.paths[0])
@@ -243,18 +238,14 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
-    D = len(round.drawn) if shape else max(levels)
+    D = len(round.drawn)
     x = round.follows[:, [min(j, round.follows.shape[1] - 1) for j in range(D)]]
     inside = torch.arange(D, device=x.device) < one.left.unsqueeze(1)
     nodes, seed = round.length(proposal.k), round.starts[0] * 2**20 + round.ids[0] % 2**20
-    if shape is None:
-        reach = reach_grown(proposal, x, inside, nodes) if round.rule.branches else None
-        near = torch.stack(round.edges, 1).any(1, keepdim=True).cpu() & (torch.tensor(levels) > 0).unsqueeze(1)
-    else:
-        reach = reach_along(one.p, round.drawn, round.offered, x, inside, shape, nodes, round.rule, round.certain, seed)
-        near = torch.stack([round.close[j] for j in range(D)], 1) if round.certain else torch.zeros_like(inside)
-        drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
-        near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
+    reach = reach_along(one.p, round.drawn, round.offered, x, inside, shape, nodes, round.rule, round.certain, seed)
+    near = torch.stack([round.close[j] for j in range(D)], 1) if round.certain else torch.zeros_like(inside)
+    drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
+    near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
     nothing = torch.zeros_like(first)
     return first_token._replace(k=torch.tensor(levels), logq=nothing, alpha=first, near_q=near,
@@ -264,27 +255,8 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
 def levels_of(proposal: Proposal) -> list[int]:
     """Return the number of levels of each row's tree."""
     assert proposal.tree is not None
-    if proposal.tree.shape is None:
-        return [max(row[: nodes + 1]) for row, nodes in zip(proposal.tree.depths.tolist(), proposal.k, strict=True)]
     depths = (0, *depths_of(proposal.tree.shape))
     return [max(depths[: nodes + 1]) for nodes in proposal.k]
-
-
-def reach_grown(proposal: Proposal, x: Tensor, inside: Tensor, nodes: Tensor) -> Tensor:
-    """Return the reach of dynamic trees (`proposers.trees.DynamicTrees`), as `reach_along` defines it.
-
-    Their nodes are the likeliest tokens, so a forced round drafts the same tree as a real round. A real round accepts
-    the text's next tokens for as long as they form a path of the tree.
-    """
-    assert proposal.tree is not None
-    tree, ids = proposal.tree.on(x.device), proposal.x.to(x.device)
-    depths = tree.depths[:, 1:].expand(ids.shape)
-    D = x.shape[1]
-    met = (ids == x.gather(1, (depths - 1).clamp(max=D - 1))) & inside.gather(1, (depths - 1).clamp(max=D - 1))
-    met &= torch.arange(ids.shape[1], device=x.device) < nodes.unsqueeze(1)
-    along = ~(tree.ancestors & ~met.unsqueeze(1)).any(-1)  # (A, N) whether the node and all above it are the text's
-    reach = torch.stack([(along & (depths == n)).any(1) for n in range(1, D + 1)], 1)
-    return pad(reach.double(), (1, 0), value=1.0)
 
 
 def reach_along(
@@ -321,12 +293,3 @@ def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values
     return ((top[:, :-1] - top[:, 1:]) < gap).any(-1)
-
-
-def close_edge(scores: Tensor, count: int, gap: float) -> Tensor:
-    """Return whether rounding could change which scores are the `count` largest, in any order: (..., M) -> (...)
-    bool."""
-    if count >= scores.shape[-1]:
-        return torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-    top = scores.topk(count + 1, -1).values
-    return top[..., -1].isfinite() & (top[..., -2] - top[..., -1] < gap)

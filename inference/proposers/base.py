@@ -176,11 +176,6 @@ class Round(Protocol):
         """Return uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance
         tests and its last tokens. No other draw or test of the row uses them. Call `send` first."""
 
-    def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
-        """Report that a dynamic tree selects the `count` largest of scores (A, ..., M). The scores are sums over
-        `levels` levels of log probabilities or logits. This does nothing in an ordinary round. Exactness checks
-        override it to record which selections were nearly tied."""
-
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """Return the tensors, by name, that distributions and draws read. Return None if they read more than tensors.
         trees: also return the tensors that draw children."""
@@ -251,9 +246,6 @@ class RoundView:
 
     def inner(self, depths: int) -> Tensor:
         return self.round.inner(depths)
-
-    def left_out(self, scores: Tensor, count: int, levels: int, /) -> None:
-        self.round.left_out(scores, count, levels)
 
     def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         return self.round.inputs(trees)

@@ -38,7 +38,7 @@ from inference.models.pretrained import layers_of, widened
 from inference.models.small_heads import fill, projection, refuse_ids, spread, spread_probs
 from inference.models.step import Drafts, by_round, by_temperature
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, one_by_one, trees_of
+from inference.proposers.trees import Follow, Nodes, TreeShape, one_by_one, trees_of
 from inference.sampling import wide
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
@@ -555,7 +555,7 @@ class Eagle(Proposer):
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
         shape, short = self.branching, max(lacking) <= self.longest + 1
-        fixed = self.replays is not None and short and not isinstance(shape, DynamicTrees)
+        fixed = self.replays is not None and short
         wanted = min(max(k), shape.depth) if shape else max(k)
         K, width = (self.longest, self.longest + 1) if fixed else (wanted, max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
@@ -573,7 +573,7 @@ class Eagle(Proposer):
 
     def _room_for(self, K: int) -> int:
         """Return the number of slots that a round of K depths needs after the pairs that are not stored yet."""
-        return self.branching.room if self.branching else K
+        return self.branching.counts[-1] if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
         """Return the inputs for the pairs that slots lack: ids of their second tokens (A, width), and features (A,
@@ -582,8 +582,7 @@ class Eagle(Proposer):
         tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
-        nodes, numbers = (shape.nodes(k), shape.numbers(k)) if shape else (k, {})
-        sent = round.send(nodes, lacking=ids, pairs=self.stored, only=only, **numbers)
+        sent = round.send(shape.nodes(k) if shape else k, lacking=ids, pairs=self.stored, only=only)
         self._room(width)
         given = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return given | {"features": self.features[: len(k), :width]}

@@ -26,7 +26,7 @@ from inference.models.passes import LAST, States
 from inference.models.pretrained import widened
 from inference.models.step import by_round
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import DynamicTrees, Follow, Nodes, TreeShape, after_anchor, one_by_one, trees_of
+from inference.proposers.trees import Follow, Nodes, TreeShape, after_anchor, one_by_one, trees_of
 
 Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them
 
@@ -221,10 +221,9 @@ class DraftHeads(Proposer):
         if not K:
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
         shape = self.branching
-        sent = round.send(shape.nodes(k), **shape.numbers(k)) if shape else round.send(k)
+        sent = round.send(shape.nodes(k) if shape else k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
-        drafts = None if isinstance(shape, DynamicTrees) else self._replayed(round, given, K)
-        x, q = self._drafted(round, given, K) if drafts is None else drafts
+        x, q = self._replayed(round, given, K) or self._drafted(round, given, K)
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from inference.models.lm import CHUNK, LM, padded, store_prompts, store_tails, t
 from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import DynamicTrees, Nodes, StaticTrees, TreeShape, trees_of
+from inference.proposers.trees import Nodes, StaticTrees, TreeShape, trees_of
 from inference.sampling import certain
 from inference.source import like
 
@@ -35,7 +35,7 @@ class Independent(Proposer):
     distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
     `compiled`) or CUDA graphs (see `graphs`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
     see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
-    (see `StaticTrees`) or a `Dynamic`; they are verified by tree, traversal or coupled. None for chains. own_encoder:
+    (see `StaticTrees`); they are verified by tree, traversal or coupled. None for chains. own_encoder:
     run the draft's encoder even if it is equal to the target's.
     """
 
@@ -192,11 +192,11 @@ class Independent(Proposer):
         """Return the tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
-    def _by_level(self, round: Round, k: list[int], shape: StaticTrees | DynamicTrees) -> Proposal:
+    def _by_level(self, round: Round, k: list[int], shape: StaticTrees) -> Proposal:
         """Return the drafts of trees, made with one pass per level. If passes are CUDA graphs, all levels are always
         drafted, since each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
-        self.sent = round.send(shape.nodes(k), **lacking, **shape.numbers(k))
+        self.sent = round.send(shape.nodes(k), **lacking)
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
         logits, follows = self._catch_up(round, k), lacking["follows"]
         start, (at,) = [end - 1 for end in follows], self._on_device(round.send()["follows"] - 1)
@@ -246,8 +246,7 @@ class Independent(Proposer):
         if outcome.path is not None and self.branching:  # move the accepted nodes that a pass has stored
             (path,), (start, at, depth) = self._on_device(outcome.path), self.anchors
             self.lm.keep(start, self.branching.stored(path, depth), at)
-            ends = zip(outcome.valid, start, strict=True)
-            read = [max(length - self.branching.unread, anchor + 1) for length, anchor in ends]
+            read = [max(length, anchor + 1) for length, anchor in zip(outcome.valid, start, strict=True)]
             self.stored = list(map(min, self.stored, read))
         self.stored = [min(stored, length) for stored, length in zip(self.stored, outcome.valid, strict=True)]
         for slot, length in enumerate(outcome.valid):

@@ -62,8 +62,7 @@ class Parallel(Independent):
         self.longest = max(self.longest, K)
         self._fill_gaps(round.texts, k)
         depths, shape = self.longest if self.lm.compiled else K, self.branching
-        numbers = self._masked(round.texts, k, depths) | (shape.numbers(k) if shape else {})
-        sent = round.send(shape.nodes(k) if shape else k, **numbers)
+        sent = round.send(shape.nodes(k) if shape else k, **self._masked(round.texts, k, depths))
         masked, begins = Masked(*self._on_device(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
         self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
         drafts = None if shape else at_once(self.lm, round, masked, begins, depths, self.greedy, self.term)

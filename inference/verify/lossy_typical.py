@@ -4,11 +4,17 @@ import torch
 from torch import Tensor
 
 from inference.sampling import wide
-from inference.verify.tree import Parents, TreeVerification, steps_of, subtrees, used, walk
+from inference.verify.tree import TreeVerification, steps_of, subtrees, used, walk
 
 
 def lossy_typical(
-    p: Tensor, x: Tensor, parents: Parents, k: Tensor | None = None, *, epsilon: float = 0.09, delta: float = 0.3
+    p: Tensor,
+    x: Tensor,
+    parents: tuple[int, ...],
+    k: Tensor | None = None,
+    *,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
 ) -> TreeVerification:
     """Verify by the typical acceptance of Medusa (Cai et al. 2024, 2401.10774). It is NOT exact: its texts do not have
     the target's distribution.
@@ -23,7 +29,7 @@ def lossy_typical(
     entropy = -torch.special.xlogy(probs, probs).sum(-1)
     likely = probs.gather(-1, torch.where(there, x, 0).unsqueeze(-1)).squeeze(-1)
     passed = there & (likely > (delta * (-entropy).exp()).clamp(max=epsilon))
-    under = subtrees(steps)  # (R, N, N)
+    under = subtrees(steps)  # (1, N, N)
     whole = ~(under & ~passed.unsqueeze(-1)).any(1)  # (B, N) passed with all ancestors
     if not x.shape[1]:
         return walk(whole, wide(p), steps)

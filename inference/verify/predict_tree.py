@@ -52,17 +52,14 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
     return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
 
 
-def by_draw(
-    p: Tensor, q: Tensor, x: Tensor, children: int, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0
-) -> Tensor:
+def by_draw(p: Tensor, q: Tensor, x: Tensor, children: int, *, samples: int = SAMPLES, seed: int = 0) -> Tensor:
     """Return accept (..., C) for children drawn from q. x (...): the text's tokens. p, q (..., V): their distributions.
 
-    With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised (q'_y = q with
-    replacement): the first child is accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p,
-    0)(y) min(p', q'_y)(x) / p(x). With replacement this is exact for every child.
+    With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised: the first child is
+    accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) / p(x).
 
-    Without replacement, results are unbiased from the third child on. The rejected children are drawn `samples` times,
-    stratified, as a function of seed and position; only the last one is summed over.
+    Results are unbiased from the third child on. The rejected children are drawn `samples` times, stratified, as a
+    function of seed and position; only the last one is summed over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -70,7 +67,7 @@ def by_draw(
     accept = []
     for probs, draft, token, u in zip(*parts, x.flatten().split(chunk), numbers, strict=True):
         probs, draft, token = wide(probs), wide(draft), token.unsqueeze(-1)
-        each = _with(probs, draft, token, children) if replacement else _without(probs, draft, token, children, u)
+        each = _accepted(probs, draft, token, children, u)
         own = probs.gather(-1, token)
         accept.append(torch.where(own > 0, torch.stack(each, -1) / own, 0.0))
     return torch.cat(accept).unflatten(0, shape) if accept else wide(p.new_zeros(*shape, children))
@@ -145,20 +142,9 @@ def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
 
-def _with(p: Tensor, q: Tensor, x: Tensor, children: int) -> list[Tensor]:
-    """Return P(accepted as child c, and it is x) for c < C, drawn with replacement: (n, V), x (n, 1) -> (n,) per
-    child."""
-    weight, parts = torch.ones_like(p[:, 0]), []
-    for _ in range(children):
-        parts.append(weight * torch.minimum(p, q).gather(-1, x).squeeze(-1))
-        weight = weight * (q - p).clamp(min=0).sum(-1)
-        p = normed((p - q).clamp(min=0))
-    return parts
-
-
-def _without(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """Return what `_with` returns, for children drawn without replacement. u (n, S, C-2): draws the rejected
-    children."""
+def _accepted(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
+    """Return P(accepted as child c, and it is x) for c < C: p, q (n, V), x (n, 1) -> (n,) per child. u (n, S, C-2):
+    draws the rejected children."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -198,18 +184,18 @@ Distributions = tuple[Tensor, Tensor, Tensor]
 
 def reach_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
+    k: int | Tensor | None = None, *, samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.traversal`, for children drawn
     from q -> (B, T, D+1). It is the sum over the nodes of each depth of their probabilities, see `chances_traversal`.
     Likeliest children are accepted as under `tree.tree`: use `by_rank`."""
-    chances = chances_traversal(p, q, x, parents, lengths, replacement=replacement, samples=samples, seed=seed)
+    chances = chances_traversal(p, q, x, parents, lengths, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
 
 def chances_traversal(
     p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, *,
-    replacement: bool = False, samples: int = SAMPLES, seed: int = 0,
+    samples: int = SAMPLES, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return P(a round that starts at t follows the text down to each node | the text) -> (B, T, N). It holds for
     `tree.traversal` and children drawn from q. It depends on the node's path of child numbers alone, so one table
@@ -231,7 +217,7 @@ def chances_traversal(
     chances = []
     for probs, draft, ids, within, number in zip(*parts, strict=True):
         distributions = [_at_level(probs, draft, ids, within, level) for level in range(levels)]
-        chances.append(traversed(parents, replacement, distributions, number))
+        chances.append(traversed(parents, distributions, number))
     return torch.cat(chances)
 
 
@@ -247,7 +233,7 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
     return reach
 
 
-def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequence[Distributions], u: Tensor) -> Tensor:
+def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], u: Tensor) -> Tensor:
     """Return `chances_traversal` of some rows, from their distributions by level: p, q (B, T, V) and ids (B, T, 1). u
     (B, T, S, draws): uniforms that draw the rejected children."""
     depths = depths_of(parents)
@@ -260,7 +246,7 @@ def traversed(parents: tuple[int, ...], replacement: bool, distributions: Sequen
         for parent in sorted(set(parents)):
             own = [node for node, above in enumerate(parents) if above == parent]
             level = depths[own[0]] - 1
-            children = _children(*distributions[level], *entered[parent], len(own), numbers, replacement)
+            children = _children(*distributions[level], *entered[parent], len(own), numbers)
             entered |= dict(zip(own, children, strict=True))
             for node, (weight, chance) in zip(own, children, strict=True):
                 chances[..., node] += weight * chance / u.shape[2]
@@ -278,7 +264,7 @@ def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Di
 
 
 def _children(
-    p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor], replacement: bool
+    p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (w_c, probability), both (B, T), of the text's token as each of a node's `count` children. `numbers` draws
     the rejected ones."""
@@ -293,7 +279,7 @@ def _children(
             y = draw(lack, next(numbers)).unsqueeze(-1)
             chance, p = chance * rejected, normed(rest)
             w = continued(mass, w)
-            q = q if replacement else normed(q.scatter(-1, y, 0.0))
+            q = normed(q.scatter(-1, y, 0.0))
     return children
 
 
@@ -316,4 +302,4 @@ def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]
-    return summed(traversed(parents, False, distributions, u), parents, k.unsqueeze(1)).squeeze(1)
+    return summed(traversed(parents, distributions, u), parents, k.unsqueeze(1)).squeeze(1)

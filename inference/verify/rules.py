@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from inference.sampling import one_hot
 from inference.verify import chain, predict_chain, predict_tree
 from inference.verify.lossy_typical import lossy_typical
-from inference.verify.tree import Parents, Tree, TreeVerification
+from inference.verify.tree import Tree, TreeVerification
 from inference.verify.tree import coupled as coupled_tree
 from inference.verify.tree import traversal as traversal_tree
 from inference.verify.tree import tree as multi_round
@@ -79,34 +79,28 @@ def _coupled(
     if tree is None:
         return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
     depths = tree.on(p.device).depths.clamp(max=g.shape[1] - 1).expand(len(x), -1)
-    return coupled_tree(p, x, _parents(tree, x), g.gather(1, depths.unsqueeze(-1).expand(-1, -1, g.shape[-1])), k)
+    return coupled_tree(p, x, tree.shape, g.gather(1, depths.unsqueeze(-1).expand(-1, -1, g.shape[-1])), k)
 
 
 def _tree(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
 ) -> chain.Verification | TreeVerification:
-    return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, _parents(tree, x), _uniforms(u, x), k)
+    return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, tree.shape, _uniforms(u, x), k)
 
 
 def _traversal(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
 ) -> chain.Verification | TreeVerification:
-    return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, _parents(tree, x), _uniforms(u, x), k)
+    return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, tree.shape, _uniforms(u, x), k)
 
 
 def _typical(
     p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
 ) -> chain.Verification | TreeVerification:
     if tree is not None:
-        return lossy_typical(p, x, _parents(tree, x), k)
+        return lossy_typical(p, x, tree.shape, k)
     verification = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
     return chain.Verification(verification.accepted, verification.probs)
-
-
-def _parents(tree: Tree, x: Tensor) -> Parents:
-    """Return the argument `parents` of a rule: numbers on the host if the tree has them, which is fastest, else a
-    tensor."""
-    return tree.on(x.device).parents if tree.shape is None else tree.shape
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 A or B rows, N nodes, V vocabulary, D levels, n nodes of a level, C or m children of a node. A node is a draft. Its
 parent is node parents[i] < i, or the anchor (a row's last token) if that is -1. Siblings are tried in the order of
-their numbers. A static shape is a tuple, and each of its levels is drafted with one pass (`levels`). A dynamic shape is
-grown level by level and is a tensor (A, N), one shape per row (`best`, `pruned`).
+their numbers. A shape is the tuple of its nodes' parents; each of its levels is drafted with one pass (`levels`).
 
 Arguments of the rules: p (B, N+1, V): column 0 is the target's distribution after the anchor, column i + 1 the one
 after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all children of that parent; None
@@ -11,11 +10,12 @@ if children are deterministic (the likeliest tokens), with one-hot distributions
 uniforms in [0, 1); node i passes if u[:, i] < threshold, strictly. k (B,): nodes in use; row b has the first k_b nodes,
 and later ones are not read.
 
-Children of a parent are drawn without replacement unless `replacement` is set. A node that has no mass under q (more
+Children of a parent are drawn without replacement. A node that has no mass under q (more
 children than tokens) is never accepted and changes nothing. Results have the inputs' dtype, float32 at least; nothing
 is read on the host.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from torch import Tensor
 from inference.sampling.distributions import is_missing, one_hot, wide
 from inference.verify.chain import continued
 
-Parents = tuple[int, ...] | Tensor
 MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit is for the anchor, the last is unused
 
 
@@ -34,36 +33,36 @@ class Tree:
     """The shape of a tree of drafts. The parent of node i is node parents[i] < i, or the anchor, a row's last token, if
     that is -1 (SpecInfer: Miao et al. 2023, 2305.09781).
 
-    parents: N numbers, for all rows; or a tensor (N,) or (A, N) on the device of the model, one shape per row; a tensor
-    is not checked. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers; None for a
-    tensor. depths (1 or A, N + 1): 0 for the anchor, 1 for its children. seen (1 or A, N + 1): for each column the
-    columns that it attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes
-    and for a parent that does not come before its child.
+    parents: N numbers. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers, as a tuple.
+    depths (1, N + 1): 0 for the anchor, 1 for its children. seen (1, N + 1): for each column the columns that it
+    attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent
+    that does not come before its child.
     """
 
-    def __init__(self, parents: Sequence[int] | Tensor) -> None:
-        self.parents = torch.as_tensor(parents, dtype=torch.int64)
-        self.nodes = self.parents.shape[-1]
+    def __init__(self, parents: Sequence[int]) -> None:
+        self.shape, self.nodes = tuple(parents), len(parents)
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES} nodes")
-        self.shape = None if isinstance(parents, Tensor) else tuple(parents)
-        if self.shape is not None:
-            depths_of(self.shape)  # raises ValueError for wrong parents
-        self.depths, self.seen = _ancestry(self.parents.view(-1, self.nodes))
+        depths_of(self.shape)  # raises ValueError for wrong parents
         self._elsewhere: dict[torch.device, Tree] = {}
+        self._put(torch.tensor(self.shape))
+
+    def _put(self, parents: Tensor) -> None:
+        self.parents = parents  # (N,) int64
+        self.depths, self.seen = _ancestry(parents.unsqueeze(0))
 
     def on(self, device: torch.device) -> "Tree":
         """Return the tree on a device. It is copied there once."""
         if self.parents.device == device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = Tree(self.parents.to(device))
-            self._elsewhere[device].shape = self.shape
+            self._elsewhere[device] = tree = copy.copy(self)
+            tree._put(self.parents.to(device))
         return self._elsewhere[device]
 
     @property
     def ancestors(self) -> Tensor:
-        """Return (1 or A, N, N) bool: [_, i, j] says whether node j is node i or an ancestor of it."""
+        """Return (1, N, N) bool: [_, i, j] says whether node j is node i or an ancestor of it."""
         columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
         return (self.seen[:, 1:, None] >> columns & 1).bool()
 
@@ -79,8 +78,7 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
     if tree is None:
         missing = missing[:, :-1]
     else:
-        before = tree.on(p.device).parents.view(-1, p.shape[1] - 1) + 1
-        missing = missing.gather(1, before.expand(len(p), -1))
+        missing = missing[:, tree.on(p.device).parents + 1]
     if q is not None and q.shape[1]:
         missing = missing | is_missing(q)
     return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
@@ -193,37 +191,6 @@ def likeliest(probs: Tensor, m: int) -> Tensor:
     return torch.cat(ids, -1)
 
 
-def child_scores(score: Tensor, probs: Tensor, C: int) -> Tensor:
-    """Return the log path probability of each node's first C children under the draft (EAGLE-2, Li et al. 2024,
-    2406.16858). It is the node's score plus the log of the distribution's c-th largest mass. score (A, n), probs (A, n,
-    V) -> (A, n, C).
-
-    For the likeliest children this is their exact probability. For sampled children it is an estimate from the
-    distribution alone, because the token that was drawn must not decide whether a node becomes a child.
-    """
-    return score.unsqueeze(-1) + wide(probs).topk(C, dim=-1).values.log()
-
-
-def best(score: Tensor, width: int) -> Tensor:
-    """Return the indices (A, width), in rising order, of the highest scores (A, M); among equal scores the first. They
-    choose the nodes that a level expands, or the children (A, n * C, node by node) that it gets. No child is chosen
-    without its earlier siblings."""
-    return score.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(dim=-1).values
-
-
-def pruned(parents: Tensor, score: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """Return the N nodes of highest score of a tree of likeliest children (EAGLE-2's second step). The results are
-    their numbers in rising order, and their parents renumbered accordingly, (A, N) each.
-
-    parents, score (A, M): a score is never above its parent's, so parents are chosen too. Do not use this for sampled
-    children: dropping a child because of the token that was drawn changes the text's distribution.
-    """
-    nodes = best(score, N)
-    number = torch.full_like(parents, -1).scatter(1, nodes, torch.arange(N, device=nodes.device).expand_as(nodes))
-    above = parents.gather(1, nodes)
-    return nodes, torch.where(above >= 0, number.gather(1, above.clamp(min=0)), -1)
-
-
 class TreeVerification(NamedTuple):
     """The result of a rule for trees. accepted (B,): number of nodes accepted, int64. path (B, D): their numbers from
     the anchor down, int64, -1 past the last. probs (B, V): distribution of the token emitted after them, summing to 1.
@@ -235,9 +202,9 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The order in which nodes are tested. parents (R, N): R = 1 if all rows have one shape, else B. nodes: for each
-    step, the nodes that are tested together; no two have the same parent, and none comes before its parent or earlier
-    siblings. first: for each step, whether all its nodes are first children. depth: number of levels."""
+    """The order in which nodes are tested. parents (1, N). nodes: for each step, the nodes that are tested together; no
+    two have the same parent, and none comes before its parent or earlier siblings. first: for each step, whether all
+    its nodes are first children. depth: number of levels."""
 
     parents: Tensor
     nodes: tuple[Tensor, ...]
@@ -246,27 +213,24 @@ class Steps(NamedTuple):
 
 
 def tree(
-    p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
-    replacement: bool = False,
-) -> TreeVerification:  # fmt: skip
+    p: Tensor, q: Tensor | None, x: Tensor, parents: tuple[int, ...], u: Tensor, k: Tensor | None = None
+) -> TreeVerification:
     """Verify a tree in several rounds, from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024,
     2402.12374).
 
     At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x). A
-    rejection makes p = norm(max(p - q, 0)). If children were drawn without replacement, it also removes x from q and
-    renormalises q. The token emitted at the end has the p of the last accepted node after its children's rejections. On
-    a chain this is `chain.token`. Shapes as above. parents: a tuple of N ints, or (B, N) if rows differ ((1, N) or (N,)
-    if they do not).
+    rejection makes p = norm(max(p - q, 0)), removes x from q and renormalises q. The token emitted at the end has the p
+    of the last accepted node after its children's rejections. On a chain this is `chain.token`. Shapes as above.
+    parents: N numbers.
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
-    chances, rest = _thresholds(p, q, x, steps, there, replacement, carry=False)
+    chances, rest = _thresholds(p, q, x, steps, there, carry=False)
     return walk(there & (u < chances), rest, steps)
 
 
 def traversal(
-    p: Tensor, q: Tensor | None, x: Tensor, parents: Parents, u: Tensor, k: Tensor | None = None, *,
-    replacement: bool = False,
-) -> TreeVerification:  # fmt: skip
+    p: Tensor, q: Tensor | None, x: Tensor, parents: tuple[int, ...], u: Tensor, k: Tensor | None = None
+) -> TreeVerification:
     """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
 
     In expectation it emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its later
@@ -278,12 +242,12 @@ def traversal(
     accepted if u < w, and the token is drawn from p. visit(anchor, 1). On a chain this is `chain.block`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
-    chances, rest = _thresholds(p, q, x, steps, there, replacement, carry=True)
+    chances, rest = _thresholds(p, q, x, steps, there, carry=True)
     passed = there & (u < chances)
     return walk((subtrees(steps) & passed.unsqueeze(1)).any(-1), rest, steps)
 
 
-def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None = None) -> TreeVerification:
+def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor | None = None) -> TreeVerification:
     """Accept the children that equal the target's own draws with Gumbel noise: a child is accepted if its token is y =
     argmax(log p + g) at its parent. The distribution is the one-hot of the first y that is the token of no child. On a
     chain this is `chain.coupled`: the text is that of plain decoding with this noise.
@@ -296,17 +260,17 @@ def coupled(p: Tensor, x: Tensor, parents: Parents, g: Tensor, k: Tensor | None 
 
 
 def _thresholds(
-    p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, replacement: bool, carry: bool
+    p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, carry: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the threshold of each node (B, N), and p (B, N+1, V) of each node after its children were rejected. carry:
     weights w go down the tree, and change with rejections; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
-    tried = None if q is None or replacement or all(steps.first) else torch.zeros_like(rest, dtype=torch.bool)
+    tried = None if q is None or all(steps.first) else torch.zeros_like(rest, dtype=torch.bool)
     w = torch.ones_like(rest[..., 0])  # (B, N+1)
     for nodes, first in zip(steps.nodes, steps.first, strict=True):
-        at = steps.parents[:, nodes] + 1  # (R, n)
+        at = steps.parents[:, nodes] + 1  # (1, n)
         here, token = rest[rows, at], x[:, nodes]
         before = None if tried is None or first else tried[rows, at]
         weight = w[rows, at] if carry else torch.ones_like(here[..., 0])
@@ -376,10 +340,10 @@ def used(x: Tensor, k: Tensor | None) -> Tensor:
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Return whether node j is node i or a descendant of it: (R, N, N) at i, j."""
+    """Return whether node j is node i or a descendant of it: (1, N, N) at i, j."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
-    above = number.expand_as(steps.parents)  # (R, N)
+    above = number.expand_as(steps.parents)  # (1, N)
     under = torch.zeros(len(above), N, N, dtype=torch.bool, device=above.device)
     for _ in range(steps.depth):
         under |= number.unsqueeze(-1) == above.unsqueeze(1)
@@ -387,13 +351,8 @@ def subtrees(steps: Steps) -> Tensor:
     return under
 
 
-def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
-    """Return the steps of a shape, or of one shape per row. For one shape a step has all siblings of one number; with
-    `by_level` only those of one level. If rows differ, a step is one node."""
-    if isinstance(parents, Tensor):
-        nodes = torch.arange(x.shape[1], device=x.device).split(1)
-        each = parents if parents.ndim == 2 else parents.unsqueeze(0)
-        return Steps(each, nodes, tuple(i == 0 for i in range(len(nodes))), len(nodes))
+def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
+    """Return the steps of a shape. A step has all siblings of one number; with `by_level` only those of one level."""
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)
@@ -401,8 +360,7 @@ def steps_of(parents: Parents, x: Tensor, by_level: bool) -> Steps:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Return what `steps_of` returns, for a static shape. It is cached, so that no round copies it to the device
-    again."""
+    """Return what `steps_of` returns. It is cached, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))

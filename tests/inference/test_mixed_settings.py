@@ -9,7 +9,6 @@ import torch
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
-from inference.proposers.trees import Dynamic
 from tests.kinds import KINDS, SHAPED
 from tests.tiny import tiny
 
@@ -39,13 +38,12 @@ PLAIN = Sampling(0.8)
 MIXED = [one for odd in ODD for one in (PLAIN, odd)]
 PROMPTS = [[1 + i % 7, 2 + i % 5, 3 + i % 11] for i in range(len(MIXED))]
 IDS = list(range(100, 100 + len(MIXED)))
-SHAPES: dict[str, Any] = {"static": (-1, -1, 0, 0, 1), "dynamic": Dynamic(nodes=6, depth=3, width=2, children=2)}
+SHAPES: dict[str, Any] = {"static": (-1, -1, 0, 0, 1)}
 
 CASES = [
     *((kind, None, "coupled") for kind in KINDS),
     *((kind, shape, "coupled") for kind in SHAPED for shape in SHAPES),
     *(("independent", shape, rule) for shape in SHAPES for rule in ("tree", "traversal")),
-    *((kind, "dynamic", "tree") for kind in SHAPED if kind != "independent"),
     ("independent", None, "block"),
 ]
 

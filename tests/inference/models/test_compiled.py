@@ -68,7 +68,6 @@ def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         same = {"states": (1, LAST), "tree": Tree([-1])}  # which the tree's graph serves as well
         stock = LM(lm.model, 3, stock=True)
         trees.check(lm, stock, [trees.PARENTS] * 3, Tree(trees.PARENTS), 1e-4, same)
-        trees.check(lm, stock, trees.RAGGED, Tree(torch.tensor(trees.RAGGED)), 1e-4, same)
     assert len([key for key in graphs(lm) if "tree" in key]) == 1
 
 

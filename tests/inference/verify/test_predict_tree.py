@@ -43,10 +43,10 @@ def table(case: Case, children: int) -> torch.Tensor:
     x, p, q = texts(case)
     if case.mode == "deterministic":
         return by_rank(rank_of(q, x), children)
-    return by_draw(p, q, x, children, replacement=case.replacement)
+    return by_draw(p, q, x, children)
 
 
-@pytest.mark.parametrize("mode", ["without", "with", "deterministic"])
+@pytest.mark.parametrize("mode", ["without", "deterministic"])
 def test_the_joint_of_text_and_accepted_is_that_of_the_rule(mode):
     """P(text) P(at least n accepted | text), for every text and n, is what the rule's outcomes add up to."""
     for parents in TREES:
@@ -56,7 +56,7 @@ def test_the_joint_of_text_and_accepted_is_that_of_the_rule(mode):
         case = Case(parents, mode, 2 if len(parents) > 4 else 3, kinds=("dense", "dense"))
         reach = reach_tree(table(case, children), parents)[:, 0]  # of the round that starts the text
         at, u, chance = cells("tree", case)
-        verdict = tree(case.p[at], case.q[at], case.x[at], parents, u, replacement=case.replacement)
+        verdict = tree(case.p[at], case.q[at], case.x[at], parents, u)
         for n in range(case.D + 1):
             of = verdict.accepted >= n
             one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
@@ -72,20 +72,17 @@ def test_traversal_is_predicted_on_the_texts_of_the_rule():
         ((-1, -1, 0), 3),
         ((-1, -1, -1, 0), 3),
     ]:
-        for mode in ("without", "with"):
-            if V == 2 and mode == "with" and most_children(parents) > 2:
-                continue
-            case = Case(parents, mode, V)
-            x, p, q = texts(case)
-            reach = reach_traversal(p, q, x, parents, replacement=case.replacement, samples=1 if V == 2 else 64)
-            at, u, chance = cells("traversal", case)
-            verdict = traversal(case.p[at], case.q[at], case.x[at], parents, u, replacement=case.replacement)
-            for n in range(case.D + 1):
-                of = verdict.accepted >= n
-                one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
-                joint = case.emitted(case.x[at][of], one, chance[of])
-                error = (joint - case.distributions.joint() * reach[:, 0, n]).abs().max()
-                assert error < (1e-12 if V == 2 else 1e-3), (parents, mode, n)
+        case = Case(parents, "without", V)
+        x, p, q = texts(case)
+        reach = reach_traversal(p, q, x, parents, samples=1 if V == 2 else 64)
+        at, u, chance = cells("traversal", case)
+        verdict = traversal(case.p[at], case.q[at], case.x[at], parents, u)
+        for n in range(case.D + 1):
+            of = verdict.accepted >= n
+            one = type(verdict)(verdict.accepted[of], verdict.path[of], verdict.probs[of])
+            joint = case.emitted(case.x[at][of], one, chance[of])
+            error = (joint - case.distributions.joint() * reach[:, 0, n]).abs().max()
+            assert error < (1e-12 if V == 2 else 1e-3), (parents, n)
 
 
 def test_traversal_of_a_chain_is_predicted_as_block():

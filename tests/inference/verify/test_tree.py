@@ -24,7 +24,7 @@ LATER_DEEPER = (-1, 0, 0, 2)  # the second of two siblings has a child, the firs
 
 def cells(rule: str, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each draft in each cell of its coins: which draft, uniforms in the middle of the cell, and the chance."""
-    thresholds = [judged(rule, p, q, x, case.parents, case.replacement)[0] for p, q, x in rows(case)]
+    thresholds = [judged(rule, p, q, x, case.parents)[0] for p, q, x in rows(case)]
     t = torch.tensor(thresholds, dtype=F64).view(-1, 1, case.N)
     passes = torch.tensor(list(itertools.product((True, False), repeat=case.N))).view(1, -1, case.N)
     u = torch.where(passes, t / 2, (1 + t) / 2)
@@ -40,7 +40,7 @@ def enumerated(rule: str, case: Case) -> float:
     """The emitted distribution is the target's; returns the expected number accepted."""
     at, u, chance = cells(rule, case)
     q = None if case.mode == "deterministic" else case.q[at]
-    verdict = RULES[rule](case.p[at], q, case.x[at], case.parents, u, replacement=case.replacement)
+    verdict = RULES[rule](case.p[at], q, case.x[at], case.parents, u)
     assert (case.emitted(case.x[at], verdict, chance) - case.distributions.joint()).abs().max() < 1e-12
     torch.testing.assert_close(verdict.probs.sum(-1), torch.ones_like(chance), rtol=0, atol=1e-13)
     assert torch.equal((verdict.path >= 0).sum(-1), verdict.accepted)
@@ -67,15 +67,14 @@ def test_trees_of_four_nodes_emit_the_target_distribution(mode, V):
     assert mode == "deterministic" or max(gains) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["without", "with"])
-def test_traversal_may_lose_where_a_later_sibling_goes_deeper(mode):
+def test_traversal_may_lose_where_a_later_sibling_goes_deeper():
     """It is ahead of `tree` where each sibling's subtree holds those of later ones; else it can be behind."""
     torch.manual_seed(1)
     gaps = []
     for _ in range(8):
-        case = Case(LATER_DEEPER, mode, 2)
+        case = Case(LATER_DEEPER, "without", 2)
         gaps.append(enumerated("traversal", case) - enumerated("tree", case))
-        ordered = Case((-1, 0, 0, 1), mode, 2)
+        ordered = Case((-1, 0, 0, 1), "without", 2)
         assert enumerated("traversal", ordered) >= enumerated("tree", ordered) - 1e-12
     assert min(gaps) < -1e-4
 
@@ -93,7 +92,7 @@ def test_a_tree_accepts_at_least_what_its_best_chain_does(parents):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", MODES)
 def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
-    """Larger trees, one topology and one a row, ragged: the path, and the distribution behind it."""
+    """Larger trees, ragged: the path, and the distribution behind it."""
     trees = [(-1, -1, 0, 0, 1, 1, 2), (-1, 0, -1, 2, 1, 2, 0), (-1, 0, 0, 2, 2, -1, 5), (-1, 0, 1, 2, 3, 4, 5)]
     B, N, V = 60, 7, 4
     p, q, u = (
@@ -109,39 +108,29 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
             x[b, node] = next(v for v in (x[b, node] + torch.arange(V)) % V if v not in x[b, before])
     one_hot = mode == "deterministic"
     soft = torch.nn.functional.one_hot(x, V).double() if one_hot else q
-    verdicts = RULES[rule](p, None if one_hot else q, x, torch.tensor(each), u, k, replacement=mode == "with")
-    for b in range(B):
-        used = each[b][: k[b]]
-        judgement = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used, mode == "with")
-        end = decided(rule, judgement[0], u[b].tolist(), used)
-        path = path_of(used, end)
-        assert verdicts.accepted[b] == len(path)
-        assert verdicts.path[b].tolist() == path + [-1] * (N - len(path))
-        torch.testing.assert_close(
-            verdicts.probs[b], torch.tensor(judgement[1][end + 1], dtype=F64), rtol=0, atol=1e-13
-        )
-    for i, parents in enumerate(trees):  # one topology for all its rows
-        of = [b for b in range(B) if b % 4 == i]
-        same = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of], replacement=mode == "with")
-        assert torch.equal(same.accepted, verdicts.accepted[of])
-        depth = same.path.shape[1]
-        assert torch.equal(same.path, verdicts.path[of][:, :depth])
-        torch.testing.assert_close(same.probs, verdicts.probs[of], rtol=0, atol=1e-14)
-        rows = p[of], None if one_hot else q[of], x[of], torch.tensor(parents), u[of], k[of]
-        assert torch.equal(RULES[rule](*rows, replacement=mode == "with").path, verdicts.path[of])
+    for i, parents in enumerate(trees):
+        of = torch.arange(i, B, 4)
+        verdicts = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of])
+        for n, b in enumerate(of.tolist()):
+            used = parents[: k[b]]
+            thresholds, rests = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used)
+            end = decided(rule, thresholds, u[b].tolist(), used)
+            path = path_of(used, end)
+            assert verdicts.accepted[n] == len(path)
+            assert verdicts.path[n].tolist() == path + [-1] * (verdicts.path.shape[1] - len(path))
+            wanted = torch.tensor(rests[end + 1], dtype=F64)
+            torch.testing.assert_close(verdicts.probs[n], wanted, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_on_a_chain_the_rules_are_token_and_block(dtype, rowwise):
+def test_on_a_chain_the_rules_are_token_and_block(dtype):
     B, K, V = 400, 4, 6
     p, q = (
         distributions("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype),
         distributions("dense", V, B * K).view(B, K, V).to(dtype),
     )
     x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
-    chain = (-1, 0, 1, 2)
-    parents = torch.tensor(chain).expand(B, -1) if rowwise else chain
+    parents = (-1, 0, 1, 2)
     for rule, other in ((tree, token), (traversal, block)):
         one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
         assert torch.equal(one.accepted, same.accepted) and torch.equal(one.probs, same.probs)
@@ -228,8 +217,7 @@ def test_generation_over_rounds_has_the_distribution_of_the_target(rule, mode):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_a_recorded_verification_reads_and_copies_nothing(rule, rowwise):
+def test_a_recorded_verification_reads_and_copies_nothing(rule):
     """On the stand-in device, as a CUDA graph, replayed with other numbers: those of the host."""
     B, V, parents = 5, 6, (-1, -1, 0, 0, 1, 4)
     N = len(parents)
@@ -240,12 +228,10 @@ def test_a_recorded_verification_reads_and_copies_nothing(rule, rowwise):
             "p": distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
             "q": distributions("dense", V, B * N).view(B, N, V),
         }
-        tensors |= {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
-        return tensors | {"parents": torch.tensor(parents).expand(B, -1).contiguous()}
+        return tensors | {"x": x, "u": torch.rand(B, N), "k": torch.randint(N + 1, (B,))}
 
     def verdict(at):
-        shape = at["parents"] if rowwise else parents
-        return RULES[rule](at["p"], at["q"], at["x"], shape, at["u"], at["k"])
+        return RULES[rule](at["p"], at["q"], at["x"], parents, at["u"], at["k"])
 
     with standin.device() as gpu:
         replays = Graphs(torch.device("cuda:0"))
