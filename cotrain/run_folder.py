@@ -309,7 +309,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
         group, _, name = key.partition(".")
         settings = marker.get("settings")
         values = settings.get(group) if isinstance(settings, dict) else None
-        if isinstance(values, dict) and values.get(name) == removed.neutral:
+        if isinstance(values, dict) and name in values and values[name] == removed.neutral:
             del values[name]
     return marker
 

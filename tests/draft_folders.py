@@ -26,7 +26,6 @@ BARE: dict[str, Any] = dict.fromkeys(
         "inner",
         "mask",
         "markov",
-        "confidence",
     )
 ) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {

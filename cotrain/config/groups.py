@@ -101,7 +101,6 @@ class Draft:
     temperatures: list[float]  # conditioned: the temperatures that it is trained at
     mask: str | None  # block: whether a query attends to all of its block, bidirectional (null), or to the past: causal
     markov: int | None  # kinds that draft in one pass: the rank of the Markov head; null: no such head
-    confidence: bool | None  # block: fit a head that predicts whether a draft is accepted; null: no such head
 
 
 @dataclass

@@ -271,6 +271,7 @@ class Removed(NamedTuple):
 
 REMOVED = {
     "loss.hardest": Removed(1.0, "leave it out"),
+    "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
     "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }

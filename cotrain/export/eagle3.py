@@ -6,7 +6,7 @@ engines use the target's. The format of speculators has another config.json, the
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 
 Draft folders of kind block have DFlash's format, but vLLM reads the embedding of a mask from a file of its own. No
-format here has a Markov head or a confidence head, so they are left out.
+format here has a Markov head, so it is left out.
 """
 
 import json
@@ -80,7 +80,7 @@ def export(
         remarks.append(f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
                        f"its masks, which see each other, were trained {depths} at a time.")  # fmt: skip
         metadata = metadata.exported(None, depths, None)
-    remarks = [*_without_heads(network, Path(source), metadata), *remarks]
+    remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
     metadata = changed(metadata, origin={**metadata.origin, "export": {**numbered, "remarks": remarks}})
@@ -97,15 +97,12 @@ def export(
     return Path(output)
 
 
-def _without_heads(network: Any, source: Path, metadata: Metadata) -> list[str]:
-    """Remove the Markov head and the confidence head from a network. Returns a remark about each that there was."""
+def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list[str]:
+    """Remove the Markov head from a network. Returns a remark about it if there was one."""
     config, remarks = network.config, []
     if network.markov_head is not None:
         network.markov_head, config.markov_rank = None, 0
         remarks.append(without_markov(source, metadata))
-    if getattr(network, "confidence_head", None) is not None:
-        network.confidence_head, config.enable_confidence_head, config.confidence_head_with_markov = None, False, False
-        remarks.append("The confidence head of the draft is left out, which no engine reads.")
     return remarks
 
 

@@ -38,7 +38,7 @@ def acceptance(runs: Sequence[LoadedRun]) -> Section:
 
 
 def _acceptance(run: LoadedRun) -> Markup | None:
-    charts = [chart for part in (by_depth, by_domain, by_temperature, by_context, reliability) if (chart := part(run))]
+    charts = [chart for part in (by_depth, by_domain, by_temperature, by_context) if (chart := part(run))]
     return drawn(charts) if charts else None
 
 
@@ -100,20 +100,6 @@ def by_context(run: LoadedRun) -> Chart | None:
         values = run.all("report", "extra", "profiles", t, "by_context")
         series.append(Series(f"temperature {t}", list(profile["by_context"]), values))
     return _acceptance_chart(run, "context", "Acceptance by length of the context", "tokens of context", series)
-
-
-def reliability(run: LoadedRun) -> Chart | None:
-    """Return a chart with one point per bin of drafts to which the confidence head gives similar probabilities. It
-    shows their mean acceptance.
-    """
-    bins = run.get("report", "extra", "confidence", "reliability") or []
-    path = ("report", "extra", "confidence", "reliability")
-    sure = [run.at(*path, i, "confidence") for i in range(len(bins))]
-    x = [one["confidence"] for one in bins]
-    series = [Series("acceptance", x, [run.at(*path, i, "alpha") for i in range(len(bins))]),
-              Series("if calibrated", x, sure, mode="lines")] if bins else []  # fmt: skip
-    note = "Each bin has the same number of held-out drafts. Bins are in order of the predicted probability."
-    return _acceptance_chart(run, "reliability", "Confidence head", "predicted probability of acceptance", series, note)
 
 
 def _acceptance_chart(

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from cotrain.evaluation.confidence import logistic
 from inference import Engine, Sampling
 from inference.adaptive_policy import INPUTS, Adaptive, CallDecisions, Estimates, Numbers, Recent, inputs
 from inference.measure.costs import Costs, drafting_by, wait_for
@@ -24,6 +24,8 @@ UNKNOWN = Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)
 BY_RATE = (0.0, 1.0, *(0.0,) * (INPUTS - 2))  # weights of an estimate that is the row's recent acceptance
 FEWEST = 200  # observations of a fit
 REPEATS = 20  # decisions that are timed
+RIDGE = 1e-3  # of the squared weights, in units of the inputs' standard deviations
+STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,35 @@ def content(policy: Adaptive) -> dict[str, Any]:
     return {"seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
             "estimates": asdict(policy.estimates),
             "deciding": {str(rows): one for rows, one in deciding.items()}}  # fmt: skip
+
+
+def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+    """Return weights w (D,) and a bias b () of a logistic regression. They minimise the mean cross-entropy of sigmoid(x
+    w + b) with labels y in [0, 1], plus ridge / 2 times the sum of the squares of w times the standard deviations of x.
+    x (N, D), y (N,), in float64.
+
+    Newton's method with halved steps finds the minimum, because the objective is convex.
+    """
+    mean, deviation = x.mean(0), x.std(0, correction=0)
+    scale = torch.where(deviation > 0, deviation, 1.0)
+    z = torch.cat(((x - mean) / scale, torch.ones_like(x[:, :1])), 1)
+    held = torch.full_like(z[0], ridge).index_fill(0, torch.tensor(len(z[0]) - 1, device=z.device), 0.0)
+
+    def objective(w: Tensor) -> Tensor:
+        logits = z @ w
+        return (torch.nn.functional.softplus(logits) - y * logits).mean() + held @ w.square() / 2
+
+    w = torch.zeros_like(z[0])
+    for _ in range(STEPS):
+        share = torch.sigmoid(z @ w)
+        slope = z.T @ (share - y) / len(y) + held * w
+        if float(slope.abs().max()) < FLAT:
+            break
+        bend = (z * (share * (1 - share)).unsqueeze(1)).T @ z / len(y) + torch.diag(held)
+        step = torch.linalg.solve(bend, slope)
+        now, size = objective(w), 1.0
+        while float(objective(w - size * step)) > float(now) and size > FLAT:
+            size /= 2
+        w = w - size * step
+    weight = w[:-1] / scale
+    return weight, w[-1] - mean @ weight

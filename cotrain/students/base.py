@@ -48,7 +48,7 @@ KINDS = {  # kind -> module:class, imported on first use
 # settings that only some kinds have, see `Student.takes`, with the value that means unset
 OPTIONAL: dict[str, Any] = {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "head_rank": None, "bits": None,
-    "encoder_layers": None, "inner": None, "temperatures": [], "mask": None, "markov": None, "confidence": None,
+    "encoder_layers": None, "inner": None, "temperatures": [], "mask": None, "markov": None,
 }  # fmt: skip
 
 

@@ -34,23 +34,10 @@ class BlockStudent(EagleStudent):
     """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
-    takes = ("depths", "head_rank", "vocabulary", "mask", "markov", "confidence")
+    takes = ("depths", "head_rank", "vocabulary", "mask", "markov")
     features = ("dflash",)
     parallel = True
     network: BlockNetwork
-
-    @classmethod
-    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, see `EagleStudent.initial`. A confidence head is fitted after the
-        training. Raises ValueError for a folder with such a head unless draft.confidence=true, since the head belongs
-        to another draft."""
-        network: Any = super().initial(draft, init, target)
-        if draft.confidence:
-            network.add_confidence_head()
-        elif getattr(network, "confidence_head", None) is not None:
-            raise ValueError(f"draft.path={draft.path} has a confidence head, which must be fitted again: set "
-                             "draft.confidence=true")  # fmt: skip
-        return network
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:

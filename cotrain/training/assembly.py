@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from cotrain.config.groups import Draft, Init, Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
-from cotrain.evaluation.confidence import reserved
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
@@ -79,42 +78,20 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     """Return two sets of texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the
     target.
 
-    The target's texts come from the first `rounds` samplings, in this order, without those of `fitting`. Each sampling
+    The target's texts come from the first `rounds` samplings, in this order. Each sampling
     has texts for each temperature that is learnt. by: the sampler of texts that are not on disk; None: the target,
     without a draft.
     """
     cfg = job.cfg
     given = list(cfg.draft.temperatures) or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
-    sampled = [_learnt_from(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
+    sampled = [_sampled(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
     return corpus, joined(sampled)
 
 
 def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) -> Texts:
     texts = job.texts("train", temperature, Share(i, job.cfg.rollout.rounds), by)
     return shared(texts, shares_of(job.cfg))
-
-
-def _learnt_from(job: Job, i: int, temperature: float, by: Sampler | None) -> Texts:
-    """Return the texts of a sampling without those set aside."""
-    texts = _sampled(job, i, temperature, by)
-    if not job.cfg.draft.confidence or (i, temperature) != (0, _fitted_at(job)):
-        return texts
-    aside = set(reserved(texts, job.cfg.draft.depths or 1))
-    return texts.rows([row for row in range(len(texts)) if row not in aside])
-
-
-def fitting(job: Job) -> Texts:
-    """Return the texts that draft.confidence=true sets aside. They are some texts of the first sampling, at the
-    regime's temperature if that is learnt. A draft fits the texts that it learnt from better than other texts. A head
-    that was fitted on them would predict too high an acceptance."""
-    texts = _sampled(job, 0, _fitted_at(job))
-    return texts.rows(reserved(texts, job.cfg.draft.depths or 1))
-
-
-def _fitted_at(job: Job) -> float:
-    temperatures, own = learnt(job.cfg), job.cfg.regime.temperature
-    return own if own in temperatures else temperatures[0]
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:

@@ -3,7 +3,6 @@ exported."""
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,17 +21,17 @@ from cotrain.bench.measurement import recorded, sample_text
 from cotrain.bench.planner import served_tree
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
-from cotrain.config.settings import TrainConfig, from_target, learnt, sampling, truncation
+from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
 from cotrain.data.splits import SPLITS, in_split, shared
 from cotrain.errors import UserError
-from cotrain.evaluation import comparison, confidence, profile
-from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
+from cotrain.evaluation import comparison, profile
+from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
 from cotrain.rollout.training_texts import Sampled, Source, regime
 from cotrain.students.base import Student, student_class
-from cotrain.training.assembly import coverage, fitting, foreign, held_out_texts, new_student, prune, stages, trained_by
+from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
@@ -110,7 +109,6 @@ def _distilled(
         report = export(job, module, speed, given)
     else:
         with as_served(job, module):
-            fit_confidence(job, module)
             unmeasured(job, module.draft, _training(job, module, steps))
     alpha = alpha_of(module.scores()[module.temperature], objective(cfg.objective))
     tau = ranking_tau(job, module)()
@@ -164,7 +162,6 @@ def export(
 ) -> dict[str, Any]:
     """Measure the module's draft and write the draft folder. Return its report. others: texts of the user that the
     target did not sample, as `foreign` returns them."""
-    confident = fit_confidence(job, module)
     plan, training = job.plan(module.draft), _training(job, module, speed.checkpoints[-1].step)
     extra: dict[str, Any] = {
         "held_out": module.acceptance() | module.without_markov(),
@@ -176,26 +173,7 @@ def export(
         "given_texts": biased(module, others) if others else None,
     }
     extra |= {"exit_plan": job.shape} if job.shape else {}
-    extra |= {"confidence": confident} if confident else {}
     return measured(job, plan, training, extra)
-
-
-def fit_confidence(job: Job, module: Distillation) -> dict[str, Any] | None:
-    """Fit the confidence head of a draft that has one, on texts set aside for it. Print and return its figures on
-    held-out texts of the regime."""
-    student, cfg = module.student, job.cfg
-    if confidence.head_of(student) is None:
-        return None
-    greedy = objective(cfg.objective) == "greedy"
-    texts = fitting(job)
-    if len(texts) == 1:
-        print("warning: draft.confidence=true: 1 text was set aside for the head, so it may be wrong: with more "
-              "texts, by rollout.texts= or data.path=, a tenth of them is set aside", file=sys.stderr)  # fmt: skip
-    aside = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))
-    count = confidence.fit(aside, student, module.head_target, greedy)
-    figures = confidence.judged(module.held_out[module.temperature], student, module.head_target, greedy)
-    print(confidence.line(figures))
-    return {"fitted": {"texts": len(texts), "drafts": count}, **figures}
 
 
 def _profiles(module: Distillation) -> dict[str, Any]:

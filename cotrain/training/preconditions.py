@@ -135,9 +135,6 @@ def _weights(key: str, folder: Path) -> None:
 
 def _settings(cfg: TrainConfig) -> None:
     """Check the settings that need no model and no texts."""
-    if cfg.draft.confidence and cfg.trainer.corpus_steps and cfg.data.on_target:
-        raise UserError("draft.confidence=true: texts of data.path are set aside for the head, and corpus steps would "
-                        "learn them: set trainer.corpus_steps=0")  # fmt: skip
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(
             f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"

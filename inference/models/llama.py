@@ -352,7 +352,7 @@ def can_round(model: PreTrainedModel) -> bool:
 def has_kernel(model: PreTrainedModel) -> bool:
     """Return whether the kernel for rounded weights can run all linear layers of the model. It runs on a CPU and reads
     bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past the end of a
-    row. Layers of another dtype than the model's, such as a confidence head, are not rounded."""
+    row. Layers of another dtype than the model's are not rounded."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 

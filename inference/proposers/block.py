@@ -6,9 +6,9 @@ values of that token in every layer. The queries of a round are the anchor and K
 text's last token, which the target has not read yet. The queries attend to the context and to each other: to all of the
 block, or only to earlier queries if the draft is causal. Mask i is at the position of draft i and predicts it.
 
-A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147). A confidence head
-(`confidence`) predicts whether a draft is accepted. Names and shapes are those that engines load (`DFlashDraftModel`).
-The embedding is the target's; `mask_embedding` is an addition of this project.
+A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147). Names and shapes
+are those that engines load (`DFlashDraftModel`). The embedding is the target's; `mask_embedding` is an addition of this
+project.
 
 Slot s of a cache has the keys and values of token s in all layers. A round first stores those of the accepted tokens,
 computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites.
@@ -29,31 +29,28 @@ from inference.models.cache import Window
 from inference.models.forward import picked
 from inference.models.markov import MarkovHead
 from inference.proposers.base import Round
-from inference.proposers.confidence import ConfidenceHead
 from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
 from inference.proposers.trees import TreeShape, from_one_pass
 
 ARCHITECTURES = ["DFlashDraftModel"]
+# what engines read of the heads that drafts of earlier versions have; they are not loaded
+NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 
 
 class BlockConfig(EagleConfig):
     """The config of a block draft. It extends `EagleConfig`. depths: drafts per round, K. causal: whether a query
-    attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. enable_confidence_head: whether
-    the draft has a confidence head. confidence_head_with_markov: whether that head also reads rows of the Markov head.
-    dflash_config: `causal`, and the layers by their outputs, in the form that engines read."""
+    attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`, and the
+    layers by their outputs, in the form that engines read."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
 
     def __init__(
         self, num_hidden_layers: int = 1, causal: bool = False, markov_rank: int = 0,
-        enable_confidence_head: bool = False, confidence_head_with_markov: bool = False,
         dflash_config: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        super().__init__(**settings)
+        super().__init__(**settings | NO_CONFIDENCE)
         self.num_hidden_layers, self.markov_rank = num_hidden_layers, markov_rank
-        self.enable_confidence_head = enable_confidence_head
-        self.confidence_head_with_markov = confidence_head_with_markov
         self.causal = bool((dflash_config or {}).get("causal", causal))
         self.dflash_config = {"mask_token_id": self.vocab_size - 1, **(dflash_config or {}), "causal": self.causal,
                               "target_layer_ids": output_layers(self.layers)}  # fmt: skip
@@ -64,7 +61,7 @@ class BlockNetwork(FeatureNetwork):
     mask."""
 
     config_class: Any = BlockConfig
-    _keep_in_fp32_modules_strict = {"confidence_head"}
+    _keys_to_ignore_on_load_unexpected = [r"^confidence_head\."]
     config: BlockConfig
     markov_head: Any  # a MarkovHead or None
 
@@ -73,28 +70,7 @@ class BlockNetwork(FeatureNetwork):
         self.mask_embedding = nn.Parameter(config.initializer_range * torch.randn(config.hidden_size))
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
-        if config.enable_confidence_head:
-            self.confidence_head = self._confidence_head()
         self.post_init()
-
-    def add_confidence_head(self) -> None:
-        """Add a confidence head, not fitted yet, if the network has none."""
-        if not self.config.enable_confidence_head:
-            self.config.enable_confidence_head = True
-            self.config.confidence_head_with_markov = bool(self.config.markov_rank)
-            self.confidence_head = self._confidence_head()
-
-    def _confidence_head(self) -> ConfidenceHead:
-        rank = self.config.markov_rank if self.config.confidence_head_with_markov else 0
-        return ConfidenceHead(self.config.hidden_size + rank)
-
-    def confidence(self, states: Tensor, before: Tensor, log_probs: Tensor | None = None) -> Tensor:
-        """Return the probability (...) that each draft is accepted if all before it were. states (..., H): of the
-        drafts' masks. before (...): the token drafted before each draft, the anchor for the first. log_probs: see
-        `ConfidenceHead`."""
-        rows = [self.markov_head.markov_w1(before).to(states)] if self.config.confidence_head_with_markov else []
-        confidence: Tensor = self.confidence_head(torch.cat((states, *rows), -1), log_probs)
-        return confidence
 
     def add_layers(self, config: EagleConfig) -> None:
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)

@@ -16,7 +16,7 @@ TAKES = {
     "conditioned": {"temperatures", "vocabulary", "head_rank"},
     "eagle": {"depths", "vocabulary", "head_rank"},
     "p_eagle": {"depths", "vocabulary", "head_rank", "markov"},
-    "block": {"depths", "vocabulary", "head_rank", "mask", "markov", "confidence"},
+    "block": {"depths", "vocabulary", "head_rank", "mask", "markov"},
     "early_exit": {"rank", "depths"},
     "parallel": {"depths", "vocabulary", "head_rank", "markov"},
     "medusa": {"depths", "markov"},
@@ -28,7 +28,7 @@ TAKES = {
 }
 VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5,
           "encoder_layers": 1, "bits": 8,
-          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
+          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3}  # fmt: skip
 
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:

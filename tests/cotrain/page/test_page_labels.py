@@ -109,11 +109,7 @@ def test_the_regime_that_was_served_decides_what_is_shown(tmp_path: Path) -> Non
 def test_what_charts_of_acceptance_name(tmp_path: Path) -> None:
     report = full_report()
     report["extra"]["profiles"]["0"] = report["extra"]["profiles"]["1"]
-    report["extra"]["confidence"] = {"reliability": [{"drafts": 2, "confidence": 0.25, "alpha": 0.5}]}
     text = page(tmp_path / "run", report)
-    bins = "/report/extra/confidence/reliability/0"
-    assert chart(text, "Confidence head")["0.25"] == {"acceptance": [f"{bins}/alpha"],
-                                                      "if calibrated": [f"{bins}/confidence"]}  # fmt: skip
     result = chart(text, "Acceptance by depth")["1"]
     assert result == {name: [pointer] for name, pointer in BY_DEPTH.items()}
     at = "/report/extra/profiles"

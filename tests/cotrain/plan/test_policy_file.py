@@ -18,6 +18,7 @@ from cotrain.plan.policy_file import (
     content,
     decision_seconds,
     estimates,
+    logistic,
     observed,
     policy_of,
     replayed,
@@ -168,3 +169,24 @@ def test_a_decision_is_timed_with_the_reading_of_the_distribution(monkeypatch: p
     policy = Adaptive({3: (1.0, 1.1, 1.2)}, TELLING, {})
     assert 0.005 < decision_seconds(policy, 3, 32, torch.device("cpu")) < 0.05
     assert calls[:2] == [("see", (3, 32)), ("goes_on", 3)]
+
+
+def test_the_fit_recovers_a_known_map() -> None:
+    x = torch.randn(3000, 5, generator=torch.Generator().manual_seed(0)).double() * 3 + 1
+    w, b = torch.tensor([0.5, -1.0, 0.0, 2.0, 0.1]).double(), 0.7
+    weight, bias = logistic(x, torch.sigmoid(x @ w + b), 0.0)
+    assert torch.allclose(weight, w, atol=1e-9) and float(bias) == pytest.approx(b, abs=1e-9)
+
+
+def test_the_fit_is_the_minimum_and_a_constant_input_gets_nothing() -> None:
+    """Also of labels that a line separates, where Newton's whole steps would diverge without the ridge."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.cat(
+        (torch.rand(100, 3, generator=g, dtype=torch.float64), torch.full((100, 1), 4.0, dtype=torch.float64)), 1
+    )
+    for labels in (torch.rand(100, generator=g, dtype=torch.float64), (x[:, 0] > 0.5).double()):
+        weight, bias = logistic(x, labels, 0.01)
+        gap = torch.sigmoid(x @ weight + bias) - labels
+        deviation = x.std(0, correction=0)
+        slope = ((x - x.mean(0)).T @ gap / 100)[:3] + 0.01 * weight[:3] * deviation[:3].square()
+        assert weight[3] == 0 and abs(float(gap.mean())) < 1e-9 and float(slope.abs().max()) < 1e-9

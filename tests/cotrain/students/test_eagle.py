@@ -32,7 +32,7 @@ WHOLE: dict[str, Any] = {"max_new_tokens": [7, 3, 20, 2, 15], "seed": 2, "ignore
 
 def draft(**settings: Any) -> Any:
     keys = {"kind": "eagle", "path": None, "width": 16, "layers": 1, "intermediate": 24, "head_dim": 8, "kv_heads": 1}
-    every = dict.fromkeys(("vocabulary", "head_rank", "mask", "markov", "confidence"))
+    every = dict.fromkeys(("vocabulary", "head_rank", "mask", "markov"))
     return SimpleNamespace(**keys | every | {"depths": 3} | settings)
 
 

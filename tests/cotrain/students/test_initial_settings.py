@@ -14,7 +14,7 @@ from tests.folders import VOCABULARY, target_folder
 # what each setting of a kind may be, other than its default; "datastore" names files and is tested with look-up
 OTHER: dict[str, Any] = {
     "mask": ["bidirectional", "causal"], "markov": [3, 5], "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40],
-    "head_rank": [2, 5], "temperatures": [[0.0, 0.5], [0.3, 0.9]], "confidence": [None, True],
+    "head_rank": [2, 5], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
 }  # fmt: skip
 TRAINED = [kind for kind in KINDS if student_class(kind).trained]
 CASES = [(kind, key) for kind in TRAINED for key in student_class(kind).takes if key in OTHER]
@@ -39,7 +39,7 @@ def stated(network: Any) -> dict[str, Any]:
     """What the folder of a network says of its drafts."""
     config = network.config.to_dict()
     names = ("depths", "pard_depths", "num_heads", "rank", "draft_vocab_size", "head_rank", "draft_temperatures",
-             "causal", "markov_rank", "enable_confidence_head")  # fmt: skip
+             "causal", "markov_rank")  # fmt: skip
     return {name: config[name] for name in names if name in config}
 
 

@@ -73,10 +73,8 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
     monkeypatch.setattr(type(job), "messages", False)
-    monkeypatch.setattr(distil, "fit_confidence", lambda job, module: {"of": module.draft})
     distil.export(job, module_of(job), speed)
     *_, training, extra = calls[-1]
-    assert extra["confidence"] == {"of": "draft"}
     assert training["temperatures"] == [0.8] and training["draft_vocabulary"] is None and extra["given_texts"] is None
     assert training["learnt"]["chat_template"] is None and training["learnt"]["completions"] is False
 

@@ -20,7 +20,6 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.models import llama
 from inference.models.compiled import CompiledModules
 from inference.policy import Fixed
-from inference.proposers.block import Block
 from inference.proposers.eagle import Chains, Eagle
 from inference.proposers.quantised import round_bits
 from inference.sampling import draw
@@ -279,18 +278,6 @@ def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
     )
     assert sum(out.stats.accepted) > 0
     assert any(isinstance(part, llama.RoundedLinear) for part in proposer.served.modules())
-
-
-def test_a_confidence_head_is_no_obstacle_and_is_not_rounded() -> None:
-    """It is in float32, and reads four numbers more than the kernel's sixteens."""
-    target = tiny(hidden=32, dtype=torch.bfloat16)
-    network = kinds.block(target)
-    network.add_confidence_head()
-    assert BlockStudent.takes_int8(network)
-    proposer = Block(network, int8=True)
-    Engine(target, proposer, rows=1, policy=Fixed(2)).generate([[1, 2, 3]], max_new_tokens=6)
-    head = proposer.served.confidence_head
-    assert isinstance(head.proj, torch.nn.Linear) and isinstance(proposer.served.fc, llama.RoundedLinear)
 
 
 def test_what_is_compiled_is_of_its_temperature_vocabulary_and_target(calls: list[int]) -> None:

@@ -107,9 +107,7 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
-NONE = dict.fromkeys(
-    ("datastore", "vocabulary", "head_rank", "encoder_layers", "bits", "inner", "mask", "markov", "confidence")
-) | {
+NONE = dict.fromkeys(("datastore", "vocabulary", "head_rank", "encoder_layers", "bits", "inner", "mask", "markov")) | {
     "shortest": 2,
     "rank": 0,
     "temperatures": [],
