@@ -218,7 +218,9 @@ class Trainer:
     cache: str | None  # a folder that stores the target's hidden states, for runs that train on the same texts
     # How many most probable tokens are stored per position, see cotrain.teacher.target_distributions; 0: hidden states.
     top: int
-    precision: str  # Lightning's: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would emulate it
+    # Lightning's, with weights in float32: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would
+    # emulate it
+    precision: str
     accumulate: int  # batches per step
     clip: float  # the largest gradient norm
     ema: float  # decay of the moving average of weights that is evaluated and exported; 0: no average

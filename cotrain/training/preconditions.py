@@ -54,7 +54,7 @@ from inference.servers.openai_client import Client
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = "num_experts_per_tok"
 LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # set by launchers of several machines
-HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
+HALF = ("16", "16-mixed")  # Lightning's names of float16
 
 
 @dataclass(frozen=True)
