@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
 from cotrain.students.base import Student, student_class
-from inference.drafts.compatibility import hash_target
+from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, save
 from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
@@ -61,6 +61,6 @@ def draft_folder(path: Path, target: Path, kind: str, **settings: Any) -> Path:
 
 def written(path: Path, target: Path, made: Student, int8: bool = False) -> Path:
     """The folder of a student's draft."""
-    hashes = hash_target(made.target.config, tokenizer())
+    hashes = hash_target(made.target.config, tokenizer()) | {"weights": hash_weights(str(target))}
     about = Metadata({"name": str(target), **hashes}, 2, kind=made.kind, int8=int8)
     return save(made.network, tokenizer(), path, about, None)

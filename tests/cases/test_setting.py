@@ -26,15 +26,19 @@ def test_weights_in_half_precision_are_refused_with_the_precision_to_take(name: 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate", "line"),
+    ("dtype", "rate", "shown"),
     [
-        (torch.bfloat16, 1e-5, "after 20 steps only 0% of the draft's weights have moved: at the learning rate 1.0e-05"),
-        (torch.float32, 1e-9, "after 20 steps only 0% of the draft's weights have moved: at the learning rate 1.0e-09"),
+        (
+            torch.bfloat16,
+            1e-5,
+            "1.0e-05",
+        ),
+        (torch.float32, 1e-9, "1.0e-09"),
         (torch.float32, 1e-5, ""),
     ],
 )
 def test_weights_that_stand_still_are_said_whatever_the_precision(
-    dtype: torch.dtype, rate: float, line: str, capsys: pytest.CaptureFixture[str]
+    dtype: torch.dtype, rate: float, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Embeddings of tokens that no text has do not count: here nine in ten."""
     torch.manual_seed(0)
@@ -53,7 +57,10 @@ def test_weights_that_stand_still_are_said_whatever_the_precision(
         trainer.global_step += 1
         movement.on_train_batch_end(trainer, module)
     said = capsys.readouterr().err
-    assert said.startswith(line) and said.count("\n") == bool(line)
+    assert said.count("\n") == bool(shown)
+    if shown:
+        where = f"at the learning rate {shown}"
+        assert said.startswith(f"after 20 steps only 0% of the draft's weights have moved: {where}")
 
 
 def test_a_run_says_that_weights_stand_still(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
