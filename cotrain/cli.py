@@ -199,6 +199,7 @@ def quiet() -> None:
                  "lightning.pytorch.trainer.connectors.checkpoint_connector"):  # fmt: skip
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code's
 
 
 def _refuse_paths(name: str, cfg: "DictConfig") -> None:

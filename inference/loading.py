@@ -1,5 +1,6 @@
 """Loading of engines. `load` makes an engine from a draft folder."""
 
+import warnings
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer, read
+from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer, other_weights, read
 from inference.engine import Engine
 from inference.models.pretrained import load_model, move
 from inference.policy import Fixed
@@ -39,6 +40,8 @@ def load(
     if target is None or isinstance(target, str | PathLike):
         if target is None:
             target = _named_target(folder, metadata)
+        if changed := other_weights(metadata, str(target)):
+            warnings.warn(f"{draft.path / METADATA}: {changed}", stacklevel=2)
         path = resolve(str(target))
         tokenizer = tokenizer or load_tokenizer(Path(path))
         target = load_model(path, settings.pop("dtype", None))

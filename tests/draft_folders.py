@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import student_class
-from inference.drafts.compatibility import hash_target
+from cotrain.students.base import Student, student_class
+from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, save
 from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
@@ -42,12 +44,22 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def new_student(kind: str, target: PreTrainedModel, **settings: Any) -> Student:
+    """The student of an untrained draft of the target. A draft of two levels needs `path`, its small draft's folder."""
+    student = student_class(kind)
+    draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
+    return student(student.initial(draft, Init("target_layers", [0], 0.0), target), target, VOCABULARY)
+
+
 def draft_folder(path: Path, target: Path, kind: str, **settings: Any) -> Path:
     """A folder that names its target; it plans two drafts a round."""
-    model, student = load_model(str(target)), student_class(kind)
     if kind == "two_levels":
         settings |= {"path": str(draft_folder(path.with_name(f"small draft of {path.name}"), target, "independent"))}
-    draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-    made = student(student.initial(draft, Init("target_layers", [0], 0.0), model), model, VOCABULARY)
-    about = Metadata({"name": str(target), **hash_target(model.config, tokenizer())}, 2, kind=kind)
+    return written(path, target, new_student(kind, load_model(str(target)), **settings))
+
+
+def written(path: Path, target: Path, made: Student, int8: bool = False) -> Path:
+    """The folder of a student's draft."""
+    hashes = hash_target(made.target.config, tokenizer()) | {"weights": hash_weights(str(target))}
+    about = Metadata({"name": str(target), **hashes}, 2, kind=made.kind, int8=int8)
     return save(made.network, tokenizer(), path, about, None)

@@ -28,6 +28,7 @@ from cotrain.export.publishing import card, tau_by_length
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
+from cotrain.training.preconditions import say_other_weights
 from inference.drafts.draft_folder import REPORT, Metadata, read
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import read_json
@@ -54,34 +55,42 @@ def run(cfg: ExportConfig) -> None:
         publishing.require(cfg.push_to_hub)
     refuse_kind(cfg.engine, kind)
     refuse(cfg.draft.path, cfg.temperature)
+    served = _served(cfg, metadata)
+    plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
+    if cfg.dtype != "auto" and not plain:
+        raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written as they are; leave it out")
+    if cfg.layout in FEATURES:
+        path = _features(cfg, served)
+        _print_launch(path, cfg)
+    elif layout := layout_of(kind, cfg.engine):
+        path = layout.export(
+            cfg.draft.path, cfg.output, cfg.k, target=served, replace=cfg.overwrite, name=cfg.push_to_hub
+        )
+        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+    elif cfg.layout == "gguf":
+        path = _plain(cfg, served)
+        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+    else:
+        path = _plain(cfg, served)
+        _print_launch(path, cfg)
+        _print_remarks(path)
+        if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
+            print(apart, file=sys.stderr)
+    if cfg.push_to_hub:
+        _push(path, cfg.push_to_hub, served)
+
+
+def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:
+    """Return the target that the draft is exported for. Print a line if its weights are not those that the draft was
+    trained for. Raises UserError if no target is named, or one with an adapter."""
     served = cfg.target.path or (metadata.target["name"] if metadata else None)
     if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {metadata.origin['adapter']}"
         raise UserError(f"{cfg.draft.path} was made for {both}: give the folder of the merged model as target.path=")
     if served is None:
         raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
-    plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
-    if cfg.dtype != "auto" and not plain:
-        raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written as they are; leave it out")
-    if cfg.layout in FEATURES:
-        path = _features(cfg, str(served))
-        _print_launch(path, cfg)
-    elif layout := layout_of(kind, cfg.engine):
-        path = layout.export(
-            cfg.draft.path, cfg.output, cfg.k, target=str(served), replace=cfg.overwrite, name=cfg.push_to_hub
-        )
-        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
-    elif cfg.layout == "gguf":
-        path = _plain(cfg, str(served))
-        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
-    else:
-        path = _plain(cfg, str(served))
-        _print_launch(path, cfg)
-        _print_remarks(path)
-        if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
-            print(apart, file=sys.stderr)
-    if cfg.push_to_hub:
-        _push(path, cfg.push_to_hub, str(served))
+    say_other_weights(str(cfg.draft.path), metadata, served, None)
+    return served
 
 
 def _print_launch(path: Path, cfg: ExportConfig) -> None:

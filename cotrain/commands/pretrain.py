@@ -93,7 +93,7 @@ def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, 
     rate = cfg.pretraining
     seconds = pretraining.fit(
         module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
-        every=rate.validate_every, precision=optim.precision(rate.precision),
+        every=rate.validate_every, precision=optim.precision(rate.precision, key="pretraining.precision"),
     )  # fmt: skip
     phase = {
         "step": module.trainer.global_step,
@@ -124,7 +124,9 @@ def _card(
         "tokens_seen": rate.steps * rate.batch * (cfg.data.block - 1),
         "seconds": sum(phase["seconds"] for phase in phases),
         "phases": phases,
-        "bits_per_byte": pretraining.measure(module, held_out, rate.batch, optim.precision(rate.precision)),
+        "bits_per_byte": pretraining.measure(
+            module, held_out, rate.batch, optim.precision(rate.precision, key="pretraining.precision")
+        ),
         "five_gram": {d: min(bits[f"all/{d}"], bits[f"{d}/{d}"]) for d in held_out.domains},
         "bigram_alpha": _bigram_alpha(module, train, _first(held_out), tokenizer),
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},

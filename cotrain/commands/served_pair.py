@@ -18,7 +18,7 @@ from cotrain.data.sources import source_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
-from cotrain.training.preconditions import holds, outline, same_tokenizer, size_of, sketch
+from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, load_draft, load_tokenizer, read
@@ -73,6 +73,7 @@ def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
         cfg.target.path = metadata.target["name"]
         cfg.target.adapter = cfg.target.adapter or metadata.origin.get("adapter")
     as_trained(cfg, metadata)
+    say_other_weights(cfg.draft.path, metadata, cfg.target.path, cfg.target.adapter)
     return str(cfg.target.path)
 
 

@@ -214,7 +214,9 @@ class Trainer:
     remember_mb: int  # MiB for the target's hidden states of texts that are seen again
     checkpoint_minutes: float  # the longest time between checkpoints; a validation always writes one
     cache: str | None  # a folder that stores the target's hidden states, for runs that train on the same texts
-    precision: str  # Lightning's: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would emulate it
+    # Lightning's, with weights in float32: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would
+    # emulate it
+    precision: str
     accumulate: int  # batches per step
     clip: float  # the largest gradient norm
     ema: float  # decay of the moving average of weights that is evaluated and exported; 0: no average

@@ -11,12 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.drafts.compatibility import hash_tokenizer
+from inference.drafts.compatibility import bits, hash_tokenizer, some_bits
 from inference.models.pretrained import quantised
 from inference.request import ends_of
 
@@ -63,9 +61,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for place, tensor in enumerate(model.state_dict().values()):
         flat = tensor.detach().flatten()
-        if len(flat):
-            digest.update(_bits(flat[_chosen(place, len(flat)).to(flat.device)]).cpu().numpy().tobytes())
-        total = sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
+        digest.update(some_bits(flat, place, SAMPLE))
+        total = sum(int(bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
         digest.update(f"{tuple(tensor.shape)} {total};".encode())
     how = quantised(model.config)
     digest.update(str(how and how.get("quant_method")).encode())
@@ -121,20 +118,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
-
-
-def _bits(values: Tensor) -> Tensor:
-    """The bits of floating-point numbers as integers; integers unchanged."""
-    if values.dtype == torch.float64:
-        return values.view(torch.int64)
-    return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
-
-
-def _chosen(place: int, size: int) -> Tensor:
-    """The indices of the values that are hashed: pseudorandom, since a fixed stride could hit the same column of each
-    row. place: the number of the tensor in the state dict; size: its number of values."""
-    drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(SAMPLE, size))
-    return torch.from_numpy((numpy.frombuffer(drawn, "<u8") % size).astype("int64"))
 
 
 def _adapter(model: PreTrainedModel) -> str | None:

@@ -119,7 +119,7 @@ def prepare(
     remarks = lost + _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
-        metadata = changed(metadata, target={"name": metadata.target["name"], **hashes})
+        metadata = changed(metadata, target={**metadata.target, **hashes})
     exported = _origin(engine, model) | ({"remarks": lost} if lost else {})
     metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:

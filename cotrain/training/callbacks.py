@@ -1,6 +1,7 @@
 """Callbacks of a training. They measure checkpoints, average or quantise weights, and log curves."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from cotrain.acceptance import conditional
 from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
+from cotrain.ranks import rank
 from cotrain.students.quantised import projections, quantised
 from cotrain.training.distributed import rest, within
 from cotrain.training.interrupts import validates
@@ -35,6 +37,7 @@ Show = Callable[[PreTrainedModel], str]
 POINTS = 24  # number of points of a training
 TOKENS = 0.1  # tokens that all points score together, as a share of the tokens of training
 MOST = 2**14  # tokens that one point scores
+FIRST, LOOKED_AT = 20, 1024  # steps after which `Movement` looks at so many weights of each tensor
 MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 
@@ -277,6 +280,54 @@ class Learning(Callback):
         figures = {f"{tags.TRAINING}/{name}": value for name, value in module.step_figures.items()}
         own = {tags.RATE: self.rate, tags.NORM: self.norm, tags.TOKENS_PER_SECOND: speed}
         log(trainer, figures | own, trainer.global_step)
+
+
+class Movement(Callback):
+    """Callback that prints a line if after `FIRST` steps most weights of the draft are still what they were: rounding
+    loses an update that is small beside its weight.
+
+    It looks at `LOOKED_AT` weights of each tensor, or of its part in this process. Weights that had no gradient do not
+    count, such as embeddings of tokens that no text has.
+    """
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.until, random = trainer.global_step + FIRST, torch.Generator().manual_seed(0)
+        self.looked_at = [
+            (weight, at := torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random), _values(weight, at))
+            for weight in module.draft.parameters()
+            if (size := _local(weight).numel()) and weight.requires_grad
+        ]
+        self.learns = [torch.zeros_like(before, dtype=torch.bool) for _, _, before in self.looked_at]
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, module: Any, optimizer: Any) -> None:
+        for (weight, at, _), learns in zip(self.looked_at, self.learns, strict=True):
+            if weight.grad is not None:
+                learns |= _values(weight.grad, at) != 0
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step < self.until or not self.looked_at:
+            return
+        counts = torch.zeros(2, device=module.device)  # weights that moved, and weights with a gradient
+        for (weight, at, before), learns in zip(self.looked_at, self.learns, strict=True):
+            changed = learns & (_values(weight, at) != before)
+            counts += torch.stack([changed.sum(), learns.sum()]) / len(at) * _local(weight).numel()
+        self.looked_at, self.learns = [], []
+        moved, learning = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+        if moved <= learning / 2 and not rank():
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+            print(f"after {FIRST} steps only {moved / max(learning, 1):.0%} of the draft's weights have moved: at the "
+                  f"learning rate {rate:.1e} rounding loses the others' updates; raise optimizer.lr",
+                  file=sys.stderr)  # fmt: skip
+
+
+def _local(weight: Tensor) -> Tensor:
+    """Return a tensor, or this process's part of a sharded one."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _values(weight: Tensor, at: Tensor) -> Tensor:
+    """Return a copy of the entries `at` of a tensor, or of this process's part of it."""
+    return _local(weight.detach()).flatten()[at.to(weight.device)]
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:

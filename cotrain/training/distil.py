@@ -41,7 +41,7 @@ from cotrain.training.preconditions import fill_prompt_tokens, refuse_run, requi
 from cotrain.training.progress import prompt_seconds
 from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
-from inference.drafts.compatibility import hash_target
+from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, save
 from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
@@ -290,8 +290,13 @@ def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None
 def _write_draft(
     job: Job, plan: measurement.Plan, origin: dict[str, Any], k: int, report: dict[str, Any] | None
 ) -> None:
+    asked = job.cfg.target
     metadata = Metadata(
-        target={"name": job.cfg.target.path, **hash_target(job.target.config, job.tokenizer)},
+        target={
+            "name": asked.path,
+            **hash_target(job.target.config, job.tokenizer),
+            "weights": hash_weights(asked.path, asked.adapter),
+        },
         k=k,
         objective=objective(job.cfg.objective),
         regime=regime(sampling(job.cfg.regime)),

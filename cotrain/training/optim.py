@@ -9,9 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from cotrain.errors import UserError
 from cotrain.training.progress import Progress
 from inference.measure import environment
 from inference.models.pretrained import half
+
+# Lightning's precisions with weights in half precision -> those that compute in it, with weights in float32
+HALVES = {"16-true": "16-mixed", "bf16-true": "bf16-mixed",
+          "transformer-engine": "bf16-mixed", "transformer-engine-float16": "16-mixed"}  # fmt: skip
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -106,9 +111,15 @@ def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: floa
     return LambdaLR(optimizer, factor)
 
 
-def precision(name: str, device: str | None = None) -> str:
+def precision(name: str, device: str | None = None, key: str = "trainer.precision") -> str:
     """Return Lightning's name of a precision. "auto" is bf16-mixed, or 32-true on a CPU without fast bfloat16. device:
-    by default the GPU, if there is one."""
+    by default the GPU, if there is one.
+
+    Raises UserError, naming `key`, for weights in half precision. An update is lost there if it is below half the
+    distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16."""
+    if name in HALVES:
+        raise UserError(f"{key}={name}: weights in half precision lose small updates, so they hardly train: "
+                        f"set {key}=auto or {HALVES[name]}, with weights in float32")  # fmt: skip
     if name != "auto":
         return name
     return "bf16-mixed" if half(device or environment.device()) == torch.bfloat16 else "32-true"

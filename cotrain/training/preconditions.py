@@ -27,6 +27,7 @@ from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
+from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import SELF, opening, unended
 from cotrain.rollout.training_texts import Source, Start, start_of
 from cotrain.run_folder import writable
@@ -42,7 +43,7 @@ from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import tokenizer_problems
-from inference.drafts.draft_folder import GENERATION
+from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
 from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
@@ -54,7 +55,7 @@ from inference.servers.openai_client import Client
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = "num_experts_per_tok"
 LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # set by launchers of several machines
-HALF = ("16", "16-true", "16-mixed")  # Lightning's names of float16, "16" meaning 16-mixed
+HALF = ("16", "16-mixed")  # Lightning's names of float16
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
         same_tokenizer(path, tokenizer, own)
+        say_other_weights(path, read(path).metadata, cfg.target.path, cfg.target.adapter)
 
 
 def _named(cfg: TrainConfig) -> bool:
@@ -361,6 +363,13 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
     """Raise UserError for a draft whose token ids are not the target's."""
     if problems := tokenizer_problems(tokenizer, own):
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
+
+
+def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:
+    """Print a line if the target's weights are not those that the draft of a folder was trained for. metadata: the
+    folder's."""
+    if (changed := other_weights(metadata, target, adapter)) and not rank():
+        print(f"draft.path={draft}: {changed}", file=sys.stderr)
 
 
 class Size(NamedTuple):

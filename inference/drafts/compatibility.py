@@ -4,11 +4,23 @@ of a pair.
 
 import hashlib
 import json
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from inference.drafts.bundled_target import resolve
+from inference.drafts.weight_files import CONFIG, weight_files
 from inference.models.pretrained import TIED, quantised
+
+ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
+FEW = 64  # values of each tensor that `hash_weights` reads: a file of many gigabytes is not read for it
 
 # The keys that a draft depends on. The hash does not include names, paths, versions, dtype, or keys of later versions
 # of transformers.
@@ -36,6 +48,52 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
         "config": _sha256({key: value for key, value in shape.items() if value is not None}),
         "tokenizer": None if tokenizer is None else hash_tokenizer(tokenizer),
     }
+
+
+def hash_weights(path: str, adapter: str | None = None) -> str | None:
+    """Return a hash of a target's weights, from its files, or None if there are no such files on this machine.
+
+    It covers the names and shapes of all tensors and `FEW` values of each, and does not depend on dtype or on how many
+    files there are. path: as in `resolve`; of a hub id, the files in the hub's cache. adapter: the folder or hub id of
+    a PEFT adapter, whose weights count too.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        for files in [_weights(resolve(path))] + ([_weights(adapter)] if adapter else []):
+            with ExitStack() as opened:
+                parts = [opened.enter_context(safe_open(file, "pt")) for file in files]
+                tensors = {name: part for part in parts for name in part.keys()}  # no mapping
+                for place, name in enumerate(sorted(tensors)):
+                    tensor = tensors[name].get_tensor(name)  # mapped, and read only where it is looked at
+                    digest.update(f"{name} {tuple(tensor.shape)};".encode() + some_bits(tensor, place, FEW))
+    except (OSError, ValueError, SafetensorError):  # loading says what is wrong with the files
+        return None
+    return digest.hexdigest()
+
+
+def _weights(path: str) -> list[Path]:
+    """Return the safetensors files of a model or an adapter. Raises OSError if there are none."""
+    found = (try_to_load_from_cache(path, name) for name in (CONFIG, ADAPTER[0]) if not Path(path).is_dir())
+    folder = next((Path(file).parent for file in found if isinstance(file, str)), Path(path))
+    adapter = folder / ADAPTER[1]
+    return [adapter] if adapter.is_file() else weight_files(folder)
+
+
+def some_bits(tensor: Tensor, place: int, count: int) -> bytes:
+    """Return the bits of `count` values of a tensor. They are pseudorandom, since a fixed stride could hit the same
+    column of each row. place: the number of the tensor in its model."""
+    flat, size = tensor.detach().flatten(), tensor.numel()
+    drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(count, size))
+    chosen = torch.from_numpy((numpy.frombuffer(drawn, "<u8") % max(size, 1)).astype("int64"))
+    return bits(flat[chosen.to(flat.device)]).cpu().numpy().tobytes()
+
+
+def bits(values: Tensor) -> Tensor:
+    """Return the bits of floating-point numbers as integers, the same in bfloat16 and in float32; integers
+    unchanged."""
+    if values.dtype == torch.float64:
+        return values.view(torch.int64)
+    return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -28,7 +28,7 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.causal_lm import CausalLM
-from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
+from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer, hash_weights
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
@@ -97,7 +97,8 @@ class PlannedTree:
 class Metadata:
     """The contents of `cotrain.json`.
 
-    target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`. k: planned draft
+    target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash, "weights": hash}, see `hash_target`
+    and `hash_weights`; older folders lack the last. k: planned draft
     length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q), "greedy" if trained for
     p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date, loss. kind: kind of
     proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured with weights rounded
@@ -122,7 +123,7 @@ class Metadata:
         for name, value in (("target", self.target), ("regime", self.regime), ("origin", self.origin)):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be an object, not {value!r}")
-        if set(self.target) != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
+        if {*self.target} - {"weights"} != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
             raise ValueError(f"target must hold name, config and tokenizer, not {dict(self.target)!r}")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
@@ -137,15 +138,28 @@ class Metadata:
         If a target is given, its weights include the adapter, if there was one, so the adapter is removed. If a length
         k is given, the draft makes chains, so the tree is removed.
         """
-        origin = {**self.origin, "adapter": None} if target and self.origin.get("adapter") else self.origin
+        merged = target and self.origin.get("adapter")
+        origin = {**self.origin, "adapter": None} if merged else self.origin
         return changed(
             self,
-            target={**self.target, "name": target or self.target["name"]},
+            target={**self.target, "name": target or self.target["name"]} | ({"weights": None} if merged else {}),
             k=k or self.k,
             tree=None if k else self.tree,
             objective=objective or self.objective,
             origin=origin,
         )
+
+
+def other_weights(metadata: Metadata | None, path: str, adapter: str | None = None) -> str | None:
+    """Return a sentence if a target's weights are not those that a draft was trained for, else None. path, adapter: see
+    `hash_weights`. There is none for a folder without a hash, and for a target whose adapter has been merged."""
+    own = metadata.target.get("weights") if metadata else None
+    if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
+        return None
+    if hash_weights(path, adapter) in (own, None):
+        return None
+    return (f"the weights of the target {path} are not those of {metadata.target['name']} when the draft was trained: "
+            "text stays exact, acceptance may be lower; init=pretrained trains the draft further")  # fmt: skip
 
 
 @dataclass(frozen=True)

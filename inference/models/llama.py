@@ -55,7 +55,7 @@ class Linear(NamedTuple):
             return self.packed(x)
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
-        flat = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.weight, self.scale)
+        flat = torch._weight_int8pack_mm(packing.owned(x.reshape(-1, x.shape[-1])), self.weight, self.scale)
         wide = flat.view(*x.shape[:-1], len(self.weight))
         return wide if self.bias is None else wide + self.bias
 
@@ -373,7 +373,8 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
-    return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
+    numbers = (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    return packing.owned(numbers), packing.owned(scale)
 
 
 def rounded(weight: Tensor) -> Tensor:

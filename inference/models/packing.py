@@ -24,6 +24,17 @@ from inference.models.pretrained import emulated
 LARGEST = 2**30  # bytes of copies: larger models are not stored twice
 ROWS = 32  # ids of a pass for which oneDNN chooses the order; other numbers work as well
 CHUNK = 4096  # rows of a weight that are compared at once
+ALIGNED = 64  # bytes that a kernel reads at once
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor in contiguous memory that begins at a multiple of `ALIGNED` bytes, as torch
+    allocates it: the tensor itself, or a copy. Every tensor for a kernel of packed weights comes from here.
+
+    A tensor of a mapped file begins at any address, and such a kernel may end the process there."""
+    tensor = tensor.contiguous()
+    # compiled code reads a mapped tensor through operations that store their results in its own memory
+    return tensor if torch.compiler.is_compiling() or not tensor.data_ptr() % ALIGNED else tensor.clone()
 
 
 class Product(Protocol):
@@ -41,11 +52,11 @@ class InBfloat16:
     width = 2
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(owned(weight), ROWS)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(owned(x), self.weight, self.bias, "none", [], "")
         return product
 
 
@@ -60,7 +71,7 @@ class InFloat16:
     width = 2
 
     def __init__(self, weight: Tensor, bias: Tensor | None, factor: float) -> None:
-        self.packed = torch.ops.quantized.linear_prepack_fp16((weight * factor).contiguous(), None)
+        self.packed = torch.ops.quantized.linear_prepack_fp16(owned(weight * factor), None)
         self.bias, self.factor, self.outputs = bias, factor, len(weight)
         number = next(_numbers)
         with torch.inference_mode(False):
@@ -83,7 +94,7 @@ _library.define("product_in_float16(Tensor x, Tensor number, int outputs) -> Ten
 
 def _product_in_float16(x: Tensor, number: Tensor, outputs: int) -> Tensor:
     product = _products[int(number)]
-    rows = x.unsqueeze(0) if x.ndim == 1 else x  # FBGEMM takes two dimensions and more
+    rows = owned(x.unsqueeze(0) if x.ndim == 1 else x)  # FBGEMM takes two dimensions and more
     y: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, product.packed)
     y = y if product.factor == 1 else y.mul_(1 / product.factor)
     y = y if product.bias is None else y.add_(product.bias)

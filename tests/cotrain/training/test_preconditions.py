@@ -47,7 +47,8 @@ MISTAKES = {
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
     "trainer.precision=bf17": "trainer.precision=bf17: ",
     "trainer.precision=16-mixed": "trainer.precision=16-mixed: float16 trains only on a GPU",
-    "trainer.precision=transformer-engine": "trainer.precision=transformer-engine: ",
+    "trainer.precision=bf16-true": "trainer.precision=bf16-true: weights in half precision lose small updates, so they "
+    "hardly train: set trainer.precision=auto or bf16-mixed, with weights in float32",
     "trainer.strategy=fsdp": "trainer.strategy=fsdp: ",
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed: ",
     "regime.top_k=301": "regime.top_k=301: the target has 300 tokens",
