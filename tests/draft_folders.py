@@ -48,6 +48,6 @@ def draft_folder(path: Path, target: Path, kind: str, **settings: Any) -> Path:
     if kind == "two_levels":
         settings |= {"path": str(draft_folder(path.with_name(f"small draft of {path.name}"), target, "independent"))}
     draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-    made = student(student.initial(draft, Init("target_layers", [0], 0.0), model), model, VOCABULARY)
+    made = student(student.initial(draft, Init("target_layers", [0]), model), model, VOCABULARY)
     about = Metadata({"name": str(target), **hash_target(model.config, tokenizer())}, 2, kind=kind)
     return save(made.network, tokenizer(), path, about, None)
