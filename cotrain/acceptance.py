@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from inference.verify.predict_chain import (
-    calls_variance,
-    calls_variance_block,
     conditional,
     expected_calls,
     expected_calls_block,
@@ -19,27 +17,20 @@ from inference.verify.predict_chain import (
     tau,
     tau_block,
 )
-from inference.verify.predict_tree import calls_variance_tree, expected_calls_tree, reach_tree, tau_tree
 
 __all__ = [
     "call_weights",
     "calls",
     "calls_block",
-    "calls_variance",
-    "calls_variance_block",
-    "calls_variance_tree",
     "conditional",
     "expected_calls",
     "expected_calls_block",
-    "expected_calls_tree",
     "iid_tau",
     "l_from",
     "prefix",
     "r_from",
-    "reach_tree",
     "tau",
     "tau_block",
-    "tau_tree",
 ]
 
 

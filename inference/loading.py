@@ -28,9 +28,9 @@ def load(
     rule that does not verify trees, the draft makes chains instead.
 
     target: a model or a path; None for the target that the folder names. If it is a model, give `tokenizer=` too, or
-    prompts as ids. kind: the kind of a folder without metadata, such as "other_tokenizer" for any causal LM; None for
-    the kind that the folder names. settings: further arguments of `Engine`. Raises ValueError for an unknown kind, and
-    for a folder that names no target or a target with an adapter; and the errors of the kind's `load`.
+    prompts as ids. kind: the kind of a folder without metadata; None for the kind that the folder names. settings:
+    further arguments of `Engine`. Raises ValueError for an unknown kind, and for a folder that names no target or a
+    target with an adapter; and the errors of the kind's `load`.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
@@ -48,7 +48,7 @@ def load(
         if "device" in settings:
             move(target, settings.pop("device"))
     metadata = _with_defaults(metadata, settings)
-    beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"), tokenizer)
+    beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
     try:
         proposer_class = kind_of(kind or draft.kind)
     except ValueError as error:

@@ -31,8 +31,9 @@ from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Folder
+from inference.measure.arms import engine_arm
 from inference.measure.environment import environment
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.retrieval import LookupConfig, LookupNetwork

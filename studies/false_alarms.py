@@ -23,8 +23,9 @@ from cotrain.data.corpora import shipped_ids
 from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
+from inference.measure.arms import engine_arm
 from inference.measure.environment import environment
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
 

@@ -18,7 +18,8 @@ from inference.drafts.draft_folder import Folder
 from inference.exactness.figures import CallsCheck, Figures, check_calls
 from inference.exactness.verdict import Verdict, check
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.timing import Timing, engine_arm
+from inference.measure.arms import engine_arm
+from inference.measure.timing import Timing
 from inference.output import Emitted
 
 QUEUE, BATCHES = 3, 6  # prompts a row that a run is given, and how many runs of each arm there are at least

@@ -34,8 +34,8 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.gguf_target import gguf_file
 from inference.exactness.figures import expected, reach_of
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.arms import Arm, ArmResult, refuse
-from inference.measure.timing import Timing, engine_arm, interleave, transformers_arm
+from inference.measure.arms import Arm, ArmResult, engine_arm, refuse, transformers_arm
+from inference.measure.timing import Timing, interleave
 from inference.output import Counts, Stats
 from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
 from inference.servers.worker import Worker

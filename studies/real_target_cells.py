@@ -31,8 +31,9 @@ from cotrain.training.assembly import initial
 from inference import Sampling
 from inference.drafts.draft_folder import Folder
 from inference.measure.adaptive import Reached, Wanted, until_known
+from inference.measure.arms import engine_arm
 from inference.measure.costs import of_stats, spans_of
-from inference.measure.timing import Timing, engine_arm
+from inference.measure.timing import Timing
 from inference.output import Emitted
 from studies.kinds_in_turn import Chosen, Draft, at, checks, exactness
 from studies.proposers import trained

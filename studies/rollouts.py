@@ -13,8 +13,9 @@ from typing import Any
 
 from cotrain.data.corpora import shipped
 from inference import Engine, Sampling, load
+from inference.measure.arms import engine_arm
 from inference.measure.environment import environment
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.timing import interleave
 
 ROWS, BATCHES, PROMPT, NEW = (1, 4, 8, 32), 6, 48, 208
 

@@ -48,7 +48,7 @@ def new_student(kind: str, target: PreTrainedModel, **settings: Any) -> Student:
     """The student of an untrained draft of the target. A draft of two levels needs `path`, its small draft's folder."""
     student = student_class(kind)
     draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-    return student(student.initial(draft, Init("target_layers", [0], 0.0), target), target, VOCABULARY)
+    return student(student.initial(draft, Init("target_layers", [0]), target), target, VOCABULARY)
 
 
 def draft_folder(path: Path, target: Path, kind: str, **settings: Any) -> Path:

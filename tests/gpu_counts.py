@@ -44,7 +44,7 @@ def _draft(_: Any) -> Any:
 
 KINDS = ("conditioned", "medusa", "medusa, markov", "hydra", "eagle", "p_eagle", "p_eagle, markov", "block",
          "block, causal", "block, pruned", "parallel", "parallel, markov", "early_exit", "quantised", "retrieval",
-         "hybrid", "other_tokenizer", "two_levels")  # fmt: skip
+         "hybrid", "two_levels")  # fmt: skip
 MIXED = [Sampling(t) for t in (0.5, 0.7, 1.0, 1.3, 0.9, 0.8, 1.1, 0.6)]
 CUTS = [Sampling(0.9, top_k=n % 3 * 5, top_p=1 - 0.1 * (n % 2), min_p=0.02 * (n % 4)) for n in range(ROWS)]
 PENALTIES = Sampling(0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, logit_bias={3: 1.0},

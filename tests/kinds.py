@@ -22,7 +22,6 @@ from inference.proposers.eagle import Eagle, EagleNetwork, fused
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
 from inference.proposers.heads import Hydra, HydraConfig, HydraNetwork, Medusa, MedusaConfig, MedusaNetwork
 from inference.proposers.hybrid import LONGEST, Gate, Hybrid
-from inference.proposers.other_tokenizer import OtherTokenizer, SharedTokens
 from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
@@ -72,25 +71,6 @@ def hybrid(target: LlamaForCausalLM) -> Hybrid:
     found = [[float(n not in (0, 2))] * 4 for n in range(LONGEST + 1)]
     gate = Gate([found, found], [[[0.5] * 4] * (LONGEST + 1)] * 2, 0.1, 0.0)
     return Hybrid(Independent(near(target, 0.15)), Retrieval(shortest=1), gate)
-
-
-class Swapped:
-    """Tells ids 1 and 2 as each other, and whatever else as it is."""
-
-    def keep(self, texts: list[list[int]]) -> None: ...
-
-    def whole(self, text: list[int]) -> bool:
-        return len(text) % 5 > 0
-
-    def __call__(self, text: list[int]) -> list[int]:
-        return [{1: 2, 2: 1}.get(token, token) for token in text]
-
-
-def other_tokenizer(target: LlamaForCausalLM) -> OtherTokenizer:
-    """All ids but 3 are shared, 1 and 2 crosswise."""
-    size = target.config.vocab_size
-    pairs = tuple((n, {1: 2, 2: 1}.get(n, n)) for n in range(size) if n != 3)
-    return OtherTokenizer(near(target, 0.15), SharedTokens(pairs), Swapped())  # type: ignore[arg-type]
 
 
 def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork, **settings: Any) -> Any:
@@ -265,7 +245,6 @@ KINDS = {
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),
-    "other_tokenizer": Kind(other_tokenizer),
     "example": Kind(next_head),
 }
 

@@ -10,10 +10,10 @@ from typing import Any
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import choose, choose_compiled, taus
 from inference import Sampling
-from inference.measure.arms import Arm
+from inference.measure.arms import Arm, engine_arm, transformers_arm
 from inference.measure.costs import Costs
 from inference.measure.floor import Machine, measure_machine, peak_memory, round_loads
-from inference.measure.timing import Timing, engine_arm, interleave, transformers_arm
+from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
 from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm

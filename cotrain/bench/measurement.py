@@ -28,7 +28,8 @@ from inference.exactness.figures import check_calls
 from inference.exactness.verdict import check
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
-from inference.measure.timing import Timing, engine_arm, interleave, together, transformers_arm
+from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.timing import Timing, interleave, together
 from inference.models.pretrained import quantisation_of
 from inference.output import Emitted, pieces
 from inference.proposers import NGram

@@ -18,6 +18,7 @@ from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures, predictable_reach
 from inference.exactness.side_by_side import pair_figures
+from inference.measure.arms import engine_arm
 from inference.measure.costs import (
     Costs,
     RealRound,
@@ -29,7 +30,7 @@ from inference.measure.costs import (
     measure_rounds,
     spans_of,
 )
-from inference.measure.timing import Interval, engine_arm, interleave
+from inference.measure.timing import Interval, interleave
 from inference.measure.tree_plan import Distributions, Search, distributions_of, distributions_of_rounds, reach_under
 from inference.measure.tree_shapes import Seconds, fitted, probes, tokens_of
 from inference.models.lm import LM

@@ -11,7 +11,8 @@ from cotrain.bench.plan import Plan
 from cotrain.bench.planner import BATCH, tau_of
 from cotrain.students.quantised import rounded
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.arms import engine_arm
+from inference.measure.timing import interleave
 
 Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `target_model.QUANTISATIONS`
 

@@ -16,7 +16,8 @@ from cotrain.bench.planner import BATCH
 from inference import Engine
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import LEVEL, RESAMPLES, Interval, engine_arm, interleave
+from inference.measure.arms import engine_arm
+from inference.measure.timing import LEVEL, RESAMPLES, Interval, interleave
 from inference.output import Counts, Emitted
 from inference.proposers.base import Proposer
 from inference.sampling.noise import row_ids

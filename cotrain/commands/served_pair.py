@@ -122,7 +122,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
         own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:
             kind.fits(draft, target, f"draft.path={draft_path}")
-    if own is not None and not kind.own_tokenizer:
+    if own is not None:
         same_tokenizer(draft_path, tokenizer, own)
     if draft is not None and size_of(draft).active > size_of(target).active:
         print(f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster",

@@ -105,14 +105,10 @@ class Draft:
 
 @dataclass
 class Init:
-    """Source of the draft's initial weights. kind: scratch, target_layers (copies of `layers`) or pretrained.
-
-    cosine: weight of an extra loss term, 1 - the cosine of the draft's and the target's final hidden states. The weight
-    falls to 0 by the step at which the loss switches. The draft needs the target's width and head."""
+    """Source of the draft's initial weights. kind: scratch, target_layers (copies of `layers`) or pretrained."""
 
     kind: str
     layers: list[int]
-    cosine: float
 
 
 @dataclass

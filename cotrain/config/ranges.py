@@ -71,7 +71,6 @@ RULES: dict[str, Range] = {
     "draft.markov": ANY,
     "loss.switch": SHARE,
     "loss.decay": NOT_NEGATIVE,
-    "init.cosine": ANY,
     "mode": _one_of(("distil", "joint")),
     "joint.epsilon": POSITIVE,
     "joint.rank": SOME,
@@ -272,6 +271,7 @@ class Removed(NamedTuple):
 REMOVED = {
     "loss.hardest": Removed(1.0, "leave it out"),
     "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
+    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),
     "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }

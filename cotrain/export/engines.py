@@ -172,7 +172,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
     """The module (with `export` and `launch`) that writes a kind of draft for an engine; None for the plain layout of
     `hf`. Raises UserError for a kind that the engine does not load."""
     engine_named(engine)
-    if kind not in STUDENTS:  # such as other_tokenizer, which is not trained
+    if kind not in STUDENTS:  # such as ngram, which is not trained
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:

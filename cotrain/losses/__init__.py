@@ -12,7 +12,6 @@ from cotrain.losses.divergences import (
     greedy_draft,
     kl,
     lk,
-    misaligned,
     nla,
     tv,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "greedy_draft",
     "kl",
     "lk",
-    "misaligned",
     "nla",
     "tv",
 ]

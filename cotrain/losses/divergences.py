@@ -24,13 +24,6 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
     return torch.minimum(wide(logp), wide(logq)).exp().sum(-1)
 
 
-def misaligned(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return 1 - cosine of the draft's and the target's final hidden states (..., D) -> (...), in [0, 2]. It is an
-    auxiliary loss for the start of a training, and the draft needs the target's width and head (DistilBERT, Sanh et al.
-    2019, arXiv 1910.01108)."""
-    return 1 - torch.cosine_similarity(wide(ours), wide(theirs).detach(), dim=-1)
-
-
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """Return the acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot
     q."""

@@ -12,7 +12,8 @@ from cotrain.plan.drafted import Cell
 from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import FEWEST, Wanted, until_known
-from inference.measure.timing import Timing, engine_arm
+from inference.measure.arms import engine_arm
+from inference.measure.timing import Timing
 from inference.report.table import aligned
 
 QUEUE = 6  # prompts per row of a run whose rows are replaced, so that its end matters little

@@ -164,7 +164,6 @@ def trained_by(
         judged,
         cfg.regime.temperature,
         truncation(cfg.regime),
-        cosine=cfg.init.cosine,
         remember=cfg.trainer.remember_mb * 2**20,
         k=cfg.policy.k or DEPTHS,
         seed=cfg.trainer.seed,

@@ -222,7 +222,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
             "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),
             "chat_template": _digest(job.tokenizer) if job.chats else None,
         },
-        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers), "cosine": job.cfg.init.cosine},
+        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers)},
     }
 
 

@@ -194,7 +194,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     second = copy.deepcopy(cfg)
     second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
     second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
-    second.trainer.ema, second.trainer.corpus_steps, second.init.cosine = 0.0, 0, 0.0
+    second.trainer.ema, second.trainer.corpus_steps = 0.0, 0
     second.draft.quantisation, second.trainer.minutes, second.trainer.cache = "none", None, None
     second.loss = _last_loss(cfg)
     if cfg.joint.warm_steps:
@@ -209,7 +209,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
 def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     """Return the settings of the last stage: the draft learns trainer.steps= from the moved target."""
     last = copy.deepcopy(cfg)
-    last.mode, last.init.cosine = "distil", 0.0
+    last.mode = "distil"
     last.loss = _last_loss(cfg)
     last.target.adapter, last.rollout.rounds = None, 1
     last.rollout.folder, last.trainer.cache = None, None  # shared folders are for the original's texts and states

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from cotrain import losses
 from cotrain.console import Counter, counting
 from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
@@ -52,12 +51,6 @@ def current(stages: Sequence[Stage], progress: float) -> LossSpec:
     """Return the loss at a progress in [0, 1]. It is that of the first stage that has not ended, or else of the last
     stage."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
-
-
-def leading(weight: float, stages: Sequence[Stage], done: float) -> float:
-    """Return the weight of the cosine loss at a progress `done`. It falls linearly from `weight` to 0 at the end of the
-    first stage."""
-    return weight * max(0.0, 1 - done / stages[0].until) if stages[0].until else 0.0
 
 
 class PositionLosses(NamedTuple):
@@ -150,14 +143,13 @@ class Distillation(lightning.LightningModule):
     held_out: texts sampled from the target, by temperature, on which every validation evaluates the draft.
     temperature, truncate: the regime, see `chunked`.
     chunk: guesses whose distributions are in memory at once; by default `chunked.positions`.
-    cosine: initial weight of `losses.misaligned` on the final hidden states, see `leading`; 0 if it is not used.
     remember: bytes of memory in which the target's states are cached.
     k: draft length of the sequence losses.
     seed: seed of a student's random choices.
     progress: progress of the whole training, which `stages` refer to; None: the trainer's steps.
     decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
 
-    Raises ValueError for a student that cannot be trained, and for a cosine of states of different widths.
+    Raises ValueError for a student that cannot be trained.
     """
 
     def __init__(
@@ -171,7 +163,6 @@ class Distillation(lightning.LightningModule):
         temperature: float = 1.0,
         truncate: Truncate | None = None,
         chunk: int | None = None,
-        cosine: float = 0.0,
         remember: int = 0,
         k: int = 4,
         seed: int = 0,
@@ -182,7 +173,7 @@ class Distillation(lightning.LightningModule):
         student.refuse()
         self.student, self.draft, self.stages = student, student.network, stages
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
-        self.temperature, self.truncate, self.cosine, self.decay = temperature, truncate, cosine, decay
+        self.temperature, self.truncate, self.decay = temperature, truncate, decay
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary, target.device.type)
         self.k, self.seed, self.progress = k, seed, progress
@@ -197,8 +188,6 @@ class Distillation(lightning.LightningModule):
         self.judged: dict[float, dict[str, Scores]] = {}
         self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first
         self.fitted = False  # whether `_fit_texts` has run
-        if cosine:
-            refuse_widths(self.draft, target)
 
     def configure_model(self) -> None:
         """Shard the draft if the strategy shards it. `assemble` undoes it."""
@@ -268,9 +257,6 @@ class Distillation(lightning.LightningModule):
             summands, parts = [*summands, by_position.mean], parts | by_position.terms
             if watched:
                 self._note_acceptance(guesses, by_position.statistics)
-        if lead := leading(self.cosine, self.stages, self.done):
-            parts["cosine"] = lead * _cosine_distance(record, guesses[0], batch["predicted"]) / counts.positions
-            summands.append(parts["cosine"])
         if further := self.further(batch, counts):
             parts, summands = parts | further, [*summands, *further.values()]
         mean = sum(summands[1:], summands[0])
@@ -458,23 +444,6 @@ def alpha_of(scores: Scores, objective: str = "sampled") -> float:
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
     """Return tokens per target call as predicted from scores, see `Distillation.tau`."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
-
-
-def refuse_widths(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if draft and target have hidden states of different widths, since these have no cosine."""
-    ours, theirs = (model.config.get_text_config().hidden_size for model in (draft, target))
-    if ours != theirs:
-        raise ValueError(
-            f"init.cosine: the draft's hidden states have width {ours}, and the target's have width {theirs}"
-        )
-
-
-def _cosine_distance(record: Record, guess: Guess, predicted: Tensor) -> Tensor:
-    """Return the sum of `losses.misaligned` over the predicted positions of a guess."""
-    theirs = record[LAST].flatten(0, 1)[guess.at]
-    inside = pad(predicted, (0, 1)).flatten()[guess.at]
-    states = guess.states[:, : theirs.shape[-1]]  # rows of a Markov head follow them
-    return losses.misaligned(states, theirs)[inside].sum() / guess.share
 
 
 def _tag(name: str, temperature: float) -> str:

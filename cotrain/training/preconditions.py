@@ -38,7 +38,7 @@ from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, source
-from cotrain.training.module import Stage, refuse_widths
+from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
 from inference.drafts.bundled_target import resolve
@@ -544,14 +544,11 @@ def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
 
 
 def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if the draft's projections cannot be quantised as configured, or if its states have another
-    width than init.cosine= needs. Raise it also if the draft is the quantised target and the target is quantised
-    already."""
+    """Raise ValueError if the draft's projections cannot be quantised as configured, and if the draft is the
+    quantised target and the target is quantised already."""
     refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
     if cfg.draft.quantisation != "none":
         refuse_unknown(network)
-    if cfg.init.cosine and student_class(cfg.draft.kind).trained:
-        refuse_widths(network, target)
 
 
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:

@@ -28,12 +28,10 @@ from transformers import (
 
 from inference.drafts.atomic import new_folder
 from inference.drafts.causal_lm import CausalLM
-from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer, hash_weights
+from inference.drafts.compatibility import hash_tokenizer, hash_weights
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
-
-__all__ = ["Folder", "Metadata", "check_pair", "hash_target", "load_draft", "read", "save", "write"]
 
 FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"

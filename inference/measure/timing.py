@@ -10,20 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference.measure.arms import Arm, ArmResult, engine_arm, transformers_arm
+from inference.measure.arms import Arm, ArmResult
 from inference.output import Emitted, Stats, pooled
 from inference.sampling.noise import row_ids
-
-__all__ = [
-    "Arm",
-    "ArmResult",
-    "Interval",
-    "Timing",
-    "engine_arm",
-    "interleave",
-    "together",
-    "transformers_arm",
-]
 
 RESAMPLES, LEVEL = 2000, 0.95
 Progress = Callable[[int, int], None]  # runs done, runs in all

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.draft_folder import Metadata, load_draft
 from inference.models.passes import States
@@ -37,13 +37,12 @@ class Host:
 class LoadArguments:
     """The arguments of `Proposer.load` besides the folder. target, hashes: the target and its
     `compatibility.hash_target`. metadata: the folder's metadata, None for a folder that was not exported by this
-    package. compile: whether passes are compiled, see `Engine`. tokenizer: the target's, None if it is unknown."""
+    package. compile: whether passes are compiled, see `Engine`."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
     metadata: Metadata | None
     compile: bool | None
-    tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def greedy(self) -> bool:
@@ -274,9 +273,8 @@ class Proposer:
     none. depths: the largest number of drafts per round, None for no limit. catches_up: whether `propose` reads
     all that a slot lacks. While a policy drafts nothing, such a proposer gets the first token of each prompt alone, so
     its decoder makes no pass. network_class: the class, with
-    `from_pretrained`, of the network in a draft folder of this kind; None for no weights. own_tokenizer: whether the
-    folder's tokenizer may differ from the target's. drafts_trees: whether the constructor accepts `shape=`, the tree to
-    draft.
+    `from_pretrained`, of the network in a draft folder of this kind; None for no weights. drafts_trees: whether the
+    constructor accepts `shape=`, the tree to draft.
     """
 
     reads: tuple[int, ...] = ()
@@ -284,7 +282,6 @@ class Proposer:
     depths: int | None = None
     catches_up = False
     network_class: Any = None
-    own_tokenizer = False
     drafts_trees = False
 
     @property

@@ -18,12 +18,13 @@ KINDS = {  # name -> module:class
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",
-    "other_tokenizer": "inference.proposers.other_tokenizer:OtherTokenizer",
 }
 
 
 def kind_of(name: str) -> Any:
     """Return the class of a kind, a `proposers.base.Proposer`. Raises ValueError for an unknown kind."""
+    if name == "other_tokenizer":
+        raise ValueError("kind: drafts with another tokenizer were removed; give a draft that has the target's")
     if name not in KINDS:
         raise ValueError(f"kind: there is no {name!r} proposer; there are {', '.join(KINDS)}")
     module, _, name = KINDS[name].partition(":")

@@ -2,7 +2,6 @@
 
 from inference.sampling.distributions import (
     Truncate,
-    by_row,
     certain,
     draw,
     keep_min_p,
@@ -12,7 +11,6 @@ from inference.sampling.distributions import (
     one_hot,
     probs,
     probs_at,
-    probs_of,
     wide,
 )
 from inference.sampling.parameters import COLDEST, Processor, Sampling
@@ -22,7 +20,6 @@ __all__ = [
     "Processor",
     "Sampling",
     "Truncate",
-    "by_row",
     "certain",
     "draw",
     "keep_min_p",
@@ -32,6 +29,5 @@ __all__ = [
     "one_hot",
     "probs",
     "probs_at",
-    "probs_of",
     "wide",
 ]

@@ -26,7 +26,8 @@ from inference import Sampling
 from inference.exactness.figures import expected
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import check_text
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.arms import engine_arm
+from inference.measure.timing import interleave
 from inference.models.pretrained import cast
 from inference.output import Counts, Emitted
 from inference.sampling.noise import row_ids

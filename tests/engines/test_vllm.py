@@ -28,7 +28,8 @@ from inference.drafts.draft_folder import load_draft, read
 from inference.exactness.figures import expected
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import check_text
-from inference.measure.timing import engine_arm, interleave, transformers_arm
+from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.timing import interleave
 from inference.models.pretrained import cast
 from inference.proposers import NGram
 from inference.sampling.noise import row_ids

@@ -25,7 +25,6 @@ MOST = {
     "parallel, markov, token": 24,  # as without the head
     "early_exit, token": 16,
     "hybrid, token": 24,  # of a round that catches up with what look-up drafted
-    "other_tokenizer, token": 24,
     "n-gram look-up": 20,  # rows of different draft lengths read their anchor behind their own
 }
 

@@ -60,21 +60,6 @@ ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one tem
          ("conditioned", "temperatures")]  # fmt: skip
 
 
-def test_tables_that_recordings_read_live_as_long_as_they_do() -> None:
-    """A second call makes no others: what is replayed reads those of the first."""
-    with standin.device():
-        target = tiny().to("cuda")
-        proposer: Any = kinds.KINDS["other_tokenizer"].proposer(target)
-        engine, tables = Engine(target, proposer, policy=Fixed(2), rows=2), []
-        for _ in range(2):
-            engine.generate([[3, 5]], max_new_tokens=2, ignore_eos=True)
-            tables.append((proposer.to_target, proposer.to_draft, proposer.inner.lm))
-        other = Engine(tiny(seed=2).to("cuda"), proposer, policy=Fixed(2), rows=3)
-        other.generate([[3, 5]], max_new_tokens=2, ignore_eos=True)
-    assert all(first is second for first, second in zip(*tables, strict=True))
-    assert proposer.inner.lm is not tables[0][2] and proposer.to_draft is not tables[0][1]
-
-
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from cotrain.errors import UserError
 from cotrain.rollout.samplers import Own
 from inference import Engine, Sampling
 from inference.exactness.ties import check_coupled
+from inference.measure.arms import engine_arm
 from inference.measure.costs import measure_rounds
-from inference.measure.timing import engine_arm
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.cotrain.commands.test_cli import saved

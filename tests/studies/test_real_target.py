@@ -13,7 +13,8 @@ from cotrain.export.hf import export
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
-from inference.measure.timing import engine_arm, interleave
+from inference.measure.arms import engine_arm
+from inference.measure.timing import interleave
 from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import Independent

@@ -43,7 +43,7 @@ def test_bits_and_guesses_are_those_that_are_asked_for(bits: int, name: str, pla
     for kind in ("quantised", "two_levels"):
         path = str(place / "small") if kind == "two_levels" else None
         asked = Draft(kind=kind, **BARE | {"bits": bits, "inner": 2 if path else None, "path": path})
-        made = student_class(kind).initial(asked, Init("scratch", [], 0.0), target)
+        made = student_class(kind).initial(asked, Init("scratch", []), target)
         proposer = student_class(kind)(made, target).proposer()
         assert isinstance(proposer, TwoLevels if path else Quantised)
         assert (proposer.model if isinstance(proposer, TwoLevels) else proposer).bits == name

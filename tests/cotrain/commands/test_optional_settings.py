@@ -37,7 +37,7 @@ def said(kind: str, init: str = "scratch", **changed: Any) -> str:
     for key, value in changed.items():
         setattr(draft, key, value)
     try:
-        assembly.initial(SimpleNamespace(draft=draft, init=Init(init, [0], 0.0)), tiny())  # type: ignore[arg-type]
+        assembly.initial(SimpleNamespace(draft=draft, init=Init(init, [0])), tiny())  # type: ignore[arg-type]
     except (ValueError, OSError) as error:
         return str(error)
     return ""

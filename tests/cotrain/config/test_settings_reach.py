@@ -37,7 +37,7 @@ ODD = """regime.temperature=0.8 regime.top_k=7 regime.top_p=0.9 objective=greedy
 optimizer.lr=0.003 optimizer.weight_decay=0.04 optimizer.betas=[0.85,0.97] optimizer.warmup=0.25 optimizer.decay=0.3125
 trainer.steps=160 trainer.minutes=9 trainer.batch=6 trainer.accumulate=3 trainer.remember_mb=5 trainer.seed=11
 trainer.clip=0.7 trainer.validations=5 trainer.checkpoint_minutes=4 trainer.corpus_steps=20 loss=kl_then_tv
-loss.switch=0.4 loss.decay=0.9 init.cosine=0.2 rollout.seed=5 rollout.rows=9 bench.rows=3""".split()
+loss.switch=0.4 loss.decay=0.9 rollout.seed=5 rollout.rows=9 bench.rows=3""".split()
 
 
 @cache
@@ -69,7 +69,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     judged: Any = {0.8: "held"}
     module = assembly.trained_by(job, IndependentStudent(network(1)), stages, judged)
     assert (module.stages, module.held_out, module.temperature) == (stages, judged, 0.8)
-    assert (module.cosine, module.teacher.room, module.k) == (0.2, 5 * 2**20, 3)
+    assert (module.teacher.room, module.k) == (5 * 2**20, 3)
     assert (module.seed, module.decay) == (11, 0.9)
     assert module.progress == Progress(160, 9)
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))

@@ -28,7 +28,8 @@ from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.fitting import resize
 from cotrain.export.hf import check, export
 from cotrain.export.publishing import card
-from inference.drafts.draft_folder import Metadata, hash_target, load_draft, save
+from inference.drafts.compatibility import hash_target
+from inference.drafts.draft_folder import Metadata, load_draft, save
 from inference.report.table import table
 from tests.tiny import tiny
 

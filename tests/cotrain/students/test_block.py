@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cotrain.students.base import Guess
 from cotrain.students.block import BlockStudent
 from cotrain.students.parallel import KEEP
-from cotrain.training.module import _cosine_distance
 from inference import Engine, load, proposers
 from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
@@ -180,16 +179,6 @@ def test_chosen_blocks_keep_the_expected_loss(name: str) -> None:
     )
     assert made.learn(given).item() == pytest.approx(sum(values) / 3, rel=1e-6)
     assert values[0] != pytest.approx(values[1], rel=1e-3)
-
-
-def test_the_cosine_of_chosen_blocks_is_that_of_all() -> None:
-    """On average over the first block; a step reads a third of them."""
-    one = student()
-    seen = states_of(one, IDS)
-    predicted = torch.ones(2, 8, dtype=torch.bool)
-    whole = _cosine_distance(seen.states, guessed(one, IDS, seen)[0], predicted)
-    parts = [_cosine_distance(seen.states, in_training(one, IDS, u)[0], predicted) for u in (0.1, 0.5, 0.9)]
-    assert sum(map(float, parts)) / 3 == pytest.approx(float(whole), rel=1e-9)
 
 
 @pytest.mark.parametrize("depths", [1, 4, 8])

@@ -118,7 +118,7 @@ def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatc
 
 def initial(path: Path | None, known: list[float], target: Any) -> Any:
     draft = Draft(**BARE | {"kind": "conditioned", "path": path and str(path), "temperatures": known})
-    return Student.initial(draft, Init("pretrained" if path else "target_layers", [0], 0.0), target)
+    return Student.initial(draft, Init("pretrained" if path else "target_layers", [0]), target)
 
 
 def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_one_run_learns_at_every_temperature_and_the_study_reads_its_draft(tmp_p
     target, own, run = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl"), tmp_path / "run"
     sizes = """data.block=64 rollout.texts=4 rollout.held_out_texts=3 rollout.prompt_tokens=8 rollout.new_tokens=16
     rollout.temperatures=[] trainer.corpus_steps=0 trainer.batch=3 trainer.validations=1 init=target_layers
-    init.layers=[0] init.cosine=0 policy.k=2 draft.temperatures=[0,0.7,1]""".split()
+    init.layers=[0] policy.k=2 draft.temperatures=[0,0.7,1]""".split()
     place = [f"target.path={target}", f"data.path={own}", f"rollout.folder={tmp_path / 'texts'}", *sizes]
     timed = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=100
     bench.minutes=0 bench.depths=[2] bench.draft_dtype=float32 trainer.steps=6""".split()

@@ -51,7 +51,7 @@ def test_no_setting_of_the_folder_is_lost(kind: str, key: str, target: Path, tmp
         folders.append(stated(student_class(kind).load(folder, model, VOCABULARY).network))
         draft = Draft(kind=kind, **BARE | {"path": str(folder), "layers": None})
         try:
-            again = student_class(kind).initial(draft, Init("pretrained", [0], 0.0), model)
+            again = student_class(kind).initial(draft, Init("pretrained", [0]), model)
         except ValueError as error:
             assert any(f"draft.{one}" in str(error) for one in student_class(kind).takes)
             continue

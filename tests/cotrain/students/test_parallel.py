@@ -324,7 +324,7 @@ def test_where_a_markov_head_comes_from(tmp_path: Path) -> None:
 
     def started(kind: str, init: str = "pretrained", **settings: Any) -> Any:
         draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-        return student_class(kind).initial(draft, Init(init, [0], 0.0), target)
+        return student_class(kind).initial(draft, Init(init, [0]), target)
 
     plain, whole = (draft_folder(tmp_path / f"{kind}", place, kind) for kind in ("independent", "parallel"))
     for network in (started("parallel", "target_layers", markov=3), started("parallel", path=str(plain), markov=3),

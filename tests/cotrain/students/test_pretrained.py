@@ -52,7 +52,7 @@ def marked(path: Path) -> None:
 
 def initial(kind: str, path: Path | str | None, target: Any, **settings: Any) -> Any:
     draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | {"path": path and str(path)} | settings)
-    return student_class(kind).initial(draft, Init("pretrained", [0], 0.0), target)
+    return student_class(kind).initial(draft, Init("pretrained", [0]), target)
 
 
 def copied(path: Path, old: Path, change: Any = None, **config: Any) -> Path:

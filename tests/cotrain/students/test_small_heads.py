@@ -38,7 +38,7 @@ SCRATCH = {"width": 8, "layers": 1, "intermediate": 16, "head_dim": 8, "kv_heads
 def started(kind: str, target: LlamaForCausalLM, init: str = "target_layers", **settings: Any) -> Any:
     draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
     student = student_class(kind)
-    return student(student.initial(draft, Init(init, [0], 0.0), target), target, 32)
+    return student(student.initial(draft, Init(init, [0]), target), target, 32)
 
 
 def head_rows(student: Any) -> torch.Tensor:

@@ -61,7 +61,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
         "learnt": {"completions": True, "template": {"thinking": False}},
         "served": {"chat": False, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
                    "verify": "block", "messages": True},
-        "init": {"kind": job.cfg.init.kind, "layers": [1], "cosine": 0.2},
+        "init": {"kind": job.cfg.init.kind, "layers": [1]},
     }  # fmt: skip
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}
     assert extra == {

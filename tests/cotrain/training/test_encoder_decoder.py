@@ -57,7 +57,7 @@ def student_of(
     sizes = dict.fromkeys(("path", "width", "layers", "intermediate", "head_dim", "kv_heads"))
     draft = Draft(kind=kind, quantisation="none", **sizes | OPTIONAL | settings)
     made = student_class(kind)
-    return made(made.initial(draft, Init(init, list(chosen), 0.0), target), target, VOCABULARY)
+    return made(made.initial(draft, Init(init, list(chosen)), target), target, VOCABULARY)
 
 
 class TestTexts:

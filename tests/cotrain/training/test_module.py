@@ -22,7 +22,7 @@ from cotrain.losses.spec import LOSSES, LossSpec, parse
 from cotrain.students import independent
 from cotrain.students.block import BlockStudent
 from cotrain.students.independent import IndependentStudent
-from cotrain.teacher.target_model import load_target, served, split
+from cotrain.teacher.target_model import load_target, served
 from cotrain.training import optim
 from cotrain.training.module import Distillation, Stage, current
 from cotrain.training.optim import trapezoid
@@ -49,14 +49,13 @@ def module_of(
     network: LlamaForCausalLM,
     stages: list[Stage],
     steps: int,
-    cosine: float = 0.0,
     student: Any = None,
 ) -> Distillation:
     some, student = texts([16, 16], [1, 1], ["a", "a"]), student or IndependentStudent(network)
     optimizer = partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95])
     schedule = partial(trapezoid, progress=Progress(steps), warmup=1 / steps, decay=1 / steps)
     taught = stages, optimizer, schedule, {1.0: held_out(served(target, layers=student.reads)[0], some, 1.0)}
-    return Distillation(student, target, *taught, cosine=cosine, remember=2**20)
+    return Distillation(student, target, *taught, remember=2**20)
 
 
 def judge(module: Distillation) -> float:
@@ -125,32 +124,10 @@ def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Pat
     assert all(torch.equal(value, theirs[name]) for name, value in target.state_dict().items())
 
 
-def test_a_draft_as_wide_as_the_target_is_led_by_its_hidden_states(target: LlamaForCausalLM, tmp_path: Path) -> None:
-    def zero(logp: Tensor, logq: Tensor) -> Tensor:
-        return 0 * losses.kl(logp, logq)
-
-    small = tiny(layers=1, seed=3)
-    module = module_of(target, small, [Stage(1.0, LossSpec(zero))], steps=30, cosine=1.0)
-    ids = next(iter(loader()))["ids"]
-    states = [split(model)[0] for model in (small, target)]
-
-    def apart() -> float:
-        return 1 - torch.cosine_similarity(*(read(ids) for read in states), dim=-1).mean().item()
-
-    before = apart()
-    trainer(tmp_path, 30).fit(module, loader())
-    assert apart() < before - 0.1
-    with pytest.raises(
-        ValueError, match="init.cosine: the draft's hidden states have width 8, and the target's have width 16"
-    ):
-        module_of(target, tiny(layers=1, hidden=8), [Stage(1.0, LossSpec(losses.kl))], steps=1, cosine=1.0)
-
-
 def test_tau_without_the_markov_head_is_that_of_the_draft_without_it(target: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Of a draft that trains with init.cosine, whose states then stand beside rows of the head."""
     network: Any = kinds.block(target, markov_rank=3)
     student, stages = BlockStudent(network, target), [Stage(1.0, LossSpec(losses.kl))]
-    module = module_of(target, network, stages, steps=2, cosine=1.0, student=student)
+    module = module_of(target, network, stages, steps=2, student=student)
     trainer(tmp_path, 2).fit(module, loader())
     judge(module)
     with_head, without = module.acceptance(), module.without_markov()

@@ -68,7 +68,6 @@ MISTAKES = {
     "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
-    "init=scratch draft.width=32 draft.head_dim=16 init.cosine=1": "init.cosine: the draft's hidden states have width",
     "optimizer.betas=[0.9]": "optimizer.betas: set two numbers, one per moment, not [0.9]",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",
     "loss.first=klx": "loss: 'klx'",

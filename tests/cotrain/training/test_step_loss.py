@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from cotrain import losses
-from cotrain.losses.guess import Guess
 from cotrain.losses.spec import parse
-from cotrain.students.base import LAST
-from cotrain.training.module import StepLoss, _cosine_distance
+from cotrain.training.module import StepLoss
 
 
 class Batch:
@@ -40,10 +37,3 @@ def test_parts_of_a_loss_are_weighed_as_the_loss_is() -> None:
     assert {name: float(part) for name, part in loss_of_positions.terms.items()} == pytest.approx(
         {"kl": weighed / 2, "tv": 10 * weighed / 2}
     )
-
-
-def test_the_cosine_is_of_states_without_the_rows_of_a_markov_head() -> None:
-    theirs, states = torch.randn(2, 4, 6), torch.randn(3, 6 + 2)
-    at, predicted = torch.tensor([1, 2, 5]), torch.tensor([[True, True, True], [False, True, True]])
-    expected = losses.misaligned(states[:, :6], theirs.flatten(0, 1)[at]).sum()
-    assert torch.equal(_cosine_distance({LAST: theirs}, Guess(0, at, states, lambda one: one), predicted), expected)

@@ -114,21 +114,6 @@ def test_judged_figures_are_by_temperature(monkeypatch: pytest.MonkeyPatch) -> N
     assert module.divergence(decode) == "apart" and asked[0][0] == "own" and asked[0][3] is decode
 
 
-def test_the_cosine_is_a_mean_over_predicted_positions() -> None:
-    """Prompts too, where they are: more places than the target sampled tokens."""
-    target, small = tiny(), tiny(layers=1, seed=3)
-    module = alone(module_of(target, small, [Stage(1.0, parse("kl"))], 4), 5, 4)
-    module.cosine, part = 0.5, batch([0, 1, 2, 3], prompts=True)
-    assert int(part["predicted"].sum()) > int(part["sampled"].sum())
-    module.training_step(part, 0)
-    with torch.no_grad():
-        ours, theirs = (
-            model.model(part["ids"]).last_hidden_state[:, :-1][part["predicted"]] for model in (small, target)
-        )
-    wanted = 0.5 * (1 - 4 / 5) * float((1 - torch.cosine_similarity(ours, theirs, dim=-1)).mean())
-    assert module.step_figures["loss_cosine"] == pytest.approx(wanted, rel=1e-5)
-
-
 def asked(cut: bool = False) -> tuple[LossBatch, Tensor, nn.Linear, Tensor]:
     """A target's distributions, log p of each token that comes next, a draft's head and states of three depths."""
     torch.manual_seed(4)

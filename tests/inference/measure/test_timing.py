@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from inference.measure.timing import Arm, ArmResult, Timing, interleave
+from inference.measure.arms import Arm, ArmResult
+from inference.measure.timing import Timing, interleave
 from inference.sampling.noise import row_ids
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

@@ -123,7 +123,7 @@ def settings(**changed: Any) -> Draft:
 def test_untrained_heads_give_the_targets_own_states(kind: str) -> None:
     target = tiny(dtype=torch.float32)
     student = student_class(kind)
-    heads = student(student.initial(settings(), Init("target_layers", [0], 0.0), target), target)
+    heads = student(student.initial(settings(), Init("target_layers", [0]), target), target)
     states = torch.randn(1, 6, 16)
     for depth, guess in enumerate(heads.guesses({"ids": torch.zeros(1, 6, dtype=torch.int64)}, Seen({LAST: states}))):
         torch.testing.assert_close(guess.states, states[0, : 5 - depth])
@@ -132,7 +132,7 @@ def test_untrained_heads_give_the_targets_own_states(kind: str) -> None:
         ({"depths": None}, "draft.depths"),
     ):
         with pytest.raises(ValueError, match=message):
-            student.initial(settings(**wrong), Init("scratch", [], 0.0), target)
+            student.initial(settings(**wrong), Init("scratch", []), target)
 
 
 def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:

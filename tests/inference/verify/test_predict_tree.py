@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from cotrain import acceptance
 from inference.verify import predict_chain, predict_tree, traversal, tree
 from inference.verify.predict_tree import (
     by_draw,
@@ -193,8 +192,8 @@ def test_calls_of_deterministic_trees_are_a_walk_of_the_text():
             continue
         truth = [simulated(ranks[b].tolist(), parents, int(lengths[b])) for b in range(B)]
         assert expected_calls_tree(accept, parents, lengths).tolist() == truth
-        assert (acceptance.calls_variance_tree(accept, parents, lengths) == 0).all()
-        assert acceptance.tau_tree(accept, parents, lengths).item() == pytest.approx(int(lengths.sum()) / sum(truth))
+        assert (predict_tree.calls_variance_tree(accept, parents, lengths) == 0).all()
+        assert predict_tree.tau_tree(accept, parents, lengths).item() == pytest.approx(int(lengths.sum()) / sum(truth))
         used = torch.randint(len(parents) + 1, (B,))  # the first k_b nodes alone
         some = [simulated(ranks[b].tolist(), parents[: used[b]], int(lengths[b])) for b in range(B)]
         assert expected_calls_tree(accept, parents, lengths, used).tolist() == some
