@@ -73,7 +73,7 @@ def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
         cfg.target.path = metadata.target["name"]
         cfg.target.adapter = cfg.target.adapter or metadata.origin.get("adapter")
     as_trained(cfg, metadata)
-    say_other_weights(cfg.draft.path, metadata, cfg.target.path, cfg.target.adapter)
+    say_other_weights(cfg.draft.path, metadata, str(cfg.target.path), cfg.target.adapter)
     return str(cfg.target.path)
 
 

@@ -156,8 +156,8 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
         return None
     if hash_weights(path, adapter) in (own, None):
         return None
-    return (f"the weights of the target {path} are not those of {metadata.target['name']} when the draft was trained: "
-            "text stays exact, acceptance may be lower; init=pretrained trains the draft further")  # fmt: skip
+    return (f"the weights of the target {path} are not those that the draft was trained for: text stays exact, "
+            "acceptance may be lower; init=pretrained trains the draft further")  # fmt: skip
 
 
 @dataclass(frozen=True)
