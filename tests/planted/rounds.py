@@ -14,7 +14,7 @@ ROWS_OF_BUGS = [
     ('ids_past_a_rows_drafts_are_read', 'inference/engine.py', 'Engine.target_pass', '            x = torch.where(drafted, x, anchor)\n', '', ['tests/inference/test_faults.py::test_nan_of_rejected_drafts_does_not_change_a_text'], 41),
     ('rounds_read_twice', 'inference/engine.py', 'Engine._round', 'table = result', 'proposal.x.tolist()\n            table = result', ['tests/inference/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),
     ('streams_end_in_silence', 'inference/engine.py', 'Engine.stream', ' call.rows[0].error', ' False', ['tests/inference/test_faults.py::test_a_stream_raises_with_the_message_of_its_row'], 42),
-    ('odd_rows_draft_in_trees_that_differ', 'inference/engine.py', 'Engine.propose', '0 if reads else ', '', ['tests/inference/test_mixed_settings.py::test_an_odd_row_changes_no_other_and_has_its_own_text[independent-dynamic-coupled]'], 42),
+    ('odd_rows_draft_in_trees_that_differ', 'inference/engine.py', 'Engine.propose', '0 if reads else ', '', ['tests/inference/test_mixed_settings.py::test_every_row_has_its_own_text[independent-dynamic]'], 42),
     ('end_inside_accepted_drafts_overlooked', 'inference/request.py', 'Request.take', 'token in self.ends', '(token in self.ends and count == len(tokens))', ['tests/inference/test_rounds.py::test_drafts_beyond_the_last_token_do_not_count[8-3-drafted0-accepted0]'], 21),
     ('stop_string_read_from_one_token', 'inference/request.py', 'Request._decoded', 'text[first:', 'text[-1:', ['tests/inference/test_rounds.py::test_stop_strings_and_ends_inside_accepted_drafts'], 21),
     ('equal_prompts_share_their_noise', 'inference/request.py', 'PromptReader.requests', 'row_ids(texts)', '[row_ids([text])[0] for text in texts]', ['tests/inference/test_engine.py::test_equal_prompts_get_different_texts_and_the_seed_decides[token]'], 32),
@@ -56,5 +56,5 @@ ROWS_OF_BUGS = [
     ('a_draft_with_nan_ends_its_row', 'inference/scheduler.py', 'Slots.retry_or_fail', 'doubtful and not row.alone', 'False', ['tests/inference/test_faults.py::test_a_draft_with_nan_is_only_rejected'], 40),
     ('children_of_a_level_share_their_noise', 'inference/round.py', 'DecodingRound._gumbel_of', 'unsqueeze(0), self', 'unsqueeze(0) * 0, self', ['tests/inference/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 2),
     ('children_of_all_rounds_alike', 'inference/round.py', 'DecodingRound._children', '_branches, self.', '_branches, 0 * self.', ['tests/inference/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 30),
-    ('settings_of_odd_rows_left_out_of_trees', 'inference/round.py', 'DecodingRound._penalised_tree', 'torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)', 'logits', ['tests/inference/test_mixed_settings.py::test_an_odd_row_changes_no_other_and_has_its_own_text[independent-dynamic-coupled]'], 11),
+    ('settings_of_odd_rows_left_out_of_trees', 'inference/round.py', 'DecodingRound._penalised_tree', 'torch.cat((*columns, logits[:, 1:].to(columns[0].dtype)), 1)', 'logits', ['tests/inference/test_mixed_settings.py::test_every_row_has_its_own_text[independent-dynamic]'], 11),
 ]
