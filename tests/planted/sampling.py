@@ -48,4 +48,7 @@ ROWS_OF_BUGS = [
     ('sampling_of_a_config_that_is_greedy', 'inference/sampling/parameters.py', 'Sampling.of', ' if config.do_sample else {"temperature": 0.0}', '', ['tests/inference/test_prompts.py::test_settings_of_a_generation_config'], 13),
     ('nan_becomes_a_greedy_token', 'inference/sampling/distributions.py', 'certain', 'top - top  # 0, or NaN', 'torch.zeros_like(top)', ['tests/inference/sampling/test_batched_settings.py::test_no_distribution_is_nan_throughout'], 41),
     ('min_p_of_another_row', 'inference/sampling/distributions.py', 'probs', ', one.min_p', '', ['tests/inference/sampling/test_distributions.py::test_a_regime_for_each_row_is_that_row_alone'], 10),
+    ('min_p_before_top_p_in_mixed_rows', 'inference/sampling/distributions.py', 'Regimes._cut', '= logits.index_select(', '= keep_min_p(logits, by_row(self.min_p, logits)).index_select(', ['tests/inference/sampling/test_batched_settings.py::test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference[chain]'], 73),
+    ('penalties_counted_twice_when_a_batch_is_made_again', 'inference/sampling/penalties.py', 'Penalties.__init__', '[len(row.text) for', '[row.prompt for', ['tests/inference/sampling/test_batched_settings.py::test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference[chain]'], 11),
+    ('end_tokens_but_the_first_are_no_end', 'inference/request.py', 'ends_of', 'else ends)', 'else list(ends)[:1])', ['tests/inference/test_mixed_settings.py::test_every_row_has_its_own_text[None-None]'], 21),
 ]
