@@ -40,7 +40,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "banned_first": ((), (2, 5, 8), (1, 4, 7)),
     "min_new_tokens": (0, 3, 5),
     "stop_ids": ((), (7,), (2, 9)),
-    "processors": ((), (shifted, halved), (halved, shifted)),
+    "processors": ((), (shifted, halved), (halved, shifted), (halved,)),
 }  # fmt: skip
 
 
