@@ -19,7 +19,7 @@ from cotrain.config.settings import PlanConfig, sampling
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.plan.drafted import Drafted, drafted
-from cotrain.plan.drift import Drift, drift, served
+from cotrain.plan.drift import drift, planned, served
 from cotrain.plan.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
 from cotrain.plan.page import PAGE, page
 from cotrain.plan.shapes import shape_table, shapes
@@ -46,7 +46,7 @@ def run(cfg: PlanConfig) -> None:
     compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet."""
     with answering(cfg.json) as answer:
         if cfg.log is not None:
-            compared = _compared(Path(cfg.log), Path(cfg.output) / PLAN)
+            compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
             answer(asdict(compared), compared.line)
             return
         paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
@@ -116,17 +116,6 @@ def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(strict(content), indent=1, allow_nan=False) + "\n")
-
-
-def _compared(log: Path, plan: Path) -> Drift:
-    """Compare a server's counters with a plan. Raises UserError for files that are missing or something else."""
-    if not plan.is_file():
-        raise UserError(f"output: there is no {plan}: make it with cotrain plan draft.path= of the served draft")
-    try:
-        given = json.loads(plan.read_text(encoding="utf-8"))
-        return drift(given, served(log))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"output: {plan} is no plan to compare with: {error!r}") from error
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:

@@ -21,10 +21,11 @@ COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test com
 
 class Range(NamedTuple):
     """The allowed values of a setting. fits: a function that says whether a value is allowed. words: the allowed
-    values, for the error message."""
+    values, for the error message. empty: whether a list of them may have none."""
 
     fits: Callable[[Any], bool]
     words: str
+    empty: bool = True
 
 
 def _at_least(least: float) -> Range:
@@ -87,7 +88,7 @@ RULES: dict[str, Range] = {
     "rollout.held_out_texts": SOME,
     "rollout.prompt_tokens": ANY,
     "rollout.new_tokens": SOME,
-    "rollout.temperatures": TEMPERATURE,
+    "rollout.temperatures": TEMPERATURE._replace(empty=False),
     "rollout.train_temperatures": TEMPERATURE,
     "rollout.rows": SOME,
     "rollout.rounds": SOME,
@@ -121,7 +122,7 @@ RULES: dict[str, Range] = {
     "bench.draft_dtype": DTYPE,
     "bench.trees": Range(lambda value: value == 0 or 2 <= value <= MOST_NODES, f"0, or from 2 to {MOST_NODES} nodes"),
     "matrix.temperatures": TEMPERATURE,
-    "matrix.batches": SOME,
+    "matrix.batches": SOME._replace(empty=False),
     "matrix.k": SOME,
     "minutes": POSITIVE,
     "max_new_tokens": SOME,
@@ -136,8 +137,8 @@ RULES: dict[str, Range] = {
     "rollout:kind": _one_of(("train", "held_out")),
     "datastore:depth": SOME,
     "plan:bench.prompt_tokens": ANY,
-    "plan:texts": _at_least(2),
-    "plan:batches": SOME,
+    "plan:texts": Range(lambda value: value >= 16, "at least 16: an interval from fewer texts is too narrow"),
+    "plan:batches": SOME._replace(empty=False),
     "plan:temperatures": TEMPERATURE,
     "draft.shortest": SOME,
     "pretraining.steps": SOME,
@@ -254,6 +255,8 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
     elif isinstance(value, ListConfig):
         if not all(one is not None and rule.fits(one) for one in value):
             raise UserError(f"{key}={list(value)}: each must be {rule.words}")
+        if not value and not rule.empty:
+            raise UserError(f"{key}=[]: name one or more, each {rule.words}")
     elif value is not None and not rule.fits(value):
         raise UserError(f"{key}={value}: it must be {rule.words}")
 

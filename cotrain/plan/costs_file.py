@@ -23,14 +23,14 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
             given: dict[str, Any] = json.load(file)
         if "cells" in given:  # a plan
             of_drafts = given["costs"]
-            given = of_drafts.get(draft) or next(iter(of_drafts.values()))
+            given = of_drafts.get(draft) or next(iter(of_drafts.values()), {})
             if len(of_drafts) > 1 and given is not of_drafts.get(draft):
                 raise UserError(f"costs={path}: it has costs of {', '.join(of_drafts)}, and none of {draft}")
         return {count: _costs(given[str(count)], count, longest) for count in rows}
     except KeyError as error:
         raise UserError(f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
                         f"needed, each with {', '.join(PARTS)}") from error  # fmt: skip
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"costs={path}: {error}") from error
 
 
@@ -44,4 +44,6 @@ def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
     whole = Costs(target, draft, rest, rows, int(given.get("context", 0)), first=first)
     if not all(math.isfinite(one) and one > 0 for one in whole.rounds):
         raise ValueError(f"{rows} rows: rounds must take some seconds, not {whole.rounds}")
+    if min(map(whole.drafting, range(len(target)))) < 0:
+        raise ValueError(f"{rows} rows: first={first} and draft={draft} give drafts that take less than no time")
     return whole

@@ -151,8 +151,7 @@ def measure_costs(
         ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
     seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
-    short, long = spans
-    step = (seconds["draft", long] - seconds["draft", short]) / (long - short)
+    first, step = line({span: seconds["draft", span] for span in spans})
     return Costs(
         never_falling([seconds["target", n] for n in range(1, K + 2)]),
         step,
@@ -161,7 +160,7 @@ def measure_costs(
         context,
         target.weights,
         proposer.weights or "",
-        seconds["draft", short] - short * step,
+        first,
         seconds.get(("encoder", 1), 0.0),
     )
 
@@ -386,13 +385,33 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Fit seconds = first + k * step to the measured drafting times by least squares; return (first, step). With fewer
-    than two lengths, return the table's values, scaled."""
+    """Return (first, step) of `line` through the measured drafting times, by draft length. With fewer than two lengths,
+    return the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:
         ((k, seconds),) = drafting.items()
         factor = seconds / table.drafting(k)
         return table.first * factor, table.draft * factor
-    step, first = np.polyfit(list(drafting), list(drafting.values()), 1)
-    return (float(first), float(step)) if step > 0 else (float(np.mean(list(drafting.values()))), 0.0)
+    return line(drafting)
+
+
+def line(drafting: Mapping[int, float]) -> tuple[float, float]:
+    """Return (first, step) of the line seconds = first + k * step that fits the drafting times best. drafting: seconds
+    by draft length, two lengths or more."""
+    first, step = not_negative(np.array([[1.0, k] for k in drafting]), list(drafting.values()))
+    return float(first), float(step)
+
+
+def not_negative(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
+    """Fit by least squares with no coefficient below 0, so that nothing is extrapolated to less than no time. While
+    there is a negative coefficient, the feature with the lowest one is dropped."""
+    columns = list(range(features.shape[1]))
+    coefficients = np.zeros(features.shape[1])
+    while columns:
+        parts = np.linalg.lstsq(features[:, columns], np.array(seconds), rcond=None)[0]
+        if parts.min() >= 0:
+            coefficients[columns] = parts
+            break
+        columns.pop(int(parts.argmin()))
+    return coefficients

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.measure.costs import Costs, RealRound
+from inference.measure.costs import Costs, RealRound, not_negative
 from inference.verify.predict_chain import calls_from, starts
 from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of, ranks_of
@@ -245,7 +245,7 @@ def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
     ids, times a ratio of real to table seconds. The ratio is interpolated between the timed trees. The function raises
     ValueError for trees with more nodes than the table covers.
     """
-    drafting = _least(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
+    drafting = not_negative(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
     rest = _scaled(table.rest, {tree: one.rest for tree, one in rounds.items()})
 
@@ -263,20 +263,6 @@ def _features(parents: Parents) -> np.ndarray:
     depths = depths_of(parents)
     levels = max(depths, default=0)
     return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])
-
-
-def _least(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
-    """Fit by least squares with no coefficient below 0. While there is a negative coefficient, the feature with the
-    lowest one is dropped."""
-    columns = list(range(features.shape[1]))
-    coefficients = np.zeros(features.shape[1])
-    while columns:
-        parts = np.linalg.lstsq(features[:, columns], np.array(seconds), rcond=None)[0]
-        if parts.min() >= 0:
-            coefficients[columns] = parts
-            break
-        columns.pop(int(parts.argmin()))
-    return coefficients
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:

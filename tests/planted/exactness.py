@@ -36,4 +36,7 @@ ROWS_OF_BUGS = [
     ('tokens_without_mass_are_forgotten', 'inference/exactness/likelihood.py', 'LikelihoodCheck.passed', ' and self.impossible <= IMPOSSIBLE * self.tokens', '', ['tests/inference/exactness/test_likelihood.py::test_tokens_that_settings_cut_are_counted'], 9),
     ('near_ties_are_rare_rounds', 'inference/exactness/figures.py', 'CallsCheck.z_rare', 'self.near + ', '', ['tests/inference/exactness/test_verdict_figures.py::test_figures_of_a_verdict_are_its_counts_and_their_ratios'], 35),
     ('narrow_passes_are_not_judged', 'inference/exactness/agreement.py', 'LogitsCheck.passed', 'one <= self.limit and self.', '', ['tests/inference/exactness/test_verdict_figures.py::test_each_figure_beyond_its_limit_fails_its_check_and_the_verdict'], 35),
+    ('check_d_is_blind_late_in_a_text', 'inference/exactness/agreement.py', '_passes', 'if 0 <= token', 'if part.start < 32 and 0 <= token', ['tests/inference/exactness/test_agreement.py::test_a_fault_at_one_token_shows_wherever_it_stands[2-59-4]'], 51),
+    ('an_interval_of_90_percent', 'cotrain/evaluation/comparison.py', '_gain', '0.025, 0.975', '0.05, 0.95', ['tests/cotrain/evaluation/test_comparison.py::test_the_interval_is_of_95_percent_over_seeds_and_texts[0.0-0.3]'], 'a gain is called certain that is not'),
+    ('seeds_are_not_drawn_again', 'cotrain/evaluation/comparison.py', '_gain', 'rng.integers(seeds, size=seeds)', 'np.arange(seeds)', ['tests/cotrain/evaluation/test_comparison.py::test_the_interval_is_of_95_percent_over_seeds_and_texts[0.3-0.0]'], 'a gain of lucky seeds is called certain'),
 ]

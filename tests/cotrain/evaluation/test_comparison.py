@@ -58,6 +58,25 @@ def test_independent_noise_has_width(tmp_path: Path) -> None:
     assert gain.low < 0 < gain.high
 
 
+@pytest.mark.parametrize(("between_seeds", "between_texts"), [(0.3, 0.0), (0.0, 0.3), (0.2, 0.3)])
+def test_the_interval_is_of_95_percent_over_seeds_and_texts(between_seeds: float, between_texts: float) -> None:
+    """The baseline takes one call a text less or more, by a normal part of the seed and one of the text; the candidate
+    always takes one. So the gain is a mean over seeds and texts, whose bootstrap error is known."""
+    rng = np.random.default_rng(1)
+    seeds, texts = between_seeds * rng.normal(size=24), between_texts * rng.normal(size=60)
+    runs: dict[str, list[dict[str, Any]]] = {"base": [], "other": []}
+    for seed, shift in enumerate(seeds):
+        for label, calls in (("base", 3 + shift + texts), ("other", np.ones(60))):
+            one = {**dict.fromkeys(comparison.LIKE, 0.0), "lengths": [40] * 60,
+                   "calls": {k: calls.tolist() for k in ("4", "8")}}  # fmt: skip
+            runs[label].append({"label": label, "seed": seed, "texts": {"1": one}})
+    gain = {(g.label, g.k): g for g in compare(runs, "base")}["other", 4]
+    error = np.sqrt(seeds.var() / len(seeds) + texts.var() / len(texts))
+    assert gain.gain == pytest.approx(2 + seeds.mean() + texts.mean())
+    assert (gain.high - gain.gain) / error == pytest.approx(1.96, rel=0.1)
+    assert (gain.gain - gain.low) / error == pytest.approx(1.96, rel=0.1)
+
+
 def test_temperatures_that_some_run_lacks_are_left_out(tmp_path: Path) -> None:
     runs: list[dict[str, Any]] = [run(label, seed, 1.0) for label in ("kl", "tv") for seed in (0, 1)]
     for one in (runs[0], runs[2], runs[3]):

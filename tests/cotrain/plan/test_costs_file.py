@@ -10,6 +10,7 @@ import pytest
 from cotrain.errors import UserError
 from cotrain.plan.costs_file import read_costs
 from inference.measure.costs import Costs
+from tests.broken import broken
 
 ONE, EIGHT = (Costs((n, n + 0.5, n + 1.0), 0.25, (0.1, 0.2, 0.3), rows, 40, "t", "d", 0.125) for n, rows in
               ((1.0, 1), (3.0, 8)))  # fmt: skip
@@ -43,9 +44,10 @@ def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None
     ([1], 2, {"rest": [0.1]}, "they have 3 and 1"),
     ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),
     ([1], 2, {"target": [-1, 1, 2]}, "rounds must take some seconds"),
+    ([1], 2, {"draft": -0.5, "first": 0.4}, "take less than no time"),
     ([1], 2, {"draft": None}, "float"),
     ([1], 2, {"draft": "fast"}, "fast"),
-], ids=["no rows", "too short", "unequal", "no time", "negative", "nothing", "a word"])  # fmt: skip
+], ids=["no rows", "too short", "unequal", "no time", "negative", "negative drafts", "nothing", "a word"])  # fmt: skip
 def test_wrong_files_are_named(rows: list[int], longest: int, change: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"1": own()["1"] | change}))
@@ -62,3 +64,16 @@ def test_other_files_are_named(tmp_path: Path) -> None:
             read_costs(str(file), "d", [1], 2)
     with pytest.raises(UserError, match="No such file"):
         read_costs(str(tmp_path / "missing"), "d", [1], 2)
+
+
+def test_any_other_value_in_any_place_is_a_sentence_or_costs(tmp_path: Path) -> None:
+    file, plan = tmp_path / "costs.json", {"cells": [], "costs": {"d": {"1": asdict(ONE)}}}
+    for words, content in (*broken(own()), *broken(plan)):
+        file.write_text(json.dumps(content))
+        try:
+            costs = read_costs(str(file), "d", [1], 2)[1]
+        except UserError as error:
+            assert str(error).startswith(f"costs={file}: ") and "\n" not in str(error), words
+        else:
+            assert all(0 < seconds < float("inf") for seconds in costs.rounds), words
+            assert all(costs.drafting(k) >= 0 for k in range(3)), words

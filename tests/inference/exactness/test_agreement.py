@@ -1,5 +1,6 @@
 """Check (d): tolerances for the logits of an engine."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,43 @@ def test_limits_of_logits_follow_from_rounding_and_the_dtype(own: float, monkeyp
     assert check.own == pytest.approx(mean) and check.tokens == 3
     assert check.limit == pytest.approx(min(max(4 * mean, 4 * unit), 1e-3))
     assert check.worst_limit == pytest.approx(min(max(4 * 2 * own * unit, 24 * unit), 6e-3))
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize(("text", "token"), [(0, 0), (0, 59), (1, 42), (2, 57), (2, 59)])
+def test_a_fault_at_one_token_shows_wherever_it_stands(
+    text: int, token: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of one id or of several, at the first or the last tokens, or at one of the few between them."""
+    monkeypatch.setattr(agreement, "POSITIONS", 12)
+    monkeypatch.setattr(agreement, "LAST", 4)
+    plain, model = agreement.teacher_forced, tiny()
+
+    def faulty(*given: Any, width: int = 1, **more: Any) -> Any:
+        for part in plain(*given, width=width, **more):
+            at = token - part.start
+            if text in part.rows and 0 <= at < part.x.shape[1] and width == broken:
+                part.logits[part.rows.index(text), at, 3] += 1.0
+            yield part
+
+    monkeypatch.setattr(agreement, "teacher_forced", faulty)
+    prompts, texts = [[1, 2], [3], [4, 5, 6]], [[(7 * i + n) % 30 for i in range(60)] for n in range(3)]
+    lm = Engine(model, rows=3).target
+    broken = 0
+    right = agreement.check_logits(lm, prompts, texts, 4)
+    assert right.passed and (right.first, right.last) == (1, 62) and right.tokens == 36
+    broken = width
+    wrong = agreement.check_logits(lm, prompts, texts, 4)
+    assert not wrong.passed and wrong.worst > wrong.worst_limit
+    assert (wrong.one > right.one, wrong.many > right.many) == (width == 1, width == 4)
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 200, 5000])
+def test_compared_tokens_are_spread_over_the_text_and_the_last_ones_are_all_there(length: int) -> None:
+    at = agreement.spread(length)
+    assert at == sorted({*at}) and len(at) == min(length, agreement.POSITIONS) and at[0] == 0
+    assert at[-agreement.LAST :] == list(range(max(length - agreement.LAST, 0), length))
+    assert max(b - a for a, b in itertools.pairwise([-1, *at])) <= length // 96 + 1
 
 
 ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")

@@ -1,28 +1,125 @@
-"""Settings of many rows at once on their device: the results are those of each row alone."""
+"""Settings of many rows at once on their device: the results are those of each row alone, and of `tests.reference`."""
 
+import random
+from collections import deque
 from collections.abc import Hashable
-from itertools import cycle, islice, product
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from inference.request import Request
-from inference.round import Batch, send
+from inference.round import Batch, DecodingRound
 from inference.sampling import Sampling, probs
-from inference.sampling.penalties import process
-from inference.verify.tree import usable_lengths
+from inference.sampling.noise import Uniforms
+from inference.verify.rules import RULES
+from inference.verify.tree import Tree, usable_lengths
+from tests.reference import CHOICES, NEUTRAL, STEPS, Step, grid, reference, without
+
+CPU, NOISE = torch.device("cpu"), Uniforms(0, torch.device("cpu"))
+SMALL, ENDS = 10, frozenset({0, 4})  # a vocabulary in which settings meet, and two end tokens
+COMMUTE = {("presence_penalty", "frequency_penalty"), ("frequency_penalty", "banned"), ("banned", "banned_first"),
+           ("banned_first", "min_new_tokens"), ("min_new_tokens", "processors"),
+           ("temperature", "top_k")}  # fmt: skip
 
 V = 24
 REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
            Sampling(0, top_k=3), Sampling(top_k=7, top_p=0.6, min_p=0.05), Sampling(min_p=0.2),
            Sampling(top_k=V + 9), Sampling(top_k=1)]  # fmt: skip
-HISTORIES = [
-    Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias={2: 1.5, 9: -0.3},
-             banned=((3, 4), (1,), (5, 6, 7), (3, 3)), min_new_tokens=4, stop_ids=(7,)),
-    Sampling(), Sampling(banned=((2, 2, 2), (4,))), Sampling(repetition_penalty=0.7), Sampling(frequency_penalty=-0.5),
-    Sampling(min_new_tokens=2, stop_ids=(3, 11)), Sampling(presence_penalty=1.1), Sampling(logit_bias={4: -3.0}),
-    Sampling(banned_first=(2, 5)), Sampling(min_new_tokens=1, stop_ids=(3,), banned_first=(8,)),
-]  # fmt: skip
+
+
+def requests(settings: list[Sampling], seed: int = 0) -> list[Request]:
+    """Rows with these settings, in the middle of random texts."""
+    chance, rows = random.Random(seed), []
+    for i, one in enumerate(settings):
+        text = chance.choices(range(SMALL), k=chance.randint(1, 5))
+        rows.append(Request(i, i, text, 99, one, ENDS | frozenset(one.stop_ids)))
+        rows[-1].text += chance.choices(range(SMALL), k=chance.randint(0, 6))
+    return rows
+
+
+def random_logits(*shape: int) -> torch.Tensor:
+    return (2 * torch.randn(*shape, SMALL, dtype=torch.float64)).round(decimals=1)  # with ties
+
+
+def wanted(
+    logits: torch.Tensor, row: Request, drafts: list[int], sampling: Sampling | None = None, steps: list[Step] = STEPS
+) -> torch.Tensor:
+    return reference(logits, [*row.text, *drafts], row.prompt, sampling or row.sampling, sorted(ENDS), steps)
+
+
+def test_each_setting_of_the_grid_acts_beside_each_other_and_their_order_shows() -> None:
+    """Else the tests below would be blind for it."""
+    torch.manual_seed(0)
+    rows = requests(grid(60))
+    lines = [(row, one, wanted(one, row, [])) for row, one in zip(rows, random_logits(len(rows)), strict=True)]
+    names = [name for name, _ in STEPS]
+    for name in names:
+        others = {*names} - {name}
+        for row, one, base in lines:
+            active = {other for other in others if getattr(row.sampling, other) != getattr(NEUTRAL, other)}
+            if active and not torch.equal(base, wanted(one, row, [], without(row.sampling, name))):
+                others -= active
+        assert not others, (name, others)
+    for i, pair in enumerate(zip(names, names[1:], strict=False)):
+        steps = [*STEPS[:i], STEPS[i + 1], STEPS[i], *STEPS[i + 2 :]]
+        both = [line for line in lines if all(getattr(line[0].sampling, one) != getattr(NEUTRAL, one) for one in pair)]
+        seen = any(not torch.allclose(base, wanted(one, row, [], steps=steps), equal_nan=True)
+                   for row, one, base in both)  # fmt: skip
+        assert seen == (pair not in COMMUTE), pair
+
+
+@pytest.mark.parametrize("parents", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])
+def test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference(
+    parents: tuple[int, ...] | None,
+) -> None:
+    """Of every draft before it, over rounds that emit a few tokens each, with several numbers of drafts."""
+    torch.manual_seed(1)
+    chance, tree = random.Random(2), None if parents is None else Tree(parents)
+    nodes = [[*range(i)] for i in range(4)] if parents is None else [[], [0], [1], [0, 2], [0, 3], [1, 4]]
+    waiting, active, batch, compared = deque(requests(grid(20, seed=3))), list[Request](), None, 0
+    while waiting or active:
+        while waiting and len(active) < 4:
+            active.append(waiting.popleft())
+        k = [chance.randint(0, len(nodes) - 1) for _ in active]
+        x, logits = torch.randint(SMALL, (len(active), len(nodes) - 1)), random_logits(len(active), len(nodes))
+        round = DecodingRound(active, k, RULES["tree"], NOISE, SMALL, CPU, batch)
+        batch, p = round.batch, round.target_probs(logits, x, k, tree)
+        for a, (row, length) in enumerate(zip(active, k, strict=True)):
+            alone = DecodingRound([row], [length], RULES["tree"], NOISE, SMALL, CPU)
+            single = alone.target_probs(logits[a : a + 1], x[a : a + 1], [length], tree)[0]
+            for column, path in enumerate(nodes[: length + 1]):
+                drafts = x[a, path].tolist()
+                before = [0] if parents is None else [0, *(node + 1 for node in path)]
+                columns = [*range(column)] if parents is None else before[:-1]
+                mass = [float(p[a, at, x[a, node]]) for at, node in zip(columns, path, strict=True)]
+                if row.ends.isdisjoint(drafts) and (all(mass) or not row.sampling.processors):  # else no text has them
+                    right = wanted(logits[a, column], row, drafts)
+                    torch.testing.assert_close(p[a, column], right, rtol=0, atol=1e-12, equal_nan=True)
+                    torch.testing.assert_close(single[column], right, rtol=0, atol=1e-12, equal_nan=True)
+                    compared += 1
+                    if parents is None and column < length:  # as a draft model's own
+                        q = round.probs(logits[:, column], [x[:, i] for i in range(column)])[a]
+                        torch.testing.assert_close(q, right, rtol=0, atol=1e-12, equal_nan=True)
+            row.text += chance.choices(range(SMALL), k=chance.randint(1, 3))
+        for slot in [slot for slot, row in enumerate(active) if row.emitted > 9][::-1]:
+            active[slot] = active[-1]
+            active.pop()
+    assert compared > 100
+
+
+@pytest.mark.parametrize("name", [name for name, _ in STEPS])
+def test_rows_that_differ_in_one_setting_alone(name: str) -> None:
+    """Beside settings of which most are neutral, and of which few are."""
+    torch.manual_seed(4)
+    for one in (NEUTRAL, *grid(4, seed=5)):
+        rows = requests([replace(one, **{name: value}) for value in CHOICES[name]])
+        logits = random_logits(len(rows), 1)
+        got = DecodingRound(rows, [0] * len(rows), RULES["token"], NOISE, SMALL, CPU).target_probs(
+            logits, torch.empty(len(rows), 0, dtype=torch.int64), [0] * len(rows))  # fmt: skip
+        for row, here, p in zip(rows, logits[:, 0], got[:, 0], strict=True):
+            torch.testing.assert_close(p, wanted(here, row, []), rtol=0, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -35,16 +132,6 @@ def test_mixed_regimes_give_the_distributions_of_each_alone(dtype: torch.dtype, 
     for row, one in enumerate(REGIMES):
         assert torch.equal(batched[row], probs(logits[row : row + 1], one)[0]), one
     assert torch.equal(batched, probs(logits, REGIMES))
-
-
-@pytest.mark.parametrize("name, values", [("temperature", (0.5, 1.5)), ("top_k", (2, 9)), ("top_p", (0.3, 0.9)),
-                                          ("min_p", (0.0, 0.5))])  # fmt: skip
-def test_rows_that_differ_in_one_setting_alone(name: str, values: tuple[float, float]) -> None:
-    both, logits = [Sampling(**{name: value}) for value in values], torch.linspace(-3, 3, V).expand(2, V)
-    regimes = Batch([Request(i, i, [1], 9, one, frozenset()) for i, one in enumerate(both)], V, logits.device).regimes
-    for row, one in enumerate(both):
-        assert torch.equal(regimes.probs(logits)[row], probs(logits[row], one))
-    assert not torch.equal(*regimes.probs(logits))
 
 
 def test_batches_of_one_key_differ_in_tensors_alone() -> None:
@@ -67,33 +154,6 @@ def test_no_distribution_is_nan_throughout() -> None:
     )
     for distribution in (mixed.regimes.probs(logits), *(probs(logits, one) for one in REGIMES)):
         assert distribution[:3].isnan().all() and not distribution[3].isnan().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_histories_are_processed_as_one_by_one(dtype: torch.dtype) -> None:
-    """Over rounds that emit a few tokens each, at every position of the drafts."""
-    torch.manual_seed(1)
-    texts = [torch.randint(9, (n,)).tolist() for n in (4, 1, 6, 2, 5, 3, 7, 2, 3, 4)]
-    rows = [Request(i, i, text, 50, one, frozenset({0, *one.stop_ids}))
-            for i, (text, one) in enumerate(zip(texts, HISTORIES, strict=True))]  # fmt: skip
-    penalties, K = Batch(rows, V, torch.device("cpu")).penalties, 3
-    assert penalties is not None
-    for _ in range(4):
-        x, logits = torch.randint(9, (len(rows), K)), torch.randn(len(rows), K + 1, V, dtype=dtype)
-        emitted = [row.emitted for row in rows]
-        sent = send(torch.device("cpu"), newest=penalties.newest(), tails=penalties.tails(), start=emitted)
-        penalties.count(sent["newest"])
-        whole = penalties.apply(logits, x, 0, sent["tails"], sent["start"])
-        for place in range(K + 1):
-            texts = [row.text + draft[:place] for row, draft in zip(rows, x.tolist(), strict=True)]
-            new = [count + place for count in emitted]
-            wanted = torch.cat([process(logits[a : a + 1, place], texts[a : a + 1], new[a : a + 1], row.sampling, [0])
-                                for a, row in enumerate(rows)])  # fmt: skip
-            assert torch.equal(whole[:, place], wanted)
-            here = penalties.apply(logits[:, place : place + 1], x[:, :place], place, sent["tails"], sent["start"])
-            assert torch.equal(here[:, 0], wanted)
-        for row, count in zip(rows, islice(cycle((1, 4, 0, 2)), len(rows)), strict=True):
-            row.text += torch.randint(9, (count,)).tolist()
 
 
 def test_drafts_end_where_a_distribution_is_missing() -> None:
