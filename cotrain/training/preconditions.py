@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
-from cotrain.config.settings import TrainConfig, from_target, learnt
+from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
@@ -40,6 +40,7 @@ from cotrain.training.job import Job, source
 from cotrain.training.module import Stage, refuse_merged, refuse_widths
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
+from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import tokenizer_problems
 from inference.drafts.draft_folder import GENERATION
@@ -256,13 +257,17 @@ def _folders(cfg: TrainConfig) -> None:
     if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
         raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
     if cfg.rollout.url:
-        server("rollout.url", cfg.rollout.url)
+        server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
 
-def server(key: str, url: str, model: str | None = None) -> Client:
-    """Return a client of a server. Raises UserError naming the key if the server does not answer."""
+def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
+    """Return a client of a server. Print the settings with which the server samples in the regime, if it says them.
+    Raises UserError naming the key if the server does not answer."""
     try:
-        return Client(url, model)
+        client = Client(url, model)
+        if said := client.resolved_settings(regime):
+            print(f"{key}={url} samples with {', '.join(f'{name} {value}' for name, value in said.items())}")
+        return client
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{key}={url}: no OpenAI-compatible server answers there: {error}") from error
 
