@@ -50,7 +50,8 @@ WRONG = (math.nan, math.inf, -math.inf, -9.0)
       for part in PARTS for wrong in WRONG),
     ([1], 2, {"draft": None}, "float"),
     ([1], 2, {"draft": "fast"}, "fast"),
-], ids=["no rows", "too short", "unequal", "no time", *(f"{part} {wrong}" for part in PARTS for wrong in WRONG), "nothing", "a word"])  # fmt: skip
+], ids=["no rows", "too short", "unequal", "no time", *(f"{part} {wrong}" for part in PARTS for wrong in WRONG),
+        "nothing", "a word"])  # fmt: skip
 def test_wrong_files_are_named(rows: list[int], longest: int, change: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"1": own()["1"] | change}))
