@@ -510,7 +510,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 def holds(config: PretrainedConfig) -> int:
     """Return the number of tokens of the longest text that a model of this configuration can read."""
     whole = config.get_text_config()
-    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None))), 2**31))
+    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None) or 0) > 0), 2**31))
 
 
 # --- combinations of losses, kinds and texts that are not possible; a run checks them again

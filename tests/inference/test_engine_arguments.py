@@ -43,6 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             ("record", dict),
         )
     },
+    "room for no token": ({"context": 1}, "a context of 1 token has no room .*; set context= to 2 or more"),
     "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer is a path"),
 }
 
