@@ -69,8 +69,8 @@ class Call:
             lengths = list(given) if isinstance(given, Sequence | np.ndarray | torch.Tensor) else given
         whole = isinstance(lengths, list) and all(is_whole(length, 0) for length in lengths)
         if not whole or len(lengths) != len(self.active):
-            raise ValueError(f"policy.lengths: a list of {len(self.active)} draft lengths of at least 0 is wanted, not "
-                             f"{lengths!r}")  # fmt: skip
+            raise ValueError(f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted in a list, "
+                             f"not {lengths!r}")  # fmt: skip
         return [0 if row.alone else min(int(length), row.limit - row.emitted - 1)
                 for length, row in zip(lengths, self.active, strict=True)]  # fmt: skip
 
