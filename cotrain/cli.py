@@ -265,12 +265,15 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
         return 141
+    from cotrain.ranks import RESUMES, process_lost
     from inference.drafts.atomic import disk_full
 
-    full = disk_full(error)
-    if _traced() or not (full or isinstance(error, ValueError | OSError)):
+    full, lost = disk_full(error), process_lost(error)
+    if _traced() or not (full or lost or isinstance(error, ValueError | OSError)):
         traceback.print_exception(error)
         return 1
+    if lost:
+        return _say(f"cotrain {name}", f"another process of this run has ended; {RESUMES}", 1)
     return _say(f"cotrain {name}", _full(error, output) if full else _message(error), 1)
 
 

@@ -1,10 +1,17 @@
 """The rank of this process. It can be read before the processes of a run are connected."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 
 from lightning.pytorch.utilities import rank_zero_only
+
+from cotrain.errors import UserError
+
+RESUMES = "its own message or the machine's log says why. What was saved is kept, and the same command resumes"
+# in errors of gloo, of NCCL and of the store that the first process has
+LOST = re.compile(r"onnection (was likely )?(closed|reset)|[Bb]roken pipe|remote process exited|Application timeout")
 
 
 def rank() -> int:
@@ -22,10 +29,15 @@ def local_rank() -> int:
 def awaited(ready: Callable[[], bool], first: str) -> None:
     """Wait until `ready()` is true, because the first of several processes has produced a result.
 
-    first: a description of that process, for the error message. Raises RuntimeError if the parent of this process ends.
+    first: a description of that process, for the error message. Raises UserError if the parent of this process ends.
     """
     parent = os.getppid()
     while not ready():
         if os.getppid() != parent:
-            raise RuntimeError(f"{first} has ended")
+            raise UserError(f"{first} has ended; {RESUMES}")
         time.sleep(1)
+
+
+def process_lost(error: BaseException) -> bool:
+    """Return whether an error of torch's collectives says that another process of the run has ended."""
+    return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))

@@ -5,7 +5,8 @@ Seconds of rounds and decisions, and estimates of acceptance, come from `cotrain
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.sampling import wide
+from inference.sampling.parameters import is_whole
 
 Numbers = NDArray[np.float64]
 INPUTS = 4  # of an estimate, see `inputs`
@@ -55,7 +57,7 @@ class Adaptive:
 
     The estimates read each draft's distribution on the host, which costs a GPU one wait per draft. Drafts that are made
     in one call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises
-    ValueError for tables of unequal length.
+    ValueError for tables of unequal length, and for numbers that are no seconds, no probability or not finite.
     """
 
     seconds: Mapping[int, Sequence[float]]
@@ -68,6 +70,20 @@ class Adaptive:
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:
                 raise ValueError(f"policy: estimates.{name} must have {INPUTS} weights")
+        deciding = self.deciding or {}
+        if not all(is_whole(rows, 1) for rows in (*self.seconds, *deciding)):
+            raise ValueError(f"policy: numbers of rows must be whole and at least 1, not {[*self.seconds, *deciding]}")
+        rounds = [one for row in self.seconds.values() for one in row]
+        weights = (*self.estimates.here, *self.estimates.ahead)
+        checks: list[tuple[str, Iterable[float], Callable[[float], bool], str]] = [
+            ("seconds", rounds, lambda one: 0 < one < math.inf, "above 0 and finite"),
+            ("deciding", deciding.values(), lambda one: 0 <= one < math.inf, "at least 0 and finite"),
+            ("estimates.mean", [self.estimates.mean], lambda one: 0 <= one <= 1, "from 0 to 1"),
+            ("estimates.here and estimates.ahead", weights, math.isfinite, "finite"),
+        ]
+        for name, numbers, fits, wanted in checks:
+            if wrong := [one for one in numbers if not fits(one)]:
+                raise ValueError(f"policy: {name} must be {wanted}, not {wrong[0]!r}")
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Adaptive":

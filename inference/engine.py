@@ -86,6 +86,10 @@ class Engine:
         _require_whole("rows", rows)
         if context is not None:
             _require_whole("context", context)
+        for name, value in (("target", target), ("proposer", proposer), ("policy", policy), ("tokenizer", tokenizer),
+                            ("record", record)):  # fmt: skip
+            if isinstance(value, type):
+                raise ValueError(f"{name}: {value.__name__} is a class; give an object, {value.__name__}(...)")
         _require_parts(target, proposer, policy, tokenizer)
         if isinstance(target, str | PathLike):
             path = resolve(fspath(target))
@@ -183,13 +187,16 @@ class Engine:
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
         with ALONE:
+            if self.slots.busy:
+                raise RuntimeError("Engine: a processor, policy or recorder called its own engine during a round; give "
+                                   "it another engine, with a proposer of its own")  # fmt: skip
             if self.target.stale:
                 self._open()
             rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
             if self.record:
                 self.record.begin(self.rule.name, rows)
             call = self.slots.begin(rows, self.proposer, seed)
-            call.decisions = self.policy.begin() if isinstance(self.policy, LearningPolicy) else None
+            call.decisions = self.policy.begin() if self.proposer and isinstance(self.policy, LearningPolicy) else None
             return call
 
     def rounds(self, call: Call) -> Iterator[list[Event]]:
@@ -197,8 +204,12 @@ class Engine:
         while call.waiting or call.staged or call.active:
             with ALONE:  # not while the caller has the events
                 self.slots.require(call)
-                self.slots.admit(call)
-                events = self._round(call)
+                self.slots.busy = True
+                try:
+                    self.slots.admit(call)
+                    events = self._round(call)
+                finally:
+                    self.slots.busy = False
             yield events
 
     @torch.inference_mode()

@@ -151,17 +151,52 @@ class Emitted(NamedTuple):
     counts: list[Counts]
 
 
+class IncrementalDecoder:
+    """Decodes ids one by one. Each call decodes few of the newest ids, so a text takes time linear in its length."""
+
+    CONTEXT = 8  # ids that stay, if a text goes on after 4 times as many without a whole character at its end
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.ids: list[int] = []  # the newest ones
+        self.whole = 0  # so many of them end with a whole character
+        self.text, self.shown = "", 0  # of these ids, and how much of it was returned
+
+    def add(self, token: int) -> str:
+        """Return the text that the token completes. Bytes of an incomplete character are returned with its rest."""
+        self.ids.append(token)
+        self.text = self.decode(self.ids)
+        complete = self.text.rstrip("\ufffd")
+        open_characters = len(self.text) - len(complete)
+        long = len(self.ids) >= 4 * self.CONTEXT
+        if long and open_characters > 3:  # more bytes than a character lacks: they are broken
+            complete, open_characters = self.text[:-3], 3
+        piece = complete[self.shown :]
+        self.shown += len(piece)
+        if not open_characters:  # the ids before are not needed to decode later ones
+            self._keep(self.ids[self.whole :], 0)
+            self.whole = len(self.ids)
+        elif long:  # tokens that end inside characters, as some do of emoji and Hangul
+            self._keep(self.ids[-self.CONTEXT :], open_characters)
+            self.whole = 0
+        return piece
+
+    def _keep(self, ids: list[int], open_characters: int) -> None:
+        self.ids, self.text = ids, self.decode(ids)
+        self.shown = max(len(self.text) - open_characters, 0)
+
+    def rest(self) -> str:
+        """Return the incomplete character at the end of the text."""
+        return self.text[self.shown :]
+
+
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
     """Yield (kind, text) of one row as tokens come. If bytes end inside a character, they are yielded with the rest of
     it. An incomplete character at the end of the text has the kind of the last token."""
-    ids: list[int] = []
-    shown = text = kind = ""
+    decoder, kind = IncrementalDecoder(decode), ""
     for event in events:
         for token, kind in zip(event.ids, event.kinds, strict=True):
-            ids.append(token)
-            text = decode(ids)
-            if not text.endswith("\ufffd"):
-                piece, shown = text[len(shown) :], text
+            if piece := decoder.add(token):
                 yield kind, piece
-    if text[len(shown) :]:
-        yield kind, text[len(shown) :]
+    if piece := decoder.rest():
+        yield kind, piece

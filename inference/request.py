@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.models.encoder_decoder import features_shape, longest_source
+from inference.models.pretrained import id_of
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole
@@ -429,13 +430,13 @@ def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids that end a text, from the generation config, or from the model's config if that has none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
-    ends = model.config.eos_token_id if ends is None else ends
+    ends = id_of(model.config, "eos_token_id") if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return the ids that pad rows of a tensor, from the tokenizer and from the model's config."""
-    ids = (model.config.get_text_config().pad_token_id, tokenizer.pad_token_id if tokenizer else None)
+    ids = (id_of(model.config.get_text_config(), "pad_token_id"), tokenizer.pad_token_id if tokenizer else None)
     return frozenset(id for id in ids if id is not None)
 
 

@@ -7,9 +7,10 @@ prompts that wait. Several of these are stored in one pass, which takes half the
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from inference.models.lm import LM, store_prompts
@@ -19,6 +20,7 @@ from inference.proposers.base import Host, Proposer
 from inference.request import Request
 from inference.round import Batch
 from inference.sampling.noise import Uniforms
+from inference.sampling.parameters import is_whole
 from inference.source import like
 
 
@@ -63,12 +65,12 @@ class Call:
             most = self.decisions.open([row.index for row in self.active], self.proposer.asks)
             lengths = [most] * len(self.active)
         else:
-            lengths = list(policy.lengths([row.text for row in self.active]))
-        whole = all(isinstance(length, Integral) and length >= 0 for length in lengths)
-        if len(lengths) != len(self.active) or not whole:
-            raise ValueError(
-                f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted, not {lengths}"
-            )
+            given: Any = policy.lengths([row.text for row in self.active])
+            lengths = list(given) if isinstance(given, Sequence | np.ndarray | torch.Tensor) else given
+        whole = isinstance(lengths, list) and all(is_whole(length, 0) for length in lengths)
+        if not whole or len(lengths) != len(self.active):
+            raise ValueError(f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted in a list, "
+                             f"not {lengths!r}")  # fmt: skip
         return [0 if row.alone else min(int(length), row.limit - row.emitted - 1)
                 for length, row in zip(lengths, self.active, strict=True)]  # fmt: skip
 
@@ -83,6 +85,7 @@ class Slots:
     def __init__(self, target: LM) -> None:
         self.target = target
         self.current: Call | None = None  # whose rows are in the slots
+        self.busy = False  # in a round
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
         """Return a new call, which uses the slots from now on."""

@@ -42,7 +42,7 @@ def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
         if cfg.rollout.url:
-            server("rollout.url", cfg.rollout.url)
+            server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
         if cfg.draft.path:
             refuse_pair(cfg.draft.path, cfg.target.path, cfg.target.trust_remote_code)
     return target, tokenizer

@@ -37,7 +37,9 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
     refuse(cfg.output, cfg.overwrite)
-    client, path = server("url", url, cfg.model), resolved(cfg)
+    path = resolved(cfg)
+    regime = sampling(cfg.regime)
+    client = server("url", url, regime, cfg.model)
     draft_folder = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     target, tokenizer = models(cfg)
@@ -51,7 +53,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
                  draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
     room = room_of(pair) - cfg.new_tokens if open_tokens else None
     given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
-    plan = measurement.Plan(target, tokenizer, draft, sampling(cfg.regime), "token", size, (path, draft_path),
+    plan = measurement.Plan(target, tokenizer, draft, regime, "token", size, (path, draft_path),
                             drafts, given=given, kind=draft_folder.kind)  # fmt: skip
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)

@@ -42,8 +42,11 @@ def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
         raise ValueError(f"{rows} rows: target and rest must have {longest + 1} numbers or more, for draft lengths 0 "
                          f".. {longest}; they have {len(target)} and {len(rest)}")  # fmt: skip
     whole = Costs(target, draft, rest, rows, int(given.get("context", 0)), first=first)
-    if not all(math.isfinite(one) and one > 0 for one in whole.rounds):
+    if not all(math.isfinite(one) for one in (*target, *rest, draft, first)):
+        raise ValueError(f"{rows} rows: {', '.join(PARTS)} must be finite numbers of seconds")
+    if min(*target, *rest, draft, *map(whole.drafting, range(len(target)))) < 0:
+        raise ValueError(f"{rows} rows: {', '.join(PARTS)} must be seconds of at least 0, and so must all drafts of a "
+                         "round together")  # fmt: skip
+    if not min(whole.rounds) > 0:
         raise ValueError(f"{rows} rows: rounds must take some seconds, not {whole.rounds}")
-    if min(map(whole.drafting, range(len(target)))) < 0:
-        raise ValueError(f"{rows} rows: first={first} and draft={draft} give drafts that take less than no time")
     return whole

@@ -91,27 +91,55 @@ class Remote:
     """Samples with an OpenAI-compatible server.
 
     A server that returns no ids gets prompts as text, and its answers are tokenized here. The tokens may then differ
-    from the sampled ones, but they decode to the same text."""
+    from the sampled ones, but they decode to the same text. If a prompt or an answer does not survive this, its
+    continuation is [], which is no text.
+
+    ends: ids that end a text. If the server does not say which of them it was, it is the last one in the prompt (a chat
+    template ends each turn with it), else the tokenizer's."""
 
     client: Client
     tokenizer: PreTrainedTokenizerBase
     rows: int
+    ends: frozenset[int]
 
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        sends_ids = self.client.sends_ids
-        asked: Any = prompts if sends_ids else [str(self.tokenizer.decode(prompt)) for prompt in prompts]
-        seeds = [seed * SEEDS + key for key in keys]
-        answers = self.client.complete(asked, new_tokens, sampling, seeds, at_once=self.rows)
-        return [self._ids(one, new_tokens) for one in answers]
+        asked: Any = prompts if self.client.sends_ids else [self._asked(prompt) for prompt in prompts]
+        sent = [i for i, prompt in enumerate(asked) if prompt is not None]
+        seeds = [seed * SEEDS + keys[i] for i in sent]
+        answers = self.client.complete([asked[i] for i in sent], new_tokens, sampling, seeds, at_once=self.rows)
+        completions: list[list[int]] = [[] for _ in prompts]
+        for i, one in zip(sent, answers, strict=True):
+            completions[i] = self._ids(prompts[i], one, new_tokens) if one.ids is None else one.ids
+        return completions
 
-    def _ids(self, one: Completion, new_tokens: int) -> list[int]:
-        if one.ids is not None:
-            return one.ids
-        ids = list(self.tokenizer(one.text, add_special_tokens=False)["input_ids"])
-        end = self.tokenizer.eos_token_id
-        return (ids + [end] * (one.finish == "stop" and end is not None))[:new_tokens]
+    def _asked(self, prompt: list[int]) -> str | None:
+        """Return a text that the server encodes as the prompt: without a start token that its tokenizer adds. None if
+        there is none."""
+        texts = (self._text(prompt), self._text(prompt[1:]))
+        return next((text for text in texts if list(self.tokenizer(text)["input_ids"]) == prompt), None)
+
+    def _ids(self, prompt: list[int], one: Completion, new_tokens: int) -> list[int]:
+        """Return the ids of an answer, with the token that ended it. They are encoded after the prompt, since some
+        tokenizers begin a text with a space."""
+        before = self._asked(prompt) or ""
+        whole = list(self.tokenizer(before + one.text)["input_ids"])
+        ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._encoded(one.text)
+        if "\ufffd" in one.text or self._text(prompt + ids) != self._text(prompt) + one.text:
+            return []
+        if one.finish == "stop" and not (ids and ids[-1] in self.ends):
+            default = self.tokenizer.eos_token_id
+            likely = (*reversed(prompt), default, *sorted(self.ends))
+            end = next((token for token in likely if token in self.ends), default) if one.end is None else one.end
+            ids += [] if end is None else [end]
+        return ids[:new_tokens]
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def collect(

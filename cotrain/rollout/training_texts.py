@@ -17,6 +17,7 @@ from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.texts import NO_ID, Texts
+from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout import samplers
@@ -151,7 +152,14 @@ class Sampled:
             mine = _in_turn([asked[i][0] for i in mine], mine)
         rows = samplers.collect(self._sampler(), [asked[i] for i in mine], sampling, self.ask.new_tokens, self.seed,
                                partial, say, mine, self.seconds.get(kind))  # fmt: skip
-        save_rows(rows, path, wanted if len(rows) < len(mine) else _whole(wanted))
+        sampled, rows = len(rows), [row for row in rows if row["completion"]]
+        if len(rows) < sampled:
+            print(f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: the server sends no token ids, "
+                  "and they do not survive decoding and encoding")  # fmt: skip
+        if not rows:
+            raise UserError("rollout.url: none of the server's texts survives decoding and encoding: use a server that "
+                            "sends token ids, such as vLLM")  # fmt: skip
+        save_rows(rows, path, wanted if sampled < len(mine) else _whole(wanted))
         partial.unlink()
         return path
 

@@ -23,7 +23,7 @@ from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
 from inference.models.llama import has_kernel
-from inference.models.pretrained import length_of
+from inference.models.pretrained import id_of, length_of
 from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
@@ -300,9 +300,9 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
         "head_rank": draft.head_rank,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "depths": draft.depths,
-        "bos_token_id": theirs.bos_token_id,
-        "eos_token_id": theirs.eos_token_id,
-        "pad_token_id": theirs.pad_token_id,
+        "bos_token_id": id_of(theirs, "bos_token_id"),
+        "eos_token_id": id_of(theirs, "eos_token_id"),
+        "pad_token_id": id_of(theirs, "pad_token_id"),
     }
 
 

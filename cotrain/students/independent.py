@@ -36,7 +36,7 @@ from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
-from inference.models.pretrained import TIED, auto_class, layers_of, length_of, quantised
+from inference.models.pretrained import TIED, auto_class, id_of, layers_of, length_of, quantised
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
@@ -187,9 +187,9 @@ def scratch(
         max_position_embeddings=length_of(theirs),
         rope_parameters=dict(rope) if rope.get("rope_type") in ROPES else None,
         tie_word_embeddings=True,
-        bos_token_id=theirs.to_dict().get("bos_token_id"),  # T5 has none
-        eos_token_id=theirs.eos_token_id,
-        pad_token_id=theirs.pad_token_id,
+        bos_token_id=id_of(theirs, "bos_token_id"),
+        eos_token_id=id_of(theirs, "eos_token_id"),
+        pad_token_id=id_of(theirs, "pad_token_id"),
     )
     return LlamaForCausalLM(config)
 

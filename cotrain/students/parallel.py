@@ -24,7 +24,7 @@ from cotrain.students.markov import after_tokens
 from inference import proposers
 from inference.models.forward import additive
 from inference.models.markov import MARKOV, markov_of, put_markov_head, spread_of
-from inference.models.pretrained import sliding_window
+from inference.models.pretrained import id_of, sliding_window
 from inference.models.small_heads import VOCABULARY
 from inference.proposers import parallel
 from inference.proposers.eagle import Attend
@@ -246,7 +246,7 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
     config = network.config
     if getattr(config, MASK, None) is not None:
         return
-    padding, ends = config.pad_token_id, config.eos_token_id
+    padding, ends = id_of(config, "pad_token_id"), id_of(config, "eos_token_id")
     if vocabulary is not None and vocabulary < config.vocab_size:
         mask = vocabulary
     elif padding is not None and padding not in (ends if isinstance(ends, list) else [ends]):

@@ -25,7 +25,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, layers_of, quantised, tapped, widened
+from inference.models.pretrained import auto_class, head_of, id_of, layers_of, quantised, tapped, widened
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -273,7 +273,7 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 there."""
     source = source.to(model.device)
-    return source.masked_fill(source < 0, model.config.pad_token_id or 0), (source >= 0).long()
+    return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:

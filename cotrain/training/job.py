@@ -216,14 +216,14 @@ def sampled(
         raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
     by: Callable[[], Sampler] | None = None
     if rollout.url:
-        by = partial(_remote, rollout.url, tokenizer, rollout.rows)
+        by = partial(_remote, rollout.url, tokenizer, rollout.rows, ends_of(target))
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
     return Sampled(target, tokenizer, folder, ask, rollout.rows, rollout.seed, source, by, rollout.url)
 
 
-def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
-    return Remote(Client(url), tokenizer, rows)
+def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:
+    return Remote(Client(url), tokenizer, rows, ends)
 
 
 def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
-from cotrain.config.settings import TrainConfig, from_target, learnt
+from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
@@ -41,6 +41,7 @@ from cotrain.training.job import Job, source
 from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
+from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
@@ -254,13 +255,17 @@ def _folders(cfg: TrainConfig) -> None:
     if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
         raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
     if cfg.rollout.url:
-        server("rollout.url", cfg.rollout.url)
+        server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
 
-def server(key: str, url: str, model: str | None = None) -> Client:
-    """Return a client of a server. Raises UserError naming the key if the server does not answer."""
+def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
+    """Return a client of a server. Print the settings with which the server samples in the regime, if it says them.
+    Raises UserError naming the key if the server does not answer."""
     try:
-        return Client(url, model)
+        client = Client(url, model)
+        if said := client.resolved_settings(regime):
+            print(f"{key}={url} samples with {', '.join(f'{name} {value}' for name, value in said.items())}")
+        return client
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{key}={url}: no OpenAI-compatible server answers there: {error}") from error
 
@@ -509,7 +514,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 def holds(config: PretrainedConfig) -> int:
     """Return the number of tokens of the longest text that a model of this configuration can read."""
     whole = config.get_text_config()
-    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None))), 2**31))
+    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None) or 0) > 0), 2**31))
 
 
 # --- combinations of losses, kinds and texts that are not possible; a run checks them again

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from inference.models.cache import SlotCache, Window, grown
 from inference.models.forward import Stock, positions_on_paths
 from inference.models.passes import Layers, Pass
-from inference.models.pretrained import decoder_layers, length_of
+from inference.models.pretrained import decoder_layers, id_of, length_of
 from inference.source import Source
 
 
@@ -193,7 +193,7 @@ def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[l
     longest, last = longest_source(model), model.config.vocab_size - 1
     known = [[min(int(token), last) for token in source[:longest]] for source in sources]
     lengths = [len(source) for source in known]
-    pad, width = model.config.pad_token_id or 0, max(lengths)
+    pad, width = id_of(model.config, "pad_token_id") or 0, max(lengths)
     rows = [[*source, *[pad] * (width - len(source))] for source in known]
     inputs = {"input_ids": torch.tensor(rows, device=model.device)}
     if min(lengths) < width:
@@ -258,10 +258,16 @@ def own_inputs(model: PreTrainedModel, ids: Tensor, source: Source | None) -> di
 
 
 def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
-    """Return the shape (F, T) of the features that the encoder reads, or None if it reads token ids."""
+    """Return the shape (F, T) of the features that the encoder reads, or None if it reads token ids. Raises
+    ValueError, naming the model, for another encoder."""
     config: Any = model.config
-    if model.main_input_name != "input_features":
+    if model.main_input_name == "input_ids":
         return None
+    if model.main_input_name != "input_features" or not hasattr(config, "num_mel_bins"):
+        raise ValueError(
+            f"{type(model).__name__}: its encoder reads {model.main_input_name} that are not known here; those "
+            "of T5, BART and Marian (token ids) and of Whisper (input_features) are"
+        )
     return config.num_mel_bins, 2 * config.max_source_positions
 
 

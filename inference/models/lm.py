@@ -78,6 +78,9 @@ class LM:
         self.vocabulary = vocabulary or self.size
         positions = positions_of(config)
         self.context = min(context or positions, positions)
+        if self.context < 2:
+            raise ValueError(f"{type(model).__name__}: a context of {self.context} token has no room for a prompt and "
+                             "a new token; set context= to 2 or more")  # fmt: skip
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
         self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)

@@ -183,10 +183,15 @@ def positions_of(config: PreTrainedConfig) -> int:
     return limit
 
 
+def id_of(config: PreTrainedConfig, name: str) -> Any:
+    """Return a token id (or a list of them) of a config. None if the config lacks it, as those of some families do."""
+    return getattr(config, name, None)
+
+
 def length_of(config: PreTrainedConfig) -> int:
     """Return the longest text that a config allows, in tokens."""
     lengths = [getattr(config, key, None) for key in LENGTHS]
-    return next((length for length in lengths if length), UNLIMITED)
+    return next((length for length in lengths if length and length > 0), UNLIMITED)  # XLNet's is -1
 
 
 # The head

@@ -89,7 +89,7 @@ class Sampling:
         _reject("stop", self.stop, not all(isinstance(s, str) and s for s in self.stop), "strings, not empty")
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
         self._set("processors", _items("processors", self.processors))
-        _reject("processors", self.processors, not all(map(callable, self.processors)), "callables")
+        _reject("processors", self.processors, not all(map(_calls, self.processors)), "callables, not classes")
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
@@ -124,6 +124,10 @@ class Sampling:
 def _reject(name: str, value: Any, wrong: bool, wanted: str) -> None:
     if wrong:
         raise ValueError(f"Sampling.{name} must be {wanted}, not {value!r}")
+
+
+def _calls(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> None:

@@ -1,5 +1,6 @@
 """A client of an OpenAI-compatible server. It requests completions of prompts and reads vLLM's counters of drafts."""
 
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,13 @@ from typing import Any
 from inference.measure.arms import refuse
 from inference.sampling import Sampling
 
-UNTRANSLATED = ("banned", "processors")  # a request has no such fields
+UNTRANSLATED = ("banned", "banned_first", "processors")  # a request has no such fields
+LIKE_VLLM = ("vllm", "sglang")  # servers, by the owner of their models, that know vLLM's fields
+# elsewhere: fields that are ignored, and penalties that llama.cpp counts over the prompt too
+LIKE_VLLM_ONLY = ("stop_ids", "min_new_tokens", "presence_penalty", "frequency_penalty")
+LARGEST_BIAS = 100.0  # servers clip what is above it
+LLAMA_CPP = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "repeat_last_n": -1, "mirostat": 0,
+             "dynatemp_range": 0.0}  # fmt: skip
 COUNTER = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 
@@ -22,11 +29,12 @@ POSITION = re.compile(r'position="(\d+)"')
 @dataclass(frozen=True)
 class Completion:
     """The answer to one prompt. text: the new text. ids: ids of its tokens, None from a server that does not send them.
-    finish: "stop" or "length"."""
+    finish: "stop" or "length". end: the token that ended it, None if the server does not say."""
 
     text: str
     ids: list[int] | None
     finish: str
+    end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ class Client:
         self.key, self.timeout = key or os.environ.get("OPENAI_API_KEY"), timeout
         listed = json.loads(self._read("/v1/models"))["data"][0]
         self.model = model or str(listed["id"])
-        self.sends_ids = listed.get("owned_by") == "vllm"  # other servers may reject an unknown field
+        self.owner = listed.get("owned_by")
+        self.sends_ids = self.owner == "vllm"
 
     def complete(
         self,
@@ -77,24 +86,75 @@ class Client:
     ) -> list[Completion]:
         """Continue every prompt (strings or ids) with one seed per prompt. At most `at_once` requests run at a time.
 
-        ignore_eos: texts end by length only; only vLLM has this field. Raises ValueError for sampling settings that no
-        request can express.
+        ignore_eos: texts end by length only. Raises ValueError for sampling settings that this server does not apply as
+        they are meant, and if a limit of the server ends a text early.
         """
-        refuse(sampling, *UNTRANSLATED)
-        common = _request(sampling) | {"model": self.model, "max_tokens": max_new_tokens}
-        if self.sends_ids:
-            common["return_token_ids"] = True
-        if ignore_eos:
-            common |= {"ignore_eos": True, "min_tokens": max_new_tokens}
+        common = self._request(sampling, max_new_tokens, ignore_eos)
 
         def one(item: tuple[Any, int]) -> Completion:
             prompt, seed = item
-            answer = self._read("/v1/completions", common | {"prompt": prompt, "seed": seed % 2**63})
-            choice = json.loads(answer)["choices"][0]
-            return Completion(choice["text"], choice.get("token_ids"), choice.get("finish_reason") or "length")
+            answer = json.loads(self._read("/v1/completions", common | {"prompt": prompt, "seed": self._seed(seed)}))
+            choice = answer["choices"][0]
+            ids, finish = choice.get("token_ids"), choice.get("finish_reason") or "length"
+            tokens = (answer.get("usage") or {}).get("completion_tokens") if ids is None else len(ids)
+            if finish == "length" and tokens is not None and tokens < max_new_tokens:
+                raise ValueError(f"{self.root}: it ended a text after {tokens} of {max_new_tokens} tokens: raise its "
+                                 "context, or its own limit (max_new_tokens of vLLM's generation config, "
+                                 "--n-predict of llama.cpp)")  # fmt: skip
+            end = choice.get("stop_reason", choice.get("matched_stop"))  # of vLLM, of SGLang: an id or a stop string
+            return Completion(choice["text"], ids, finish, end if isinstance(end, int) else None)
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
+
+    def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
+        """Return the settings with which the server samples if it is asked for these. None: it does not say them; only
+        llama.cpp does."""
+        if self.owner != "llamacpp":
+            return None
+        asked = self._request(sampling, 1, False)
+        answer = json.loads(self._read("/completion", asked | {"prompt": "1", "seed": 1}))
+        said = answer.get("generation_settings") or {}
+        return {name: said[name] for name in asked if name in said}
+
+    def _seed(self, seed: int) -> int:
+        """Return a seed that the server reads whole. llama.cpp reads 32 bits."""
+        if self.owner in LIKE_VLLM:
+            return seed % 2**63
+        return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest()) >> 1
+
+    def _request(self, sampling: Sampling, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
+        """Return the fields of a request, those with neutral values too. If one is absent, the server takes the model's
+        generation config or a default of its own. Raises ValueError as `complete`."""
+        like_vllm = self.owner in LIKE_VLLM
+        refuse(sampling, *UNTRANSLATED, *(() if like_vllm else LIKE_VLLM_ONLY))
+        biases = {str(token): bias for token, bias in (sampling.logit_bias or {}).items()}
+        if any(abs(bias) > LARGEST_BIAS for bias in biases.values()):
+            raise ValueError(f"Sampling.logit_bias: servers clip biases to {LARGEST_BIAS:g}, not {biases}")
+        if self.owner == "vllm" and sampling.min_p and sampling.top_p < 1:
+            raise ValueError("Sampling.min_p: vLLM applies min_p before top_p; set one of the two")
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "n": 1,
+            "max_tokens": max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or (-1 if like_vllm else 0),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": biases,
+            "stop": list(sampling.stop),
+            "ignore_eos": ignore_eos,
+            "skip_special_tokens": False,
+        }
+        if like_vllm:
+            fields["stop_token_ids"] = list(sampling.stop_ids)
+            fields["min_tokens"] = max_new_tokens if ignore_eos else sampling.min_new_tokens
+        else:
+            fields |= LLAMA_CPP | {"repeat_penalty": sampling.repetition_penalty}
+        return fields | ({"return_token_ids": True} if self.sends_ids else {})
 
     def counted(self) -> Served | None:
         """Return the drafting counters since the server started, or None if its page shows none."""
@@ -140,19 +200,3 @@ def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> 
         if now != counters:
             counters, since = now, time.monotonic()
     return counters
-
-
-def _request(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of a request. Fields that OpenAI's API lacks are sent only if their values are not the
-    defaults."""
-    default = Sampling()
-    fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if getattr(sampling, name) != getattr(default, name):
-            fields[name] = getattr(sampling, name)
-    if sampling.logit_bias:
-        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    for name, field in (("stop", "stop"), ("stop_ids", "stop_token_ids"), ("min_new_tokens", "min_tokens")):
-        if getattr(sampling, name):
-            fields[field] = getattr(sampling, name)
-    return fields

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from cotrain.cli import main
-from inference import Sampling
+from inference import Engine, Sampling
+from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from inference.request import Request
 from inference.round import Batch
 from inference.sampling import probs
 from tests.cases import case
+from tests.tiny import tiny
 
 
 @case("min-p in a mixed batch")
@@ -42,3 +44,11 @@ def test_counters_without_an_accepted_draft_name_draft_tokenizer_states_and_flag
     cause = said[said.index("drift: ") :]
     named = [cause.index(word) for word in ("draft is the planned folder", "tokenizer", "states", "flags")]
     assert named == sorted(named) and "train on" not in cause
+
+
+@case("policy without proposer")
+def test_an_adaptive_policy_without_a_proposer_decodes_plainly() -> None:
+    policy = Adaptive({1: (1.0, 1.1)}, Estimates(0.9, (0.0,) * INPUTS, (0.0,) * INPUTS))
+    target, given = tiny(), {"prompts": [[1, 2], [3]], "max_new_tokens": 9, "seed": 1}
+    output = Engine(target, policy=policy).generate(**given)
+    assert output.tokens == Engine(target).generate(**given).tokens and not output.stats.drafted

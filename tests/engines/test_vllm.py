@@ -2,6 +2,7 @@
 drafting, and serves the target's text."""
 
 import copy
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -131,6 +132,31 @@ def test_texts_that_it_samples_are_the_targets_own(plain: dict[str, Any], found:
     found["rollout.url"] = vars(own)
     print(f"\nvllm, rollout.url: {own.line()}")
     assert own.own and own.tokens > 3000
+
+
+def test_defaults_of_the_targets_config_change_no_text(plain: dict[str, Any], tmp_path: Path) -> None:
+    """A request that leaves fields out gets them; those of `rollout.url=` and `serve_check` leave none out."""
+    folder, plan = tmp_path / "target", replace(plain["plan"], sampling=Sampling(temperature=0))
+    shutil.copytree(resolve("bundled"), folder)
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(config | {"do_sample": True, "top_k": 5, "repetition_penalty": 1.3}))
+    prompts = plan.final(0, 8)
+    with serving(str(folder), None, OUTPUT / "defaults.log") as url:
+        client = Client(url)
+        texts = checked.over_http(client, plan)(prompts, 8)[0]
+        few = {"model": client.model, "prompt": prompts[0], "max_tokens": SIZE.new_tokens, "temperature": 0,
+               "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        filled = json.loads(client._read("/v1/completions", few))["choices"][0]["token_ids"]
+        sampled = client.complete(prompts, SIZE.new_tokens, Sampling(), row_ids(prompts), ignore_eos=True)
+    assert filled != texts[0]  # the server does fill
+    assert same_text(plan, plain["texts"], texts).unexplained == 0
+    starts, ids = [len(prompt) for prompt in prompts], [one.ids or [] for one in sampled]
+    below = 0  # tokens that are not among the target's five likeliest
+    for start, prompt, new in zip(starts, prompts, ids, strict=True):
+        logits = plan.target(torch.tensor([prompt + new])).logits[0, start - 1 : -1]
+        below += int((logits.topk(5).indices != torch.tensor(new)[:, None]).all(1).sum())
+    assert below > 10
 
 
 def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, Any]) -> None:

@@ -526,6 +526,15 @@ def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
         {"seconds": {"1": [1, 2], "2": [1]}}, {"seconds": {"1": [1]}}, {"seconds": {"a": [1, 2]}}, {"seconds": {}},
         {"estimates": content["estimates"] | {"here": [0]}}, {"estimates": {}}, {"deciding": None},
     ]  # fmt: skip
+    for wrong in (math.nan, math.inf, -math.inf, -1.0):
+        changes += [
+            {"seconds": {"1": [1, wrong]}},
+            {"deciding": {"8": wrong}},
+            {"estimates": content["estimates"] | {"mean": wrong}},
+        ]
+        if wrong != -1:
+            changes += [{"estimates": content["estimates"] | {name: [0, 0, 0, wrong]}} for name in ("here", "ahead")]
+    changes += [{"seconds": {"0": [1, 2]}}, {"seconds": {"1": [0, 2]}}, {"deciding": {"-8": 1}}]
     for change in changes:
         file.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=f"policy: {file} is no policy file"):

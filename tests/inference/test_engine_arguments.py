@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TemperatureLogitsWarper
 
 from inference import Engine, Sampling, load
 from inference.policy import Fixed
@@ -29,6 +30,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         for name in ("rows", "context")
         for value in (0, -5, 2.5, "8", True)
     },
+    **{
+        f"a class as {name}": (
+            {name: value},
+            rf"{name}: {value.__name__} is a class; give an object, {value.__name__}\(",
+        )
+        for name, value in (
+            ("target", type(MODEL)),
+            ("proposer", Independent),
+            ("policy", Fixed),
+            ("tokenizer", PreTrainedTokenizerFast),
+            ("record", dict),
+        )
+    },
+    "room for no token": ({"context": 1}, "a context of 1 token has no room .*; set context= to 2 or more"),
     "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer is a path"),
 }
 
@@ -71,6 +86,40 @@ def test_banned_words_are_sequences_of_ids() -> None:
 def test_a_draft_length_is_a_whole_number(k: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"policy.k must be a whole number of at least 0, not {k!r}")):
         Fixed(k)
+
+
+@pytest.mark.parametrize("given", [None, 4, {0: 4}, "4", [True], [4, 4], [-1], [2.5]])
+def test_a_policy_returns_a_list_of_lengths(given: Any) -> None:
+    policy = SimpleNamespace(lengths=lambda texts: given)
+    engine = Engine(MODEL, Independent(MODEL), policy=policy)
+    with pytest.raises(ValueError, match=r"policy.lengths: 1 draft lengths of at least 0 are wanted in a list, not"):
+        engine.generate([[1, 2]], max_new_tokens=3)
+    assert Engine(MODEL).generate([[1, 2]], max_new_tokens=3).finish == ["length"]  # the models can be used again
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["its engine", "another engine"])
+def test_a_processor_may_call_another_engine_only(shares: bool) -> None:
+    """Its own would overwrite the slots of the round."""
+    engine = Engine(MODEL, Independent(MODEL), policy=Fixed(2))
+    other, texts = engine if shares else Engine(MODEL), []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        texts.append(other.generate([[3]], max_new_tokens=2, ignore_eos=True).tokens)
+        return scores
+
+    whole: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True}
+    output = engine.generate([[1, 2], [4]], sampling=[Sampling(processors=(processor,)), Sampling()], **whole)
+    plain = engine.generate([[1, 2], [4]], **whole)
+    assert output.tokens[1] == plain.tokens[1] and output.finish[1] == "length"
+    if shares:
+        assert output.finish[0] == "error" and "called its own engine during a round" in (output.errors[0] or "")
+    else:
+        assert output.tokens[0] == plain.tokens[0] and texts
+
+
+def test_a_class_is_no_processor() -> None:
+    with pytest.raises(ValueError, match="Sampling.processors must be callables, not classes"):
+        Sampling(processors=[TemperatureLogitsWarper])  # type: ignore[list-item]
 
 
 def test_a_draft_is_a_model_or_its_path() -> None:

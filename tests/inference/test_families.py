@@ -1,5 +1,6 @@
 """Model families: batched drafting gives the greedy text of transformers in float64, or a clear refusal."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,12 +8,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from cotrain.students.independent import scratch
+from cotrain.students.parallel import name_mask
 from inference import Engine, Sampling
 from inference.models.cache import cache_bytes
 from inference.models.lm import LM
 from inference.models.pretrained import auto_class
 from inference.policy import Fixed
 from inference.proposers import Independent
+from inference.proposers.parallel import MASK
+from inference.request import ends_of, pads_of
 from tests.tiny import continued, near
 
 CONTEXT = 24
@@ -54,6 +59,11 @@ LLAMA4 = {**HEADS, **EXPERTS, "intermediate_size_mlp": 16, "no_rope_layers": [1,
           "attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
 GEMMA4 = {**MIXED, "global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32}
 SHARED = {"num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"], "num_kv_shared_layers": 2}
+# its config has no pad_token_id
+CODEGEN = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 4,
+           "initializer_range": 0.6, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+SPEECH = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+          "decoder_attention_heads": 2, "input_feat_per_channel": 6, "conv_channels": 16}  # fmt: skip
 MPT = {**IDS, "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": CONTEXT + 1,
        "initializer_range": 0.6}  # fmt: skip
 
@@ -78,6 +88,7 @@ SUPPORTED = [
 ]
 BEHAVING = [  # accepted by the self-check, with the form of mask that it finds
     ("Mpt", MPT, "one"),
+    ("CodeGen", CODEGEN, "one"),
     ("StableLm", GROUPED, "one"),
     ("Olmo2", GROUPED, "one"),
     ("Phi3", WINDOW, "near"),
@@ -111,6 +122,9 @@ REFUSED = [
     ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi .* 2-d"),
     ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
+    ("XLNet", {"vocab_size": 32, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, "its passes"),
+    ("Speech2Text", SPEECH, "its encoder reads input_features that are not known here"),
+    ("GPT2", {**GPT, "n_positions": 1}, "a context of 1 token has no room for a prompt and a new token"),
     ("UMT5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "its passes"),
     ("ProphetNet", {"num_encoder_layers": 1, "num_decoder_layers": 1}, "decoder layers .* not known"),
     (
@@ -162,6 +176,17 @@ def test_models_without_rollback_are_rejected(family, settings, names):
     model = build(family, settings)
     with pytest.raises(ValueError, match=rf"{type(model).__name__}: .*{names}"):
         Engine(model)
+
+
+def test_a_config_may_lack_special_ids() -> None:
+    """Of a target that drafts are made for, and of a draft that predicts at mask tokens."""
+    model = build("CodeGen", CODEGEN)
+    assert not hasattr(model.config, "pad_token_id")
+    assert scratch(model, 16, 1, 16, 8, 1).config.pad_token_id is None
+    name_mask(model, None)
+    assert getattr(model.config, MASK) == 31
+    bare: Any = SimpleNamespace(config=transformers.CpmAntConfig(), generation_config=None)
+    assert not hasattr(bare.config, "eos_token_id") and ends_of(bare) == frozenset() == pads_of(bare, None)
 
 
 @pytest.mark.parametrize(("family", "settings"), [(name, settings) for name, settings, *_ in SUPPORTED + BEHAVING])

@@ -285,7 +285,8 @@ def test_a_stop_is_seen_where_the_whole_text_shows_it(tokenizer: PreTrainedToken
         assert len(row.take(new)) == wanted
 
 
-def test_a_stop_costs_the_same_late_in_a_text(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("word", ["cab ", "\U0001f389", "\ud55c\uad6d"])
+def test_a_stop_costs_the_same_late_in_a_text(tokenizer: PreTrainedTokenizerFast, word: str) -> None:
     decoded: list[int] = []
 
     class Counting:
@@ -293,7 +294,7 @@ def test_a_stop_costs_the_same_late_in_a_text(tokenizer: PreTrainedTokenizerFast
             decoded.append(len(ids))
             return str(tokenizer.decode(ids))
 
-    new = tokenizer("cab " * 500, add_special_tokens=False)["input_ids"]
+    new = tokenizer(word * 500, add_special_tokens=False)["input_ids"]
     row = Request(0, 0, [1], 10_000, Sampling(0.0, stop=("zz",)), frozenset(), Counting())  # type: ignore[arg-type]
     row.take(new)
     assert len(new) >= 1000 and max(decoded) <= 48

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
@@ -272,24 +275,53 @@ def test_a_draft_changes_the_speed_and_not_the_distribution(target: LlamaForCaus
         assert (seen - probs).abs().sum() / 2 < 1.5 * (VOCABULARY / (2 * torch.pi * 600)) ** 0.5
 
 
+class Answering:
+    """A client of a server that gives one answer."""
+
+    def __init__(self, answer: Completion) -> None:
+        self.answer, self.sends_ids = answer, answer.ids is not None
+        self.asked: list[tuple[object, list[int]]] = []
+
+    def complete(self, prompts: list, new_tokens: int, sampling: Sampling, seeds: list[int], at_once: int) -> list:
+        self.asked += [(prompt, seeds) for prompt in prompts]
+        return [self.answer for _ in prompts]
+
+
 def test_a_server_samples_by_ids_or_by_text() -> None:
     words = tokenizer()
-    asked: list[tuple[object, list[int]]] = []
+    prompt, end = words("import os")["input_ids"], words.eos_token_id
 
-    class Told:
-        sends_ids = True
+    def answered(answer: Completion, asked: list[int] = prompt, ends: tuple[int, ...] = (end, 7, 9)) -> list[int]:
+        client = Answering(answer)
+        (ids,) = Remote(client, words, 4, frozenset(ends))([asked], WARM, 6, 1, [3])  # type: ignore[arg-type]
+        assert client.asked == [(asked if answer.ids else words.decode(asked), [2**32 + 3])]
+        return ids
 
-        def complete(self, prompts: list, new_tokens: int, sampling: Sampling, seeds: list[int], at_once: int) -> list:
-            asked.append((prompts[0], seeds))
-            return [Completion("ab", [7, 8] if self.sends_ids else None, "stop") for _ in prompts]
+    assert answered(Completion("ab", [7, 8], "stop")) == [7, 8]
+    ab = words("ab", add_special_tokens=False)["input_ids"]
+    assert answered(Completion("ab", None, "stop")) == [*ab, end]
+    assert answered(Completion("ab", None, "length")) == ab
+    assert answered(Completion("ab", None, "stop", end=9)) == [*ab, 9]  # the server says it
+    assert answered(Completion("ab", None, "stop"), [*prompt, 7, *prompt]) == [*ab, 7]  # it ended the turn before
+    assert answered(Completion("ab" + words.decode([9]), None, "stop")) == [*ab, 9]  # it is in the text
+    assert answered(Completion("ab\ufffd", None, "length")) == []
+    assert answered(Completion("ab" * 9, None, "stop")) == (ab * 9)[:6]
+    half = words("\u00e9", add_special_tokens=False)["input_ids"][:1]
+    assert words.decode(half) == "\ufffd"
+    client = Answering(Completion("ab", None, "stop"))
+    assert Remote(client, words, 4, frozenset())([half], WARM, 6, 1, [3]) == [[]]  # type: ignore[arg-type]
+    assert client.asked == []
 
-    prompt = words("import os")["input_ids"]
-    assert Remote(Told(), words, 4)([prompt], WARM, 6, 1, [3]) == [[7, 8]]  # type: ignore[arg-type]
-    silent = Told()
-    silent.sends_ids = False
-    (found,) = Remote(silent, words, 4)([prompt], WARM, 6, 1, [3])  # type: ignore[arg-type]
-    assert found == [*words("ab", add_special_tokens=False)["input_ids"], words.eos_token_id]
-    assert asked[0] == (prompt, [2**32 + 3]) and asked[1][0] == "import os"
+
+def test_an_answer_is_encoded_as_the_prompts_continuation() -> None:
+    """A tokenizer that begins a text with a space would write one before the answer."""
+    model = Tokenizer(
+        BPE({"\u2581": 0, "a": 1, "b": 2, "\u2581a": 3, "\u2581b": 4}, [("\u2581", "a"), ("\u2581", "b")])
+    )
+    model.pre_tokenizer, model.decoder = Metaspace(), decoders.Metaspace()
+    client = Answering(Completion("b b", None, "length"))
+    words = PreTrainedTokenizerFast(tokenizer_object=model)
+    assert Remote(client, words, 4, frozenset())([[3]], WARM, 6, 1, [3]) == [[2, 4]]  # type: ignore[arg-type]
 
 
 def test_sets_of_a_server_are_not_taken_for_this_engines(sampled: Sampled, prompts: PromptRows) -> None:

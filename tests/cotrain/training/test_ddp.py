@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from cotrain.cli import main
+from cotrain.errors import UserError
+from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
 
 SETTINGS = ["trainer.precision=32-true", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
@@ -93,6 +95,42 @@ def test_a_killed_sharded_run_resumes_as_if_it_had_not_been_killed(place: Path, 
     moments = [one["optimizer_states"][0]["state"] for one in saved]
     assert moments[0].keys() == moments[1].keys()
     assert all(torch.equal(one["exp_avg"], moments[1][key]["exp_avg"]) for key, one in moments[0].items())
+
+
+KILLED = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from cotrain.cli import _failed
+
+rank, killed, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+values = torch.ones(3)
+dist.all_reduce(values)
+if rank == killed:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(values)
+except Exception as error:
+    sys.exit(_failed("train", error))
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_other_process_says_in_one_line_that_one_was_killed(killed: int, tmp_path: Path) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    words = [sys.executable, "-c", KILLED]
+    pair = [subprocess.Popen([*words, str(rank), str(killed), str(tmp_path / "store")], **pipes) for rank in (0, 1)]
+    errors = [process.communicate(timeout=100)[1] for process in pair]
+    assert pair[killed].returncode == -signal.SIGKILL and pair[1 - killed].returncode == 1
+    said = [line for line in errors[1 - killed].splitlines() if not line.startswith("[")]  # gloo's own
+    assert len(said) == 1 and "cotrain train: another process of this run has ended; " in said[0]
+
+
+def test_a_process_that_waits_says_that_the_first_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([5, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    with pytest.raises(UserError, match="the process that samples has ended; .* the same command resumes"):
+        awaited(lambda: False, "the process that samples")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from cotrain.cli import main
 from inference import Sampling
-from inference.servers.openai_client import Client, Served, stable_counters
+from inference.servers.openai_client import LIKE_VLLM_ONLY, UNTRANSLATED, Client, Served, stable_counters
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} %d.0
@@ -25,10 +26,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",p
 
 
 class Lookalike(BaseHTTPRequestHandler):
-    """Answers with as many tokens as were asked for, all of them the seed; keeps what it was asked."""
+    """Answers with as many tokens as were asked for, all of them the seed, or with a text; keeps what it was asked."""
 
     requests: list[dict[str, Any]] = []
     owner, drafting = "vllm", True
+    choice: dict[str, Any] = {"text": "x", "finish_reason": "length"}
+    most = 10**6  # tokens of a text
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
@@ -44,10 +47,14 @@ class Lookalike(BaseHTTPRequestHandler):
         if body["prompt"] == [13]:
             self.send_error(400, "no such token")
             return
-        choice = {"text": "x", "finish_reason": "length"}
+        if self.path == "/completion":  # llama.cpp's own
+            self.say(json.dumps({"content": "x", "generation_settings": body | {"typical_p": 1.0}}))
+            return
+        choice = dict(self.choice)
+        tokens = min(body["max_tokens"], self.most)
         if "return_token_ids" in body:
-            choice |= {"token_ids": [body["seed"]] * body["max_tokens"]}
-        self.say(json.dumps({"choices": [choice]}))
+            choice |= {"token_ids": [body["seed"]] * tokens}
+        self.say(json.dumps({"choices": [choice], "usage": {"completion_tokens": tokens}}))
 
     def say(self, text: str) -> None:
         self.send_response(200)
@@ -76,13 +83,57 @@ def test_completions_carry_the_regime_and_come_in_order(url: str) -> None:
     assert (requests["temperature"], requests["top_k"], requests["stop_token_ids"]) == (0.5, 3, [4])
     assert requests["logit_bias"] == {"2": -1.0} and requests["stop"] == ["a"]
     assert requests["ignore_eos"] is True and requests["min_tokens"] == requests["max_tokens"] == 2
-    assert "min_p" not in requests  # what is at its default is not sent to a server that may not know it
 
 
 def test_other_servers_get_no_request_for_ids(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lookalike, "owner", "somebody")
     (result,) = Client(url).complete(["a text"], 2, Sampling(), seeds=[1])
     assert result.ids is None and result.text == "x" and "return_token_ids" not in Lookalike.requests[0]
+
+
+OTHER = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+         "frequency_penalty": 0.4, "logit_bias": {3: -1.0}, "banned": ((1,),), "min_new_tokens": 2, "stop": ("a",),
+         "stop_ids": (5,), "processors": (max,), "banned_first": (6,)}  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp", "somebody"])
+@pytest.mark.parametrize("name", [one.name for one in fields(Sampling)])
+def test_a_setting_changes_the_request_or_is_refused(
+    name: str, owner: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other fields are sent as well, with neutral values."""
+    monkeypatch.setattr(Lookalike, "owner", owner)
+    client = Client(url)
+    client.complete([[1]], 2, Sampling(), seeds=[1])
+    neutral = Lookalike.requests.pop()
+    try:
+        client.complete([[1]], 2, Sampling(**{name: OTHER[name]}), seeds=[1])
+    except ValueError as error:
+        assert f"Sampling.{name}" in str(error)
+        assert name in (*UNTRANSLATED, *(() if owner in ("vllm", "sglang") else LIKE_VLLM_ONLY))
+        return
+    (other,) = Lookalike.requests
+    assert other.keys() == neutral.keys() and other != neutral
+
+
+def test_what_a_server_would_apply_otherwise_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for regime in (Sampling(top_p=0.9, min_p=0.1), Sampling(logit_bias={1: float("-inf")})):
+        with pytest.raises(ValueError, match="min_p|logit_bias"):
+            Client(url).complete([[1]], 2, regime, seeds=[1])
+    assert not Lookalike.requests
+    for owner in ("vllm", "somebody"):
+        monkeypatch.setattr(Lookalike, "owner", owner)
+        monkeypatch.setattr(Lookalike, "most", 3)  # a limit of the server, such as max_new_tokens of its config
+        Client(url).complete([[1]], 3, Sampling(), seeds=[1])
+        with pytest.raises(ValueError, match="ended a text after 3 of 4 tokens"):
+            Client(url).complete([[1]], 4, Sampling(), seeds=[1])
+
+
+def test_seeds_that_differ_in_their_high_bits_differ_in_32(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lookalike, "owner", "llamacpp")
+    Client(url).complete([[1], [1]], 2, Sampling(), seeds=[2**32 + 3, 2**33 + 3], at_once=1)
+    first, second = (body["seed"] for body in Lookalike.requests)
+    assert first != second and max(first, second) < 2**31
 
 
 def test_counters_are_summed_over_engines_and_ordered_by_depth(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
