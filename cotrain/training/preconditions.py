@@ -47,7 +47,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of
+from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of, refuse_unsupported
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -114,13 +114,18 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model without storage. Raises UserError naming the key if a folder holds no weights."""
+    """Return a model without storage. Raises UserError naming the key if a folder holds no weights, or if the engine
+    cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if (folder / GENERATION).is_file():  # it names the ids that end a text
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        refuse_unsupported(model, model.config.get_text_config())
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from error
     return model.eval()
 
 
