@@ -177,7 +177,9 @@ def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
         if depths == 0:
             assert counted == {(at, ANY) for at, depth in expected if depth == 0}
         else:
-            assert counted == {one for one in expected if one[1] < depths} and (depths > 1) == (kind != "example" and max(completions) > 1)
+            assert counted == {one for one in expected if one[1] < depths} and (depths > 1) == (
+                kind != "example" and max(completions) > 1
+            )
 
 
 @EVERY
