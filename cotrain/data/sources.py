@@ -328,7 +328,8 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     """Cut documents into `pieces`, so that a document gives several prompts."""
-    rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
+    rows = [{"text": piece, "domain": row["domain"], "document": number}
+            for number, row in enumerate(texts) for piece in pieces(row["text"])]  # fmt: skip
     return datasets.Dataset.from_list(rows)
 
 
