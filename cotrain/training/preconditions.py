@@ -32,7 +32,7 @@ from cotrain.rollout.self_prompts import SELF, opening, unended
 from cotrain.rollout.training_texts import Source, Start, completed, start_of
 from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
-from cotrain.students.independent import CACHED
+from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
@@ -361,6 +361,8 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
         draft = initial(cfg, target)
     if given:
         _draft_path(cfg, tokenizer)
+    if "vocab_size" in draft.config.get_text_config().to_dict():  # some kinds have none
+        refuse_fewer(draft, ids_of(tokenizer), _size_settings(cfg))
     refuse_draft(cfg, draft, target)
     not_larger(_size_settings(cfg), size_of(target), size_of(draft))
     return draft

@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.bundled.tokenizer import train_tokenizer
 from tests.cotrain.commands.test_train import place as place  # a fixture: a folder with a target and own texts
-from tests.folders import CONTEXT, own_texts, target_folder
+from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,10 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target_folder(folder / "large", layers=3, hidden=128)
     target_folder(folder / "other", layers=1)
     train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(folder / "other")
+    fewer = LlamaConfig(vocab_size=VOCABULARY - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                        num_attention_heads=1)  # fmt: skip
+    LlamaForCausalLM(fewer).save_pretrained(folder / "fewer")
+    tokenizer().save_pretrained(folder / "fewer")
     (folder / "foreign").mkdir()
     (folder / "foreign" / "thesis.tex").write_text("mine")
     return folder

@@ -94,6 +94,7 @@ MISTAKES = {
     "init=pretrained": "init.kind: 'pretrained'",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
+    "init=pretrained draft.path=PLACE/fewer": "draft.path=PLACE/fewer: the draft has 299 rows",
     "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
     "output=PLACE/foreign": "output=PLACE/foreign has files",
     "output=PLACE/foreign overwrite=true": "output=PLACE/foreign has files",
