@@ -81,7 +81,8 @@ def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) 
         messages, row = conversations[place]
         with _naming_row(place + 1):
             pairs = _turns(messages, row.get("tools"), template)
-            turns += [{"domain": str(row.get("domain") or "own"), "prompt": a, "completion": b} for a, b in pairs]
+            domain = str(row.get("domain") or "own")
+            turns += [{"domain": domain, "prompt": a, "completion": b, "unit": place} for a, b in pairs]
     if not turns:
         raise ValueError(f"data.path: none of {len(conversations)} conversations falls to the split {split}: give more")
     return Chats(turns)

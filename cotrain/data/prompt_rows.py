@@ -77,6 +77,10 @@ class PromptRows:
         domains = {tuple(row["prompt"]): row["domain"] for row in self.rows}
         return domains if len({*domains.values()}) > 1 else {}
 
+    def units(self, tokens: int) -> dict[tuple[int, ...], int]:
+        """The conversation of each prompt by its ids, as a number: turns of one are not independent."""
+        return {tuple(row["prompt"]): row.get("unit", place) for place, row in enumerate(self.rows)}
+
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
         order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(seed)).tolist()
         return [self.rows[i] for i in order if 0 < len(self.rows[i]["prompt"]) <= tokens]
@@ -125,6 +129,12 @@ class TextStarts:
         """The domain of each prompt by its ids; empty if there is only one."""
         domains: list[str] = list(self.starts["domain"])
         return dict(zip(map(tuple, self.each(tokens)), domains, strict=True)) if len({*domains}) > 1 else {}
+
+    def units(self, tokens: int) -> dict[tuple[int, ...], int]:
+        """The document of each prompt by its ids, as a number: pieces of one are not independent."""
+        rows = self.starts
+        documents = rows["document"] if "document" in rows.column_names else range(len(rows))
+        return dict(zip(map(tuple, self.each(tokens)), documents, strict=True))
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

@@ -328,7 +328,8 @@ def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, An
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     """Cut documents into `pieces`, so that a document gives several prompts."""
-    rows = [{"text": piece, "domain": row["domain"]} for row in texts for piece in pieces(row["text"])]
+    rows = [{"text": piece, "domain": row["domain"], "document": number}
+            for number, row in enumerate(texts) for piece in pieces(row["text"])]  # fmt: skip
     return datasets.Dataset.from_list(rows)
 
 
@@ -338,19 +339,30 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
     Each text starts with the tokenizer's start token, or its end token if it writes no start token. Raises ValueError
     if there is less text than one block, or the tokenizer has no end token.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError("target.path: its tokenizer has no end token, which separates texts")
+    refuse_short(texts, tokenizer, length)
     ids, domain, names, start = [], [], sorted(set(texts["domain"])), start_token(tokenizer)
     for index, name in enumerate(names):
-        part = texts.filter(lambda row, name=name: row["domain"] == name)
-        stream = torch.tensor(list(_stream(part["text"], tokenizer, start)), dtype=torch.int32)
+        stream = torch.tensor(list(_stream(_domain(texts, name), tokenizer, start)), dtype=torch.int32)
         blocks = stream[: len(stream) // length * length].view(-1, length)
         ids.append(blocks)
         domain.append(torch.full((len(blocks),), index))
-    if not any(map(len, ids)):
-        raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens")
     whole = torch.cat(ids)
     return Blocks(whole, torch.cat(domain), names, restarted(whole, start))
+
+
+def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+    """Raise the errors of `pack`. It reads texts only until they fill a block."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("target.path: its tokenizer has no end token, which separates texts")
+    start = start_token(tokenizer)
+    streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))
+    if not any(next(islice(stream, length - 1, None), None) is not None for stream in streams):
+        raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens: lower it, or "
+                         "set trainer.corpus_steps=0")  # fmt: skip
+
+
+def _domain(texts: datasets.Dataset, name: str) -> list[str]:
+    return [text for text, domain in zip(texts["text"], texts["domain"], strict=True) if domain == name]
 
 
 def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:

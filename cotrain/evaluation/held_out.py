@@ -13,6 +13,7 @@ from torch import Tensor
 from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
 from cotrain.data.texts import Texts
 from cotrain.losses.chunked import CHUNK, Comparison, TargetDistributions, Truncate, compared
+from cotrain.losses.guess import draftable
 from cotrain.students.base import ANY, LAST, Guess, Student
 from cotrain.teacher.target_distributions import FromStates, remembered
 from cotrain.teacher.target_model import Head, Reader, Record, Seen
@@ -57,7 +58,8 @@ class Scores:
     draft's most probable one, which is its acceptance in greedy drafting. confidence (N, L): the draft's probability of
     its most probable token. lengths (N,): sampled tokens per text. alpha, alpha_greedy = p(argmax q), kl and entropy:
     means. If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`;
-    the means are for the first draft of a round, and alphas has the mean alpha of each of the K depths.
+    the means are for the first draft of a round, and alphas has the mean alpha of each of the K depths, NaN at a depth
+    at which no text is long enough.
     """
 
     l: Tensor
@@ -197,10 +199,16 @@ def score(
     aligned = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
     l, r_greedy, confidence = aligned
     sums = torch.stack([sums for _, sums in parts]).sum(0)  # (depths, 4)
-    means = (sums / (length - first).sum()).tolist()
-    alpha, greedy, kl, entropy = means[0]
-    alphas = tuple(one[0] for one in means) if l.ndim == 3 else ()
-    return Scores(l, r_greedy, confidence, length - first, alpha, greedy, kl, entropy, alphas)
+    lengths = length - first
+    alpha, greedy, kl, entropy = (sums[0] / lengths.sum()).tolist()
+    alphas = tuple((sums[:, 0] / drafts_by_depth(lengths, len(sums))).tolist()) if l.ndim == 3 else ()
+    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy, alphas)
+
+
+def drafts_by_depth(lengths: Tensor, depths: int) -> Tensor:
+    """Return the number of tokens that rounds can draft at each depth (depths,), in texts of lengths (N,): at depth j,
+    all but the first j of each text."""
+    return (lengths.unsqueeze(1) - torch.arange(depths)).clamp(min=0).sum(0)
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
@@ -217,7 +225,7 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
     if len(guesses) > 1:
         target = remembered(target, guesses, mask, **options, chunk=CHUNK)
-    comparisons = [compared(target, guess, following, mask, **options) for guess in guesses]  # one a depth
+    comparisons = [compared(target, guess, following, draftable(mask, guess.depth), **options) for guess in guesses]
     grids = [[_placed(values, one.at, mask, never) for values, never in _of_tokens(one)] for one in comparisons]
     parts = [(one.alpha, one.alpha_greedy, one.kl, one.entropy) for one in comparisons]
     sums = torch.stack([torch.stack([part.double().sum() for part in of_depth]) for of_depth in parts])
@@ -274,5 +282,7 @@ def _pooled(parts: list[Scores]) -> Scores:
     lengths = torch.cat([part.lengths for part in parts])
     l, r_greedy, confidence = map(joined, tensors)
     alpha, greedy, kl, entropy = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
-    alphas = (torch.tensor([part.alphas for part in parts]) * weights.unsqueeze(1)).sum(0).tolist()
+    counts = torch.stack([drafts_by_depth(part.lengths, len(part.alphas)) for part in parts])
+    sums = (torch.tensor([part.alphas for part in parts]) * counts).nansum(0)  # NaN where no round drafts
+    alphas = (sums / counts.sum(0)).tolist()
     return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy, tuple(alphas))

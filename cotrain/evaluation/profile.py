@@ -88,7 +88,7 @@ def line(temperature: float, profile: dict[str, Any]) -> str:
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
-    ends = ", ".join(f"{alpha:.3f} at {span}" for span, alpha in (contexts[0], contexts[-1]))
+    ends = ", ".join(f"{alpha:.3f} at {span}" for span, alpha in [*contexts[:1], *contexts[-1:]])
     drafted = f"acceptance {own:.3f} drafting at that temperature, {by[best]:.3f} at {best}"
     return f"target at T {temperature:g}: {drafted}; by tokens of context {ends}"
 

@@ -22,6 +22,7 @@ from cotrain.export.fitting import (
 )
 from cotrain.export.publishing import card, without_markov
 from inference.drafts.atomic import new_folder
+from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.drafts.draft_folder import (
     GENERATION,
@@ -37,6 +38,8 @@ from inference.drafts.draft_folder import (
 from inference.drafts.weight_files import CONFIG, load_weights, read_json, weight_files
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import auto_class
+from inference.proposers import kind_of
+from inference.proposers.base import SettingsNetwork
 from inference.report.build import validate
 
 
@@ -190,30 +193,30 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 
 def check(folder: str | Path) -> list[str]:
-    """The problems of a folder in the plain Hugging Face layout, each with file and key; empty if there are none.
+    """The problems of a draft folder, each with file and key; empty if there are none.
 
-    Checks the required files, the keys of config.json and generation_config.json, names, shapes, dtypes and values of
+    A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as
+    this package's engine loads it, so a folder that `train` wrote passes. Checks the required files, the keys of config.json and generation_config.json, names, shapes, dtypes and values of
     the tensors, the tokenizer's size, and the hash of report.json. Tensors are loaded by transformers, since some model
     families have other names on disk than in memory.
     """
     try:
         draft = read(folder)
+        network = kind_of(draft.kind).network_class
     except (OSError, ValueError) as error:
         return [str(error)]
-    path = draft.path
-    problems = [f"{path}: {name} is missing" for name in REQUIRED if not (path / name).is_file()]
-    if problem := small_head_problem(path):
+    path, plain = draft.path, network is CausalLM
+    required = [name for name in REQUIRED if plain or name != GENERATION]  # it is of models that generate
+    problems = [f"{path}: {name} is missing" for name in required if not (path / name).is_file()]
+    if plain and (problem := small_head_problem(path)):
         return [problem]  # its weights are no plain model's
-    problems += _config(path) + _generation(path) + _weights(path) + _tokenizer(path)
+    keys = [key for key in KEYS if key != "vocab_size" or not issubclass(network, SettingsNetwork)]
+    problems += [f"{path / CONFIG}: key {key} is missing" for key in keys if read_json(path / CONFIG).get(key) is None]
+    problems += _generation(path) + _weights(path, None if plain else network) + _tokenizer(path)
     report = draft.metadata.report if draft.metadata else None
     if report is not None and (not (path / REPORT).is_file() or digest(path / REPORT) != report):
         problems.append(f"{path / REPORT} is missing or not the one {METADATA} was written with")
     return problems
-
-
-def _config(path: Path) -> list[str]:
-    config = read_json(path / CONFIG)
-    return [f"{path / CONFIG}: key {key} is missing" for key in KEYS if config.get(key) is None]
 
 
 def _generation(path: Path) -> list[str]:
@@ -231,9 +234,10 @@ def _generation(path: Path) -> list[str]:
     return problems
 
 
-def _weights(path: Path) -> list[str]:
+def _weights(path: Path, network: Any) -> list[str]:
+    """Problems with the tensors. network: the class of the model; None for that of transformers."""
     try:
-        _, problems, unexpected = load_weights(path, network=auto_class(AutoConfig.from_pretrained(path)))
+        _, problems, unexpected = load_weights(path, network=network or auto_class(AutoConfig.from_pretrained(path)))
     except (OSError, ValueError) as error:
         return [str(error)]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]

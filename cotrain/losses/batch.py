@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from cotrain import acceptance
 from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, chunked, token_logs
-from cotrain.losses.guess import ANY, Guess
+from cotrain.losses.guess import ANY, Guess, draftable
 from cotrain.losses.sequence import columns, from_columns, mask_impossible, to_columns
 from cotrain.losses.spec import LossSpec, Term
 
@@ -56,7 +56,7 @@ class LossBatch:
         mask, at = pad(self.sampled, (0, 1)), columns(self.sampled)
         pairs = []
         for guess in guesses:
-            logs = token_logs(self.target, guess, self.following, mask, self.temperature,
+            logs = token_logs(self.target, guess, self.following, draftable(mask, guess.depth), self.temperature,
                               chunk=self.chunk, truncate=self.truncate)  # fmt: skip
             pairs.append(_fill_dropped(*logs, guess))
         pairs = [mask_impossible(to_columns(logp, at), to_columns(logq, at)) for logp, logq in pairs]
@@ -68,7 +68,8 @@ class LossBatch:
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
         """Return the weighted sum of a sequence loss over the texts. logs: as `logs` returns them."""
         value: Tensor = term.loss.function(*logs, _draft_length(logs[0], k), self.lengths)
-        return term.weight * value
+        # texts of one token depend on no draft, and a step needs a gradient all the same
+        return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
         """Return the number of target calls that a unit of acceptance saves at each sampled token. It is detached and

@@ -9,8 +9,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ANY = -1  # the depth of a guess that holds at every depth
+
+
+def draftable(mask: Tensor, depth: int) -> Tensor:
+    """Return the positions of a mask (B, T) at which a round drafts at a depth. Tokens of completions are True in the
+    mask, and so is then the position at which the round begins, `depth` places earlier: no round begins in a prompt."""
+    return mask if depth < 1 else mask & pad(mask, (depth, 0))[:, :-depth]
 
 
 class Pruned(NamedTuple):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
-from cotrain.data.prompt_rows import PromptRows, TextStarts
+from cotrain.data.prompt_rows import PromptRows, Row, TextStarts
 from cotrain.data.texts import NO_ID, Texts
 from cotrain.errors import UserError
 from cotrain.paths import folder
@@ -83,16 +83,26 @@ def start_of(target: PreTrainedModel) -> Start | None:
     return limits.start
 
 
-def logged(chats: PromptRows, count: int, ask: samplers.Ask, seed: int, start: Start | None = None) -> Texts:
-    """At most `count` prompts per domain with their completions in the logs. Prompts longer than the limit are left
-    out, and completions are cut to theirs. start: see `padded`. Raises ValueError when there is none.
+def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: Start | None = None) -> Texts:
+    """The prompts that `ask` wants of a split, with their completions in the logs. Prompts longer than the limit are
+    left out, and completions are cut to theirs. start: see `padded`. Raises ValueError when there is none.
     """
-    rows = [row for row in chats.chosen(count, ask.prompt_tokens, seed) if row["completion"]]
+    rows = completed(chats, ask, split, seed)
+    return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows], start)
+
+
+def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> list[Row]:
+    """The rows of `logged`, whole."""
+    rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
+    if any(token is None for row in rows for token in row["completion"][-1:]):
+        raise ValueError("target.path: its tokenizer has neither a chat template nor an end token, so completions have "
+                         "no end to learn: set eos_token in its tokenizer_config.json, or trainer.corpus_steps=0 "
+                         "data.on_target=false")  # fmt: skip
     if not rows:
         raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
                          f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
                          "data.on_target=false")  # fmt: skip
-    return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows], start)
+    return rows
 
 
 @dataclass(frozen=True)

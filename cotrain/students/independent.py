@@ -36,7 +36,15 @@ from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
-from inference.models.pretrained import TIED, auto_class, id_of, layers_of, length_of, quantised
+from inference.models.pretrained import (
+    TIED,
+    auto_class,
+    id_of,
+    layers_of,
+    length_of,
+    quantised,
+    refuse_unsupported,
+)
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
 
@@ -341,14 +349,14 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
-    If the target is on the meta device, which stores no weights, the model is too. Raises ValueError if the model's
-    vocabulary is smaller than the target's, or larger while the model has modules of ours. It is also raised for
-    tensors that are missing or not finite, and for wrong ids of a pruned head.
+    A model with fewer rows keeps them: siblings of a family are padded to different sizes, and the engine gives no mass
+    to rows that a draft lacks (see `refuse_fewer`). If the target is on the meta device, which stores no weights, the
+    model is too. Raises ValueError if the model's vocabulary is larger than the target's while the model has modules of
+    ours. It is also raised for tensors that are missing or not finite, for wrong ids of a pruned head, and for a model
+    that the engine cannot run.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
-    if ours < theirs:
-        raise ValueError(f"draft.path: {path} has {ours} ids, the target {theirs}")
     if ours > theirs and CausalLM.has_parts(config):
         raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
                          "it serves the target that it was made for")  # fmt: skip
@@ -357,9 +365,14 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
         config.update(_no_dropout(config))
         options["config"] = config
     if target.device.type == "meta":
-        config.get_text_config().vocab_size = theirs
+        config.get_text_config().vocab_size = min(ours, theirs)
         with torch.device("meta"):
-            return cast(PreTrainedModel, CausalLM(config))
+            sketch = cast(PreTrainedModel, CausalLM(config))
+        try:
+            refuse_unsupported(sketch, sketch.config.get_text_config())
+        except ValueError as error:
+            raise ValueError(f"draft.path={path}: {error}") from error
+        return sketch
     loaded: Any = CausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
                                            **options)  # fmt: skip
     model, info = loaded
@@ -373,6 +386,13 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
         model.resize_token_embeddings(theirs)
     network: PreTrainedModel = model
     return network
+
+
+def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
+    """Raise ValueError, beginning with `where`, for a draft with fewer rows than its tokenizer has ids."""
+    if (rows := network.config.get_text_config().vocab_size) < ids:
+        raise ValueError(f"{where}: the draft has {rows} rows, and the tokenizer {ids} ids: use a model of the "
+                         "target's family")  # fmt: skip
 
 
 def _config(path: str) -> PretrainedConfig:

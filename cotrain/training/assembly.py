@@ -17,7 +17,7 @@ from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
 from cotrain.students.base import OPTIONAL, Student, refuse_keys, student_class
 from cotrain.training import optim
-from cotrain.training.job import Job
+from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.progress import Progress
 
@@ -126,7 +126,7 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
     Return None also if no step learns from the user's texts. If data.on_target=true is wrong, the warning says so.
     """
     cfg = job.cfg
-    if not cfg.trainer.corpus_steps and not (cfg.data.on_target and job.chats):
+    if not reads_given(cfg, job.chats):
         return None
     texts = job.given("held_out").spread(CHECKED)
     held = held_out(job.read, texts, cfg.regime.temperature, truncation(cfg.regime))

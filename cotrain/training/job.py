@@ -153,9 +153,9 @@ class Job:
     def given(self, kind: str) -> Texts:
         """Return the user's texts of a split, packed into blocks unless they are prompts."""
         if kind not in self.texts_given:
-            source, ask = self.source(kind), self.sampled().ask
+            source = self.source(kind)
             self.texts_given[kind] = (
-                logged(source, ask.texts[kind], ask, self.cfg.rollout.seed, start_of(self.target))
+                logged(source, asked(self.cfg), kind, self.cfg.rollout.seed, start_of(self.target))
                 if isinstance(source, PromptRows)
                 else of_blocks(pack(source.texts, self.tokenizer, self.cfg.data.block))
             )
@@ -211,7 +211,6 @@ def sampled(
     Raises ValueError for a draft together with a server, which would not use the draft.
     """
     rollout, source = cfg.rollout, {kind: prompt_origin(cfg.data, kind) for kind in ("train", "held_out")}
-    ask = Ask({"train": rollout.texts, "held_out": rollout.held_out_texts}, rollout.prompt_tokens, rollout.new_tokens)
     if rollout.url and draft_path:
         raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
     by: Callable[[], Sampler] | None = None
@@ -219,7 +218,20 @@ def sampled(
         by = partial(_remote, rollout.url, tokenizer, rollout.rows, ends_of(target))
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
-    return Sampled(target, tokenizer, folder, ask, rollout.rows, rollout.seed, source, by, rollout.url)
+    return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, rollout.url)
+
+
+def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
+    """Return how many texts of each split are wanted, and of which lengths."""
+    ask = cfg.rollout
+    return Ask({"train": ask.texts, "held_out": ask.held_out_texts}, ask.prompt_tokens, ask.new_tokens)
+
+
+def reads_given(cfg: TrainConfig, logs: bool) -> bool:
+    """Return whether a run learns from or is judged on texts that the user gave, rather than on sampled ones alone.
+    logs: whether the user's rows are prompts, which may have completions."""
+    trained = student_class(cfg.draft.kind).trained
+    return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
 def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.board.curves import others
 from cotrain.config.groups import Joint, Loss
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt, sampling
-from cotrain.data.splits import SPLITS
+from cotrain.data.splits import SPLITS, shared
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError, user_errors
 from cotrain.evaluation.held_out import HeldOut, Scores
@@ -154,13 +154,15 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
     ):  # fmt: skip
         if wrong:
             raise UserError(f"{key}: mode=joint does not support it; {instead}")
-    held, sources = cfg.rollout.held_out_texts, known.sources
-    asked = sources["held_out"].prompts(held, cfg.rollout.prompt_tokens, cfg.rollout.seed) if sources else []
-    count = len({tuple(prompt) for _, prompt in asked}) if sources else held  # one text of each prompt is used
+    held, sources, tokens = cfg.rollout.held_out_texts, known.sources, cfg.rollout.prompt_tokens
+    count = held
+    if sources:  # one text of each conversation or document is used
+        asked = sources["held_out"].prompts(held, tokens, cfg.rollout.seed)
+        count = len(independent([prompt for _, prompt in asked], sources["held_out"], tokens))
     if count < FEWEST:
-        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts, and mode=joint needs at "
-                        f"least {FEWEST} to scale the adapter and certify the target: raise it, or give more prompts "
-                        "as data.path=")  # fmt: skip
+        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations or "
+                        f"documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
+                        "target: raise it, or give more prompts as data.path=")  # fmt: skip
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
         phases_of(second, trainer.steps // trainer.validations)
@@ -424,13 +426,13 @@ def move(cfg: TrainConfig, folder: Path) -> None:
 def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
     """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model.
 
-    Held-out texts of the original, one of each prompt, are split: even ones choose the scale, odd ones certify. The
-    certificate is for the files as they are loaded again, and also for texts that the moved target samples from the
-    same prompts. If the target's weights are quantised, the adapter is written alone.
+    Held-out texts of the original, one of each conversation or document (`independent`), are split: even ones choose
+    the scale, odd ones certify. The certificate is for the files as they are loaded again, and also for texts that the
+    moved target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
     """
     held = module.held_out[module.temperature].texts
-    distinct = {tuple(prompt): row for row, prompt in reversed(list(enumerate(held.prompts)))}  # the first of each
-    choosing, judging = (held.rows(sorted(distinct.values())[part::2]) for part in (0, 1))
+    apart = independent(held.prompts, job.source("held_out"), cfg.rollout.prompt_tokens)
+    choosing, judging = (held.rows(apart[part::2]) for part in (0, 1))
     scale, again = 1.0, copy.deepcopy(job.cfg)
     if cfg.joint.weight is None:
         scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
@@ -453,6 +455,23 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
         about = _about(cfg, job, parts) | {"scale": scale, "multiplier": float(module.multiplier)}
         write_atomic(new / MOVED, json.dumps(about) + "\n")
         print(said(about))
+
+
+def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -> list[int]:
+    """Return the places of prompts that are independent of one another: the first of each conversation or document of
+    the source, without those that begin as an earlier one does in full. tokens: the most tokens of a prompt.
+
+    A prompt that the source does not have, such as one of shipped texts, counts as a document of its own."""
+    units = source.units(tokens)
+    first: dict[Any, int] = {}
+    for place, prompt in enumerate(map(tuple, prompts)):
+        first.setdefault(units.get(prompt, prompt), place)
+    chosen: list[int] = []
+    for place in first.values():
+        earlier = [list(prompts[other]) for other in chosen]
+        if not shared([list(prompts[place])], earlier):
+            chosen.append(place)
+    return chosen
 
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:

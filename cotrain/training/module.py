@@ -24,6 +24,7 @@ from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores, evaluate, figur
 from cotrain.evaluation.profile import profile
 from cotrain.losses.batch import LossBatch, shares
 from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, positions
+from cotrain.losses.guess import draftable
 from cotrain.losses.spec import LossSpec
 from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
@@ -113,7 +114,7 @@ class StepLoss:
 
     def _weight(self, guess: Guess, every: Tensor) -> Tensor:
         if not self.spec.weighted:
-            return every
+            return draftable(every, guess.depth)
         assert self.saved is not None
         return self.asked.weight(self.saved, guess.depth)
 
@@ -296,6 +297,8 @@ class Distillation(lightning.LightningModule):
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
         """Add the acceptance of each guess to the figures of the step. Names of later depths end in their number."""
         for guess, one in zip(guesses, statistics, strict=True):
+            if not one.positions:  # no text of the batch is long enough
+                continue
             if guess.depth > 0:
                 self.step_figures[f"acceptance_depth_{guess.depth + 1}"] = float(one.alpha)
             else:

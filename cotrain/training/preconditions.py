@@ -25,19 +25,20 @@ from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
 from cotrain.data.conversations import Chats, Template
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
+from cotrain.data.sources import refuse_short
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import SELF, opening, unended
-from cotrain.rollout.training_texts import Source, Start, start_of
+from cotrain.rollout.training_texts import Source, Start, completed, start_of
 from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
-from cotrain.students.independent import CACHED
+from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
-from cotrain.training.job import Job, source
+from cotrain.training.job import Job, asked, reads_given, source
 from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
@@ -49,7 +50,7 @@ from inference.drafts.weight_files import weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of
+from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of, refuse_unsupported
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -84,11 +85,15 @@ def require(cfg: TrainConfig) -> RunOutline:
         draft = _draft(cfg, target, tokenizer)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
             template = Template(tokenizer, cfg.data.template, ends_of(target))
-            opening(template)
+            _refuse_template(cfg, opening(template).chat)
+            _shares(cfg, target, {})
             if end := unended(template):
                 print(f"warning: the target's chat template ends answers with {end!r}, but its texts go on after it: "
                       f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json",
                       file=sys.stderr)  # fmt: skip
+            if reads_given(cfg, True):
+                raise UserError("data=self: prompts are sampled, without texts to learn from: set "
+                                "trainer.corpus_steps=0 data.on_target=false")  # fmt: skip
             sources = {}
         else:
             sources = require_texts(cfg, target, tokenizer)
@@ -103,7 +108,25 @@ def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenize
     fill_prompt_tokens(cfg, target, sources)
     _texts(cfg, target, tokenizer, sources)
     _shares(cfg, target, sources)
-    return sources
+    return sources | given(cfg, target, tokenizer, sources)
+
+
+def given(
+    cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]
+) -> dict[str, Source]:
+    """Check the texts that `Job.given` will make, and return their sources by split, {} if the run reads no such
+    texts. sources: those that have been read. Raises the errors of `logged` and `pack`."""
+    if not reads_given(cfg, isinstance(sources.get("train"), PromptRows)):
+        return {}
+    read = {split: sources.get(split) or source(cfg, split, target, tokenizer) for split in ("train", "held_out")}
+    for split, texts in read.items():
+        if isinstance(texts, PromptRows):
+            completed(texts, asked(cfg), split, cfg.rollout.seed)
+            continue
+        if cfg.data.block > (longest := holds(target.config)):
+            raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
+        refuse_short(texts.texts, tokenizer, cfg.data.block)
+    return read
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
@@ -116,13 +139,18 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model without storage. Raises UserError naming the key if a folder holds no weights."""
+    """Return a model without storage. Raises UserError naming the key if a folder holds no weights, or if the engine
+    cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if (folder / GENERATION).is_file():  # it names the ids that end a text
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        refuse_unsupported(model, model.config.get_text_config())
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from error
     return model.eval()
 
 
@@ -334,6 +362,8 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
         draft = initial(cfg, target)
     if given:
         _draft_path(cfg, tokenizer)
+    if "vocab_size" in draft.config.get_text_config().to_dict():  # some kinds have none
+        refuse_fewer(draft, ids_of(tokenizer), _size_settings(cfg))
     refuse_draft(cfg, draft, target)
     not_larger(_size_settings(cfg), size_of(target), size_of(draft))
     return draft
@@ -428,15 +458,12 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mappi
 
 
 def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
-    """Check that the user's texts contain prompts for training, for ranking checkpoints and for measuring."""
+    """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
     if not sources:
+        refuse_given(cfg, stages(cfg.loss))
         return
     ask, chats = cfg.rollout, isinstance(sources["train"], Chats)
-    if cfg.data.template and not (chats or cfg.data.chat):
-        raise UserError(
-            "data.template: the setting has no effect here, because these texts are not rendered; set data.chat=true "
-            "to render them"
-        )
+    _refuse_template(cfg, chats or cfg.data.chat)
     if chats and tokenizer.chat_template is None:
         print("warning: the target's tokenizer has no chat template, so the user's messages are used as prompts "
               "without one",
@@ -451,9 +478,14 @@ def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sour
         apart(ranking, final, train, "own")
     if not (cfg.data.on_target and isinstance(sources["train"], PromptRows)):
         refuse_given(cfg, stages(cfg.loss))
-    longest = holds(target.config)
-    if cfg.trainer.corpus_steps and cfg.data.block > longest and not isinstance(sources["train"], PromptRows):
-        raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
+
+
+def _refuse_template(cfg: TrainConfig, rendered: bool) -> None:
+    if cfg.data.template and not rendered:
+        raise UserError(
+            "data.template: the setting has no effect here, because these texts are not rendered; set data.chat=true "
+            "to render them"
+        )
 
 
 def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source], split: str) -> set[str]:
@@ -470,7 +502,7 @@ def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
 
 def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Raise UserError for shares of unknown domains, and for shares so small that no text remains."""
-    if not cfg.data.shares:
+    if not shares_of(cfg):
         return
     known, shares = domains(cfg, target, sources, "train"), shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):

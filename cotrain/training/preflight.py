@@ -20,19 +20,21 @@ from transformers import PretrainedConfig
 
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt
 from cotrain.data.conversations import Template
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
-from cotrain.rollout.self_prompts import opening
+from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
+from cotrain.students.quantised import bits_of
 from cotrain.training.job import source
 from cotrain.training.preconditions import RunOutline, domains, ids_of, size_of
 from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
-from inference.models.pretrained import half
+from inference.models.pretrained import half, quantisation_of
 from inference.request import ends_of
 
-WEIGHT_BYTES = {"int8": 1.0, "nf4": 0.5}
+WEIGHT_BYTES = {"int8": 1.0, "int8_rows": 1.0, "fp8": 1.0, "nf4": 0.5, "fp4": 0.5, "awq": 0.5, "gptq": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
@@ -88,17 +90,17 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
-        f"target        {need.target / 1e6:.1f} M parameters, {cfg.quantisation.kind} quantisation",
+        f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
         f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
-        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x {cfg.data.block} tokens",
+        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x {_longest(cfg, known)} tokens at most",
         *_lines(durations(cfg, known)),
     ]
     if need.memory > memory:
-        raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, data.block or rollout.rows, or "
-                                           "set quantisation=nf4")  # fmt: skip
+        raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, rollout.new_tokens or "
+                                           "rollout.rows, or set quantisation=nf4")  # fmt: skip
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, _prompt(cfg, known)]
@@ -136,19 +138,42 @@ def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
 
 
 def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Return the need of a run. Sampling and training do not overlap, so the larger need of the two counts."""
+    """Return the need of a run. Sampling and training do not overlap, so the larger need of the two counts. A joint
+    training also needs room for three targets, when it certifies: the one it has trained, and original and moved one
+    as they are loaded again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
-    tokens = cfg.trainer.batch * cfg.data.block // (cfg.trainer.devices * cfg.trainer.nodes)
+    tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
         min(tokens, positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
     )  # those of a chunk, forward and backward
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
-    weights = big * WEIGHT_BYTES.get(cfg.quantisation.kind, half(device()).itemsize)
+    weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
-    disk = small * 4.0 * (cfg.trainer.validations + 4)
-    return Need(big, small, weights + max(trained + activations + distributions, sampling), disk)
+    if student_class(cfg.draft.kind).rounds_target:  # the draft is a copy of the target in fewer bits
+        sampling += big * WEIGHT_BYTES[bits_of(cfg.draft)]
+    needs = [trained + activations + distributions, sampling, 2 * weights * (cfg.mode == "joint")]
+    return Need(big, small, weights + max(needs), small * 4.0 * (cfg.trainer.validations + 4))
+
+
+def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
+    """Return the quantisation of the target's weights: the run's, or else the checkpoint's own, such as awq or fp8."""
+    return cfg.quantisation.kind if cfg.quantisation.kind != "none" else quantisation_of(known.target.config)
+
+
+def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
+    """Return the most tokens of a text that the target samples, and of one that the user gives for corpus steps."""
+    sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
+    given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
+    return sampled, given
+
+
+def _longest(cfg: TrainConfig, known: RunOutline) -> int:
+    """Return the most tokens of a text that a training step reads."""
+    sampled, given = _texts(cfg, known)
+    corpus = cfg.trainer.corpus_steps
+    return max(sampled * (corpus < cfg.trainer.steps), given * (corpus > 0))
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
@@ -199,7 +224,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     sampling = texts / ask.rows * ask.new_tokens * plain + machine.work(big, texts * ask.prompt_tokens)
     if cfg.minutes:
         sampling = min(sampling, 60 * cfg.minutes * sum(SAMPLING.values()))
-    training = _training(cfg, machine, big, small)
+    training = _training(cfg, known, machine, big, small)
     judging = machine.work(big + small, held * (ask.prompt_tokens + ask.new_tokens)) * (cfg.trainer.validations + 1)
     one = machine.step(big, size.rows, each) / size.rows  # seconds of a token in plain decoding
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
@@ -211,14 +236,18 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     return Durations(sampling, allowed, measuring, texts)
 
 
-def _training(cfg: TrainConfig, machine: MachineSpeed, big: int, small: int) -> float:
+def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
     """Return the seconds of all training steps. big, small: active parameters of target and draft. In a step of joint
     training, both targets read the texts, and gradients pass through the moved one."""
-    step = cfg.trainer.accumulate * cfg.trainer.batch * cfg.data.block / (cfg.trainer.devices * cfg.trainer.nodes)
+    texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
+    sampled, given = _texts(cfg, known)
+    alone = 0.0
+    for steps in (cfg.trainer.steps, *([cfg.joint.warm_steps] if cfg.mode == "joint" else [])):
+        corpus = min(cfg.trainer.corpus_steps, steps)
+        alone += machine.work(big + 3.0 * small, texts * (corpus * given + (steps - corpus) * sampled))
     if cfg.mode != "joint":
-        return machine.work(big + 3.0 * small, cfg.trainer.steps * step)
-    alone = machine.work(big + 3.0 * small, (cfg.joint.warm_steps + cfg.trainer.steps) * step)
-    return alone + machine.work(4.0 * big + 3.0 * small, cfg.joint.steps * step)
+        return alone
+    return alone + machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
 
 
 def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:

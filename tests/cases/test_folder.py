@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.cli import main
@@ -179,3 +179,28 @@ def begin(file: Path, offset: int) -> None:
     head = data[STEP : STEP + size].rstrip(b" ")
     head = head.ljust(len(head) + (offset - STEP - len(head)) % packing.ALIGNED)
     file.write_bytes(len(head).to_bytes(STEP, "little") + head + data[STEP + size :])
+
+
+EVERY: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS} | {"eagle": {"vocabulary": 100, "head_rank": 8}}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@case("own folders")
+def test_a_folder_that_was_not_touched_passes_the_check(
+    kind: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that lacks a tensor does not."""
+    folder = draft_folder(tmp_path / "draft", target, kind, **EVERY[kind])
+    assert main(["export", f"check={folder}"]) == 0, capsys.readouterr().err
+    weights = load_file(folder / "model.safetensors")
+    if len(weights) > 1:  # some kinds have none, but for a constant
+        dropped = max(weights, key=lambda key: weights[key].numel())
+        save_file({key: one for key, one in weights.items() if key != dropped}, folder / "model.safetensors",
+                  {"format": "pt"})  # fmt: skip
+        assert main(["export", f"check={folder}"]) == 1
+        assert f"tensor {dropped} is missing" in capsys.readouterr().err

@@ -197,11 +197,11 @@ def test_prompts_are_never_cut() -> None:
 
 
 def test_logs_give_their_completions_cut_to_what_is_asked() -> None:
-    texts = logged(chats({"a": [5, 9, 6]}), 2, Ask({"train": 2}, 6, 5), seed=0)
+    texts = logged(chats({"a": [5, 9, 6]}), Ask({"train": 2}, 6, 5), "train", seed=0)
     assert texts.prompt.tolist() in ([5, 6], [6, 5]) and (texts.length - texts.prompt).tolist() == [5, 5]
     assert (texts.ids[texts.ids.bool()][texts.prompt[0] :][:5] == 3).all()
     with pytest.raises(ValueError, match="hold no completion of a prompt of at most rollout.prompt_tokens=4"):
-        logged(chats({"a": [5]}), 2, Ask({"train": 2}, 4, 5), seed=0)
+        logged(chats({"a": [5]}), Ask({"train": 2}, 4, 5), "train", seed=0)
 
 
 def test_the_tokenizer_has_no_template_of_its_own() -> None:

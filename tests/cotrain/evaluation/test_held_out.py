@@ -126,7 +126,9 @@ def hit(token: Token, depth: int) -> float:
 
 
 def mean(texts: list[list[Token]], name: str, depth: int = 0) -> float:
-    guesses = [token.by_depth[depth] for text in texts for token in text]
+    guesses = [
+        token.by_depth[depth] for text in texts for token in text[depth:]
+    ]  # no round drafts the first at depth 1
     return sum(one[name] for one in guesses if one) / len(guesses)
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from cotrain.data.texts import Texts
+from cotrain.evaluation import profile
 from cotrain.evaluation.held_out import evaluate, figures, held_out
+from cotrain.losses import batch as losses_of_batches
+from cotrain.losses.chunked import chunked
 from cotrain.losses.spec import parse
 from cotrain.students.base import ANY, KINDS, Guess, Seen, refuse_mixed, student_class
 from cotrain.teacher.target_model import served, split
@@ -99,6 +102,84 @@ def test_texts_of_any_length_are_learnt(kind: str, name: str) -> None:
         assert bool(loss.isfinite())
         for weight in student.network.parameters():
             assert weight.grad is None or bool(weight.grad.isfinite().all())
+
+
+SHORT = [0, 1, 1, 2]  # tokens of the completions of a batch
+
+
+def short(prompts: list[int], completions: list[int], rows: int = 4) -> dict[str, Tensor]:
+    """A batch of texts with prompts and completions of so many tokens."""
+    start, count = torch.tensor(prompts), torch.tensor(completions)
+    at = torch.arange(1, max(int((start + count).max()), 2))
+    inside = (at >= start.unsqueeze(1)) & (at < (start + count).unsqueeze(1))
+    ids = torch.randint(VOCABULARY, (rows, len(at) + 1), generator=torch.Generator().manual_seed(4))
+    return {"ids": ids, "predicted": inside, "key": torch.arange(rows), "temperature": torch.ones(rows)}
+
+
+@EVERY
+def test_answers_of_no_one_and_two_tokens_are_learnt_and_judged(kind: str) -> None:
+    """In batches of only such, each loss is finite, as are its gradients, and each figure is of what there is."""
+    model = target()
+    student = STUDENTS[kind](model)
+    batches = [short([3, 1, 2, 4], part) for part in (SHORT, [1, 1, 1, 1], [0, 0, 0, 0])]
+    for name in ("0.5*lk+0.5*greedy_draft", "calls", "calls_block", "calls_tv"):
+        module = Distillation(student, model, [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=4, max_steps=5, world_size=1)  # type: ignore[assignment]
+        for batch in batches:
+            student.network.zero_grad()
+            loss = module.training_step(batch, 0)
+            loss.backward()
+            assert bool(loss.isfinite()), name
+            assert all(bool(w.grad.isfinite().all()) for w in student.network.parameters() if w.grad is not None), name
+    assert not [figure for figure in module.step_figures if "acceptance" in figure]  # the last batch has no token
+    length = torch.tensor([2, 2, 3, 5])
+    texts = Texts(batches[1]["ids"], length - 1, length, ["a", "b", "a", "b"])
+    held, head = held_out(served(model, layers=student.reads)[0], texts, 1.0), split(model)[1]
+    scores = evaluate(held, student, head)["all"]
+    assert scores.tau(3) == 1 and scores.alphas[1:] == pytest.approx([torch.nan] * len(scores.alphas[1:]), nan_ok=True)
+    assert profile.line(1.0, profile.profile(held.spread(1), student, head))  # of two tokens
+
+
+@pytest.fixture(scope="module")
+def drafted() -> set[tuple[int, int]]:
+    """(token of a completion, depth) of all that rounds of an engine draft, of completions of four tokens or more."""
+    model = target()
+    watched = Watched(STUDENTS["independent"](model).proposer())
+    Engine(model, watched, policy=Fixed(4), rows=64).generate(IDS[:, :3].tolist() * 40, max_new_tokens=9)
+    return {(token, depth) for one in watched.rounds for text, k in zip(one.texts, one.k, strict=True)
+            for depth in range(k) if (token := len(text) - 3 + depth) < 4}  # fmt: skip
+
+
+@EVERY
+def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
+    kind: str, drafted: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches of prompts of several lengths and completions of four tokens at most, and of one token alone."""
+    model, counted = target(), set[tuple[int, int]]()
+
+    def watched(loss: Any, target: Any, guess: Guess, weight: Tensor, *rest: Any, **options: Any) -> Any:
+        counted.update((int(at), guess.depth) for at in guess.at if bool(weight.flatten()[at]))
+        return chunked(loss, target, guess, weight, *rest, **options)
+
+    monkeypatch.setattr(losses_of_batches, "chunked", watched)
+    module = Distillation(STUDENTS[kind](model), model, [Stage(1.0, parse("tv"))], *([None] * 2), {})  # type: ignore[arg-type]
+    for completions in ([4, 1, 2, 3], [1, 1, 1, 1]):
+        prompts, counted = [2, 5, 3, 4], set[tuple[int, int]]()
+        batch = short(prompts, completions)
+        width = batch["ids"].shape[1]
+        for first in (0.0, 0.3, 0.6, 0.9):  # some kinds draw by it the rounds that they learn
+            monkeypatch.setattr(module, "_uniforms", lambda keys, n, u=first: torch.eye(1, n).expand(len(keys), n) * u)
+            module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+            module.training_step(batch, 0)
+        depths = 1 + max(depth for _, depth in counted)
+        expected = {(row * width + prompt - 1 + token, depth) for row, (prompt, length) in
+                    enumerate(zip(prompts, completions, strict=True)) for token, depth in drafted if token < length}  # fmt: skip
+        if depths == 0:
+            assert counted == {(at, ANY) for at, depth in expected if depth == 0}
+        else:
+            assert counted == {one for one in expected if one[1] < depths} and (depths > 1) == (
+                kind != "example" and max(completions) > 1
+            )
 
 
 @EVERY

@@ -13,9 +13,13 @@ from transformers import (
 )
 
 from cotrain.students import independent
+from cotrain.students.base import Seen
 from cotrain.teacher.target_model import load_target, split
+from inference import Engine
+from inference.policy import Fixed
 from tests.cotrain.teacher.test_target_model import logits
-from tests.folders import VOCABULARY, network, target_folder
+from tests.folders import VOCABULARY, network, target_folder, tokenizer
+from tests.watched import Watched
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +83,31 @@ def test_shapes_that_do_not_fit_are_named(target: LlamaForCausalLM, change: dict
         independent.scratch(target, **shape)
 
 
-@pytest.mark.parametrize("rows", [299, 300, 320])
-def test_a_pretrained_draft_gets_the_targets_rows(tmp_path: Path, target: LlamaForCausalLM, rows: int) -> None:
-    config = LlamaConfig(vocab_size=rows, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                         num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    if rows < VOCABULARY:
-        with pytest.raises(ValueError, match="draft.path: .* has 299 ids, the target 300"):
-            independent.causal_lm(str(tmp_path), target)
-    else:
-        assert logits(independent.causal_lm(str(tmp_path), target)).shape[-1] == VOCABULARY
+@pytest.mark.parametrize("rows", [304, 320, 340])
+def test_a_sibling_that_is_padded_to_another_number_of_rows_is_learnt_as_it_is_served(
+    tmp_path: Path, rows: int
+) -> None:
+    """A tokenizer of 300 ids, and a target of 320 rows."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "num_key_value_heads": 1}  # fmt: skip
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape)).eval()
+    LlamaForCausalLM(LlamaConfig(vocab_size=rows, **shape)).save_pretrained(tmp_path)
+    student = independent.IndependentStudent(independent.causal_lm(str(tmp_path), target), target, VOCABULARY)
+    assert student.network.config.vocab_size == min(rows, 320)
+    ids = torch.randint(VOCABULARY, (2, 9))
+    (guess,) = student.guesses({"ids": ids}, Seen({}))
+    learnt = guess.head(guess.states).log_softmax(-1).exp().detach()
+    watched = Watched(student.proposer())
+    Engine(target, watched, tokenizer=tokenizer(), policy=Fixed(1)).generate(ids.tolist(), max_new_tokens=2)
+    assert learnt.shape == (18, VOCABULARY)
+    torch.testing.assert_close(watched.rounds[0].q[:, 0].float(), learnt[8::9], atol=1e-5, rtol=1e-4)
+
+
+def test_a_draft_without_a_row_for_each_id_is_refused(target: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match="here: the draft has 300 rows, and the tokenizer 301 ids"):
+        independent.refuse_fewer(target, 301, "here")
+    independent.refuse_fewer(target, 300, "here")
 
 
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])

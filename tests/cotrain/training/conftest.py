@@ -4,10 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.bundled.tokenizer import train_tokenizer
 from tests.cotrain.commands.test_train import place as place  # a fixture: a folder with a target and own texts
-from tests.folders import CONTEXT, own_texts, target_folder
+from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +22,17 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("")
     rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] + [b'{"text": "a"}\n'] * 300
     (folder / "latin.jsonl").write_bytes(b"".join(rows))
+    (folder / "few.jsonl").write_text("".join(f'{{"text": "{n} is a short text"}}\n' for n in range(20)))
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(40)))
     shutil.copytree(folder / "target", folder / "bare")
     (folder / "bare" / "model.safetensors").unlink()
     target_folder(folder / "large", layers=3, hidden=128)
     target_folder(folder / "other", layers=1)
     train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(folder / "other")
+    fewer = LlamaConfig(vocab_size=VOCABULARY - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                        num_attention_heads=1)  # fmt: skip
+    LlamaForCausalLM(fewer).save_pretrained(folder / "fewer")
+    tokenizer().save_pretrained(folder / "fewer")
     (folder / "foreign").mkdir()
     (folder / "foreign" / "thesis.tex").write_text("mine")
     return folder

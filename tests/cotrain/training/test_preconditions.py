@@ -1,5 +1,6 @@
 """What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -13,11 +14,17 @@ from transformers import PreTrainedModel
 from cotrain.cli import main
 from cotrain.config import ranges
 from cotrain.config.settings import SCHEMAS
-from cotrain.training.preconditions import refuse_fractions, refuse_minutes, size_of
+from cotrain.errors import UserError
+from cotrain.rollout.training_texts import Sampled, padded
+from cotrain.training import assembly
+from cotrain.training.job import Job
+from cotrain.training.preconditions import refuse_fractions, refuse_minutes, require_texts, size_of
 from inference import sampling
 from inference.verify.rules import RULES
 from inference.verify.tree import MOST_NODES
+from tests.cotrain.config.test_settings_reach import composed
 from tests.cotrain.training.test_progress import BUDGET
+from tests.folders import network, tokenizer
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[1.0] trainer.steps=4 trainer.batch=2 trainer.validations=2 bench.prompts=2 bench.quick_prompts=1
@@ -66,6 +73,12 @@ MISTAKES = {
     "data.template={enable_thinking:false}": "data.template: the setting has no effect here",
     "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl cannot be read: latin.jsonl, line 6, is not UTF-8",
     "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
+    "data.path=PLACE/prompts.jsonl trainer.corpus_steps=1": "data.path: its conversations hold no completion",
+    "data.path=PLACE/prompts.jsonl data.on_target=true": "data.path: its conversations hold no completion",
+    "data.block=128 data.path=PLACE/few.jsonl trainer.corpus_steps=1": "data.block: ",
+    "data=self data.path=null trainer.corpus_steps=1": "data=self: prompts are sampled, without texts to learn from",
+    "data=self data.path=null data.template={a:1}": "data.template: the setting has no effect here",
+    "data=self data.path=null data.shares={code:0.5}": "data.shares: no text of code; the domains are self",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
     "optimizer.betas=[0.9]": "optimizer.betas: set two numbers, one per moment, not [0.9]",
@@ -75,6 +88,7 @@ MISTAKES = {
     "init=pretrained": "init.kind: 'pretrained'",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
+    "init=pretrained draft.path=PLACE/fewer": "draft.path=PLACE/fewer: the draft has 299 rows",
     "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
     "output=PLACE/foreign": "output=PLACE/foreign has files",
     "output=PLACE/foreign overwrite=true": "output=PLACE/foreign has files",
@@ -94,6 +108,60 @@ def test_check_and_run_refuse_alike_before_a_weight_is_read(
     assert said[0] == said[1]
     assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(mistakes))) and said[0].count("\n") == 1
     assert not (mistakes / "out").exists() and (mistakes / "foreign" / "thesis.tex").read_text() == "mine"
+
+
+ROWS: dict[str, Any] = {
+    "prompts": lambda n: {"prompt": f"say {n:03} and more"},
+    "answers": lambda n: {"prompt": f"say {n:03} and more", "response": f"{n}"},
+    "chats": lambda n: {"messages": [{"role": "user", "content": f"say {n:03} and more"}]},
+    "texts": lambda n: {"text": f"{n:03} is the number of this text"},
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_check_refuses_the_texts_that_a_run_could_not_learn_from_once_it_has_sampled(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over kinds of rows, targets and settings: what steps and figures read of the user's texts is refused before, in
+    the same words, or not at all."""
+    sampled = padded([{"domain": "own", "prompt": [2, 3], "completion": [4]}])
+    monkeypatch.setattr(Sampled, "texts", lambda *_, **__: sampled)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS[rows](n)) + "\n" for n in range(30)))
+    cfg = composed("draft=independent", "loss=kl", "measure=false", f"data.path='{tmp_path}/rows.jsonl'",
+                   "rollout.texts=8", "rollout.held_out_texts=2", "rollout.new_tokens=8", "rollout.prompt_tokens=64")  # fmt: skip
+    target, outcomes = network(), set[bool]()
+    for template, end in ((TEMPLATE, True), (None, True), (None, False)):
+        words = copy.deepcopy(tokenizer())
+        words.chat_template = template
+        if not end:
+            words.eos_token = words.bos_token = None
+        for cfg.trainer.corpus_steps, cfg.data.on_target, cfg.data.block in (
+            (0, True, 8),
+            (1, False, 8),
+            (1, False, 5000),
+        ):
+            job, said = Job(cfg, tmp_path, target, words), list[str | None]()
+            for way in (lambda: require_texts(cfg, target, words), lambda: _read(job)):  # noqa: B023
+                said.append(None)
+                try:
+                    way()
+                except (ValueError, UserError) as error:
+                    said[-1] = str(error)
+            if said[0] and said[0].startswith("data.block=5000: the target reads texts of at most 128"):
+                said[0] = said[1] and said[1]  # as they are longer than all of the user's
+            assert said[0] == said[1]
+            outcomes.add(said[0] is None)
+    assert False in outcomes
+
+
+def _read(job: Job) -> None:
+    """What a run reads of texts once it samples."""
+    job.texts("held_out", job.cfg.regime.temperature)
+    assembly.foreign(job)
+    assembly.parts(job, 1)
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "quantised draft.bits=8", "independent"])

@@ -23,7 +23,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(preflight, "size_of", lambda model: sizes[model.name])
     monkeypatch.setattr(preflight, "half", lambda device: torch.bfloat16)
     config = SimpleNamespace(hidden_size=6, num_hidden_layers=5, vocab_size=7, is_encoder_decoder=False)
-    config.get_text_config = lambda: config
+    config.get_text_config, config.to_dict = lambda: config, dict
     return SimpleNamespace(target=SimpleNamespace(name="big", config=config), sources={},
                            draft=SimpleNamespace(name="small", config=config))  # fmt: skip
 
@@ -42,7 +42,8 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimated.texts == train + held
     step = max(2 * 40 * 4 / 1000, 40 * 2 / 50)  # four rows: bound by reading
     assert estimated.sampling == pytest.approx((train + held) / 4 * 20 * step + 2 * 40 * (train + held) * 5 / 1000)
-    assert estimated.training == pytest.approx(2 * (40 + 3 * 4) * 160 * 3 * 6 * 64 / 2 / 1000)
+    read = 20 * 64 + (160 - 20) * 25  # of a row: blocks of the user's texts, then sampled texts
+    assert estimated.training == pytest.approx(2 * (40 + 3 * 4) * read * 3 * 6 / 2 / 1000)
     judged = 2 * 44 * held * 25 / 1000 * 6
     one, many = max(2 * 40 * 2 / 1000, 1.6) / 2, max(2 * 40 * 32 / 1000, 1.6) / 32
     timed = 9 * one * (3 * 6 * 2 + 4 * 6) + many * (32 * 9 + 50)
@@ -62,15 +63,26 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("trainer.ema=0.9", "trainer.devices=2", "data.block=64", "rollout.rows=1")
     cfg, there = job.cfg, known(monkeypatch)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
+    cfg.rollout.prompt_tokens, cfg.rollout.new_tokens = 50, 30
     need = preflight.estimate(cfg, there)
-    tokens = 6 * 64 // 2
+    tokens = 6 * 80 // 2
     training = 8 * (16 + 4) + tokens * 6 * 5 * 4 + min(tokens, 2**21 // 7) * 7 * 4 * 8
     assert need == preflight.Need(100, 8, 100 * 2 + training, 8 * 4 * (5 + 4))
     cfg.trainer.ema, cfg.quantisation.kind = 0.0, "nf4"
     assert preflight.estimate(cfg, there).memory == 100 * 0.5 + training - 8 * 4
+    cfg.rollout.new_tokens = 1  # shorter than blocks
+    assert preflight.estimate(cfg, there).memory == 100 * 0.5 + training - 8 * 4 - 16 * 3 * (6 * 5 * 4 + 7 * 4 * 8)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
     cfg.quantisation.kind = "int8"
     assert preflight.estimate(cfg, there).memory == 100 + 8 * 4 + 1e9
+    cfg.quantisation.kind, cfg.draft.kind, cfg.draft.bits = "none", "quantised", 8  # and its copy of the target
+    assert preflight.estimate(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
+    monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
+    cfg.draft.kind, cfg.mode, cfg.trainer.batch = "eagle", "joint", 2
+    monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))
+    for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
+        there.target.config.to_dict = lambda name=method: {"quantization_config": {"quant_method": name}}
+        assert preflight.estimate(cfg, there).memory == 3 * 10**6 * size
 
 
 def test_decoding_takes_what_its_larger_batch_does(monkeypatch: pytest.MonkeyPatch) -> None:

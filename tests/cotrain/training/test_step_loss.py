@@ -1,5 +1,8 @@
 """The loss of a step over guesses of several depths."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,8 +15,9 @@ class Batch:
 
     ids = torch.zeros(1, 3, dtype=torch.int64)
 
-    def of_positions(self, spec: object, guess: int, *_: object) -> tuple[torch.Tensor, "Values"]:
-        return torch.tensor(float(11 * guess)), Values(torch.tensor([1.0 * guess, 10.0 * guess]))
+    def of_positions(self, spec: object, guess: Any, *_: object) -> tuple[torch.Tensor, "Values"]:
+        number = guess.depth + 1.0
+        return torch.tensor(11 * number), Values(torch.tensor([number, 10 * number]))
 
 
 class Values:
@@ -29,7 +33,8 @@ def test_parts_of_a_loss_are_weighed_as_the_loss_is() -> None:
     class Counts:
         positions = torch.tensor(2.0)
 
-    loss = StepLoss(parse("kl+tv"), Batch(), [1, 2, 3], None, Counts(), 3)  # type: ignore[arg-type]
+    guesses = [SimpleNamespace(depth=depth) for depth in range(3)]
+    loss = StepLoss(parse("kl+tv"), Batch(), guesses, None, Counts(), 3)  # type: ignore[arg-type]
     share = torch.tensor([0.5, 0.25, 0.125])
     loss_of_positions = loss.of_positions(torch.ones(1, 2, dtype=torch.bool), share, True)
     weighed = 0.5 * 1 + 0.25 * 2 + 0.125 * 3
