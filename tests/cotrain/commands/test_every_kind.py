@@ -27,7 +27,7 @@ from inference.lookup.corpus import About, Datastore
 from inference.proposers.base import LoadArguments
 from inference.proposers.quantised import Quantised, QuantisedConfig
 from inference.proposers.trees import StaticTrees
-from inference.report.build import validate
+from inference.report.build import _of_engine, validate
 from inference.servers.openai_client import Served
 from tests.cotrain.commands.test_cli import saved
 from tests.draft_folders import draft_folder
@@ -112,6 +112,7 @@ def test_a_folder_is_measured_and_decodes(
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     engine = load(path)
     assert said(engine) == plain and engine.policy.k == 2
+    assert _of_engine(engine) == {name: report["settings"][name] for name in _of_engine(engine)} | {"rows": 8}
 
 
 def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
