@@ -124,16 +124,15 @@ def planned_anew(
     seconds = Costs(**costs).rounds if costs else ()
     taus = _taus(report, written, way, markov)
     speeds = {k: seconds[0] * tau / seconds[k] for k, tau in taus.items() if k < len(seconds)}
-    before = f"was planned for {measured.objective} drafting and the rule {rule}" + (
-        ", with its Markov head" * (not markov)
-    )
+    head = "" if markov else ", with the Markov head"
+    before = f"was planned for {measured.objective} drafting and the rule {rule}{head}"
     now = f"{way} drafting and the token rule of this engine"
     if not speeds and same:
         return written, []  # that the head is left out is said elsewhere
     if not speeds:
         return written, [
-            f"Its k = {written.k} {before}; the folder has no figures for {now}. Export it with k=1 to k={written.k}, and "
-            f"time each; cotrain serve_check k= objective={way}_draft compares acceptance with a prediction."
+            f"Its k = {written.k} {before}; the folder has no figures for {now}. Export it with k=1 to k={written.k} "
+            f"and time each; cotrain serve_check k= objective={way}_draft compares acceptance with a prediction."
         ]
     k = max(speeds, key=speeds.__getitem__)
     gains = ", ".join(f"{speeds[one]:.2f}x with k = {one}" for one in sorted({k, written.k} & set(speeds)))
