@@ -4,7 +4,7 @@ import copy
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
 from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
-from inference.drafts.draft_folder import PROMPTS
+from inference.drafts.draft_folder import PROMPTS, identity
 from inference.measure.environment import environment
 from inference.output import Emitted
 
@@ -71,6 +71,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         texts: dict[float, Emitted] = {}
         drafts = [drafted(mine, _plan(mine, target), texts) for mine in settings.values()]
         best = _best(drafts)
+        best = replace(best, policy=replace(best.policy, draft=identity(Path(best.path))))
         plan = _origin(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():

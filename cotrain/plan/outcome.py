@@ -1,7 +1,7 @@
 """What `cotrain plan` writes and prints: plan.json, the files for other programs, and the table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from cotrain.acceptance import iid_tau
 from cotrain.bench.forecast import SIGMAS, schedule, stops_paying
 from cotrain.plan.drafted import Cell, Drafted
 from cotrain.plan.policy_file import content as policy_content
-from inference.drafts.draft_folder import identity
 from inference.report.table import aligned
 
 PROFILE, SCHEDULE, POLICY = "speculation_profile.json", "schedule.json", "policy.json"
@@ -54,8 +53,7 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
     return {
         SCHEDULE: {"draft": best.path, "temperature": t, **schedules(lengths)},
         PROFILE: profile(best, t, batches[0], plan),
-        POLICY: policy_content(replace(best.policy, draft=identity(Path(best.path))))
-        | {"draft": best.path, "environment": plan["environment"]},
+        POLICY: policy_content(best.policy) | {"draft": best.path, "environment": plan["environment"]},
     }
 
 

@@ -36,7 +36,7 @@ from tests.folders import VOCABULARY, network, own_texts, target_folder, tokeniz
 EVERY = [*KINDS, "retrieval, datastore"]
 SIZES = {
     "bench": "bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=8 "
-    "bench.minutes=0 bench.depths=[2]",
+    "bench.minutes=0",
     "generate": "max_new_tokens=8 regime=t0",
     "serve_check": "url=http://none prompts=8 prompt_tokens=8 new_tokens=12",
     "rollout": "rollout.texts=2 rollout.prompt_tokens=8 rollout.new_tokens=12 regime=t0",
