@@ -156,13 +156,14 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         metadata, served=Served(**{name: values[name] for name in SERVED}),
         **{name: value for name, value in values.items() if name in ABOUT},
     )  # fmt: skip
-    return save(network.bfloat16() if about.int8 else network, words, place / "draft", about, None)
+    return save(network if about.tree else network.bfloat16(), words, place / "draft", about, None)
 
 
 @pytest.mark.parametrize("command", UNUSED)
 def test_every_command_decodes_as_the_folder_says(
     command: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
     about = read(odd).metadata
     assert about is not None
     tree = None if "tree" in UNUSED[command] else about.tree
@@ -174,7 +175,7 @@ def test_every_command_decodes_as_the_folder_says(
     assert {name: found[name] for name in set(said) - set(UNUSED[command])} == {
         name: value for name, value in said.items() if name not in UNUSED[command]
     }
-    assert found["weights"] == ("int8" if found["int8"] else "bfloat16" if about.int8 else "float32")
+    assert found["weights"] == ("int8" if found["int8"] else "float32" if about.tree else "bfloat16")
 
 
 def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -184,7 +185,6 @@ def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "generate", reach)
     monkeypatch.setattr("cotrain.commands.plan.drafted", lambda cfg, given, texts: reach(given, cfg))
     monkeypatch.setattr("cotrain.commands.serve_check.server", lambda *_: None)
-    monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
     cfg: Any = checked(command, compose(command, overrides=[f"draft.path={path}", *TYPED[command].split()]))
     if command != "generate":
         cfg.output = str(output)
