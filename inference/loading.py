@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from inference.adaptive_policy import Adaptive
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import METADATA, Metadata, Served, identity, load_tokenizer, read
+from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, identity, load_tokenizer, read
 from inference.engine import Engine
 from inference.models.pretrained import move
 from inference.models.quantisation import load_as
@@ -40,7 +40,7 @@ def load(
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
     draft = read(folder)
     metadata = draft.metadata
-    served = metadata.served if metadata else Served()
+    served = metadata.served if metadata else ServedAs()
     _refuse_policy(draft.path, settings.get("policy"))
     tokenizer = settings.pop("tokenizer", None)
     if target is None or isinstance(target, str | PathLike):
@@ -83,7 +83,7 @@ def _refuse_policy(folder: Path, policy: Any) -> None:
                          f"cotrain plan draft.path={folder} writes")  # fmt: skip
 
 
-def _with_defaults(metadata: Metadata | None, served: Served, settings: dict[str, Any]) -> Metadata | None:
+def _with_defaults(metadata: Metadata | None, served: ServedAs, settings: dict[str, Any]) -> Metadata | None:
     """Add the folder's policy, rule and template arguments to the settings. Returns the folder's metadata, without the
     tree if the settings ask for chains."""
     tree = metadata.tree if metadata else None

@@ -22,7 +22,7 @@ from cotrain.students.base import KINDS
 from cotrain.training.preconditions import holds, outline, same_tokenizer, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, Served, load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
 from inference.request import ends_of
@@ -44,7 +44,7 @@ KNOWN: dict[str, tuple[str, Any]] = {
     "data.template": ("template", {}),
     "chat": ("messages", None),  # of generate
 }
-UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **asdict(Served()), "draft_dtype": "bfloat16", "int8": None}
+UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **asdict(ServedAs()), "draft_dtype": "bfloat16", "int8": None}
 
 
 class Pair(NamedTuple):

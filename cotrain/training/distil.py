@@ -43,7 +43,7 @@ from cotrain.training.progress import prompt_seconds
 from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import Metadata, Served, save
+from inference.drafts.draft_folder import Metadata, ServedAs, save
 from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
 from inference.report import replay
@@ -249,10 +249,10 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     }
 
 
-def served_as(cfg: TrainConfig, messages: bool) -> Served:
+def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
     """Return how the draft is measured, for its folder. messages: whether prompts are messages of the target's chat
     template."""
-    return Served(
+    return ServedAs(
         verify=cfg.verify,
         dtype=cfg.target.dtype,
         quantisation=cfg.quantisation.kind,

@@ -94,7 +94,7 @@ class PlannedTree:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAs:
     """How a draft was measured, and is served unless the caller says otherwise.
 
     verify: the verification rule of chains; a planned tree has its own. dtype: of the target; "auto" for the
@@ -115,7 +115,7 @@ class Served:
         rule_of(self.verify)
 
     @classmethod
-    def read(cls, values: Any) -> "Served":
+    def read(cls, values: Any) -> "ServedAs":
         """Return what the JSON `values` describe. Keys that older folders lack, or have as null, have the defaults.
         Raises ValueError naming the key."""
         names = {item.name for item in fields(cls)}
@@ -150,7 +150,7 @@ class Metadata:
     report: str | None = None
     int8: bool = False
     tree: PlannedTree | None = None
-    served: Served = Served()
+    served: ServedAs = ServedAs()
     format: int = FORMAT
 
     @property
@@ -317,7 +317,7 @@ def _metadata(file: Path) -> Metadata:
             raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
-        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": Served.read(served)})
+        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

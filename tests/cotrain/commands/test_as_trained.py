@@ -20,7 +20,7 @@ from cotrain.plan.policy_file import content
 from cotrain.training.distil import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
-from inference.drafts.draft_folder import Metadata, PlannedTree, Served, identity, load_draft, read, save
+from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, identity, load_draft, read, save
 from inference.models.pretrained import quantisation_of
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
@@ -36,7 +36,7 @@ ELSE: dict[str, Any] = {
     "draft_dtype": "float16",
 }  # fmt: skip
 REGIME = ("temperature", "top_k", "top_p")
-SERVED = {item.name for item in fields(Served)}
+SERVED = {item.name for item in fields(ServedAs)}
 # what both commands have and a folder does not decide: this machine, how much is measured, which texts
 FREE = ("target.", "draft.", "bench.", "data.", "output", "overwrite", "minutes", "threads")
 
@@ -49,7 +49,7 @@ def hydra() -> Iterator[None]:
 
 
 def made(**changed: Any) -> Metadata:
-    served = Served(**{name: value for name, value in TRAINED.items() if name in SERVED})
+    served = ServedAs(**{name: value for name, value in TRAINED.items() if name in SERVED})
     target = {"name": "there", "config": None, "tokenizer": None}
     return Metadata(target, 3, regime={name: TRAINED[name] for name in REGIME}, int8=True, served=served, **changed)
 
@@ -153,7 +153,7 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     values = TRAINED | {"k": 9, "int8": False, "quantisation": "int8_rows", "template": {"think": True}}
     values |= {"regime": {name: TRAINED[name] for name in REGIME}} | VARIANTS[request.param]
     about = replace(
-        metadata, served=Served(**{name: values[name] for name in SERVED}),
+        metadata, served=ServedAs(**{name: values[name] for name in SERVED}),
         **{name: value for name, value in values.items() if name in ABOUT},
     )  # fmt: skip
     return save(network if about.tree else network.bfloat16(), words, place / "draft", about, None)
@@ -222,7 +222,11 @@ def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tm
     path = shutil.copytree(odd, tmp_path / "draft")
     values = json.loads((path / "cotrain.json").read_text())
     served = values.pop("served")
-    for said, wanted in ((served, Served(**served)), ({"verify": "match"}, Served("match")), (None, Served("coupled"))):
+    for said, wanted in (
+        (served, ServedAs(**served)),
+        ({"verify": "match"}, ServedAs("match")),
+        (None, ServedAs("coupled")),
+    ):
         values["made"], values["tree"] = {"served": said}, None
         (path / "cotrain.json").write_text(json.dumps(values))
         (path / "report.json").write_text(json.dumps({"settings": {"verify": "coupled"}}))

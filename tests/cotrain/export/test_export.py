@@ -29,7 +29,7 @@ from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.fitting import resize
 from cotrain.export.hf import check, export, prepare
 from cotrain.export.publishing import card
-from inference.drafts.draft_folder import Metadata, Served, hash_target, load_draft, save
+from inference.drafts.draft_folder import Metadata, ServedAs, hash_target, load_draft, save
 from inference.measure.costs import Costs
 from inference.report.table import table
 from tests.tiny import tiny
@@ -199,12 +199,12 @@ def planned(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, planned: Callable[..., Path]) -> None:
     greedily = "sampled" not in ENGINES[engine].drafts
-    by_block, by_token = planned(served=Served("block")), planned()
+    by_block, by_token = planned(served=ServedAs("block")), planned()
     lengths = {
         "token": prepare(by_token, engine).metadata.k, "block": prepare(by_block, engine).metadata.k,
         "typed": prepare(by_block, engine, 2).metadata.k,
-        "greedy": prepare(planned(objective="greedy", served=Served("block")), engine).metadata.k,
-        "at temperature 0": prepare(planned(served=Served("block"), regime={"temperature": 0.0}), engine).metadata.k,
+        "greedy": prepare(planned(objective="greedy", served=ServedAs("block")), engine).metadata.k,
+        "at temperature 0": prepare(planned(served=ServedAs("block"), regime={"temperature": 0.0}), engine).metadata.k,
     }  # fmt: skip
     assert lengths == {
         "token": 1 if greedily else 4, "block": 1 if greedily else 3, "typed": 2, "greedy": 4, "at temperature 0": 4,
