@@ -45,7 +45,8 @@ class Adaptive:
     seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens. Between these
     numbers of rows seconds are interpolated. estimates: the draft's acceptance. deciding: the seconds of one decision
     to go on, for those numbers of rows at which deciding after each draft pays; None: everywhere, without seconds.
-    Other numbers of rows do as the nearest one that was timed.
+    Other numbers of rows do as the nearest one that was timed. draft: the `draft_folder.identity` of the draft that it
+    was fitted to, which `load` compares; None if it is unknown.
 
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
     than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
@@ -63,6 +64,7 @@ class Adaptive:
     seconds: Mapping[int, Sequence[float]]
     estimates: Estimates
     deciding: Mapping[int, float] | None = None
+    draft: str | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
@@ -94,7 +96,8 @@ class Adaptive:
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
             here, ahead = (tuple(map(float, given["estimates"][name])) for name in ("here", "ahead"))
             deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
-            return cls(seconds, Estimates(float(given["estimates"]["mean"]), here, ahead), deciding)
+            mean, draft = float(given["estimates"]["mean"]), given["identity"]
+            return cls(seconds, Estimates(mean, here, ahead), deciding, None if draft is None else str(draft))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"policy: {file} is no policy file of cotrain plan, or not of this version: {error!r}"

@@ -52,7 +52,8 @@ class Engine:
     of a loaded target; None for the CPU. Only the end tokens of the target's generation_config are read, see
     `Sampling.of`. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
     `verify.rules.RULES`, or a custom rule. rows: number of prompts that are decoded together; the others wait (see
-    `scheduler`). context: the largest number of tokens per row. compile: whether to compile the target's short passes
+    `scheduler`). context: the largest number of tokens per row. template: arguments of the chat template that renders
+    messages, such as enable_thinking. compile: whether to compile the target's short passes
     (see `compiled`), or on a GPU to record them as CUDA graphs (see `graphs`); None for only on a GPU. The first
     compiled passes take seconds. record: receives the rounds of each call, with p, q and u of each draft (see
     `report.replay`).
@@ -81,6 +82,7 @@ class Engine:
         device: torch.device | str | None = None,
         compile: bool | None = None,
         record: RoundRecorder | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         rule = rule_of(verify)
         _require_whole("rows", rows)
@@ -103,7 +105,7 @@ class Engine:
                 f"{target.device}); cast or move it first, or give its path"
             )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
-        self.record = record
+        self.record, self.template = record, template or {}
         self._new_target = partial(LM, target, rows, context=context, compile=compile, spare=spare_slots(rows))
         self._open()
 
@@ -113,7 +115,7 @@ class Engine:
         self.graphs = Graphs(self.target.device) if self.target.uses_graphs else None
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
         pads, encoder = pads_of(self.target.model, self.tokenizer), source_limits(self.target.model)
-        self.reader = PromptReader(self.target, self.ends, self.tokenizer, pads, encoder)
+        self.reader = PromptReader(self.target, self.ends, self.tokenizer, pads, encoder, self.template)
 
     def generate(
         self,

@@ -8,11 +8,21 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from inference.adaptive_policy import Adaptive
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import METADATA, Metadata, load_tokenizer, other_weights, read
+from inference.drafts.draft_folder import (
+    METADATA,
+    Metadata,
+    ServedAs,
+    identity,
+    load_tokenizer,
+    other_weights,
+    read,
+)
 from inference.engine import Engine
-from inference.models.pretrained import load_model, move
+from inference.models.pretrained import move
+from inference.models.quantisation import load_as
 from inference.policy import Fixed
 from inference.proposers import kind_of
 from inference.proposers.base import LoadArguments
@@ -22,20 +32,25 @@ from inference.verify.rules import rule_of
 def load(
     folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
-    """Return an engine for a draft folder, whose metadata names its target and its kind.
+    """Return the engine that the report of a draft folder describes: the target in the dtype and quantisation that were
+    measured, the draft, the rule, the draft length or tree, and the arguments of the chat template. Sampling settings
+    are those of each call: `Metadata.regime` says what was measured, and is no default of `generate`.
 
-    A folder that was planned with a tree is served with that tree and its rule. If `settings` contain a `policy`, or a
-    rule that does not verify trees, the draft makes chains instead.
+    If `settings` contain a `policy`, or a rule that does not verify trees, a draft that was planned with a tree makes
+    chains instead.
 
-    target: a model or a path; None for the target that the folder names. If it is a model, give `tokenizer=` too, or
-    prompts as ids. kind: the kind of a folder without metadata; None for the kind that the folder names. settings:
-    further arguments of `Engine`. Raises ValueError for an unknown kind, and for a folder that names no target or a
-    target with an adapter; and the errors of the kind's `load`.
+    target: a model, which is used as it is, or a path; None for the target that the folder names. If it is a model,
+    give `tokenizer=` too, or prompts as ids. kind: the kind of a folder without metadata; None for the kind that the
+    folder names. settings: further arguments of `Engine`, which replace what the folder says. Raises ValueError for an
+    unknown kind, for a folder that names no target or a target with an adapter, and for an adaptive policy of another
+    draft; and the errors of the kind's `load`.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
     draft = read(folder)
     metadata = draft.metadata
+    served = metadata.served if metadata else ServedAs()
+    _refuse_policy(draft.path, settings.get("policy"))
     tokenizer = settings.pop("tokenizer", None)
     if target is None or isinstance(target, str | PathLike):
         if target is None:
@@ -44,10 +59,11 @@ def load(
             warnings.warn(f"{draft.path / METADATA}: {changed}", stacklevel=2)
         path = resolve(str(target))
         tokenizer = tokenizer or load_tokenizer(Path(path))
-        target = load_model(path, settings.pop("dtype", None))
+        dtype = settings.pop("dtype", None) or (None if served.dtype == "auto" else served.dtype)
+        target = load_as(path, served.quantisation, dtype)
         if "device" in settings:
             move(target, settings.pop("device"))
-    metadata = _with_defaults(metadata, settings)
+    metadata = _with_defaults(metadata, served, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
     try:
         proposer_class = kind_of(kind or draft.kind)
@@ -72,12 +88,20 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
     return name
 
 
-def _with_defaults(metadata: Metadata | None, settings: dict[str, Any]) -> Metadata | None:
-    """Add the folder's policy and rule to the settings. Returns the folder's metadata, without the tree if the settings
-    ask for chains."""
+def _refuse_policy(folder: Path, policy: Any) -> None:
+    if isinstance(policy, Adaptive) and policy.draft not in (None, identity(folder)):
+        raise ValueError(f"policy: it was fitted to another draft than {folder}: give the policy.json that "
+                         f"cotrain plan draft.path={folder} writes")  # fmt: skip
+
+
+def _with_defaults(metadata: Metadata | None, served: ServedAs, settings: dict[str, Any]) -> Metadata | None:
+    """Add the folder's policy, rule and template arguments to the settings. Returns the folder's metadata, without the
+    tree if the settings ask for chains."""
     tree = metadata.tree if metadata else None
+    settings.setdefault("template", served.template)
     if metadata is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:
         settings.setdefault("policy", Fixed(metadata.k if metadata else 4))
+        settings.setdefault("verify", served.verify)
         return replace(metadata, tree=None) if metadata else None
     settings |= {"policy": Fixed(tree.depth), "verify": settings.get("verify", tree.rule)}
     return metadata

@@ -135,13 +135,14 @@ class SourceLimits:
 class PromptReader:
     """A maker of requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a
     text. tokenizer: None to reject strings. pads: ids that pad rows of a tensor. encoder: of an encoder-decoder, whose
-    prompts are sources."""
+    prompts are sources. template: arguments of the chat template."""
 
     target: TextLimits
     ends: frozenset[int]
     tokenizer: PreTrainedTokenizerBase | None
     pads: frozenset[int] = frozenset()
     encoder: SourceLimits | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
         """Return the ids that the text of each prompt begins with; those of an encoder-decoder carry their source."""
@@ -279,6 +280,7 @@ class PromptReader:
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
+            **self.template,
         )
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -20,7 +20,6 @@ from cotrain.bench.planner import (
     plan_draft,
     rounds_of,
 )
-from cotrain.commands.bench import chain_rule
 from cotrain.commands.served_pair import load_network, measured, refuse_pair
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -118,7 +117,7 @@ class Cells:
         about = draft.folder.metadata if self.stored else None
         plan = replace(at(draft.plan, 1.0, rows), sampling=REGIMES[regime], given=self.prompts[task])
         if about:
-            plan = replace(plan, planned=about.k, tree=about.tree, verify=chain_rule(about))
+            plan = replace(plan, planned=about.k, tree=about.tree, verify=about.served.verify)
         prepare(plan)
         return plan
 

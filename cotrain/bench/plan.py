@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def int8(self) -> bool:
-        return self.bench.draft_int8 and student_class(self.kind).takes_int8(self.served)
+        return self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
 
     @cached_property
     def running(self) -> PreTrainedModel:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from cotrain.bench import measurement, quantisation_table
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import Pair, load_network, measured, prompts, refuse_pair, resolved, room_of
-from cotrain.config.settings import BenchConfig, sampling
+from cotrain.commands.served_pair import Pair, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.config.settings import BenchConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
@@ -22,12 +22,12 @@ from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
-from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, refuse_rounded, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import Metadata
+from inference.models.quantisation import refuse_quantisation
 from inference.report import replay
 from inference.report.table import headline, table
 
@@ -80,20 +80,10 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
-def chain_rule(metadata: Metadata) -> str:
-    """Return the verification rule of chains with which the folder was planned."""
-    return str((metadata.origin.get("served") or {}).get("verify", "token"))
-
-
-def _rule(metadata: Metadata) -> str:
-    """Return the verification rule with which the folder was planned."""
-    return metadata.tree.rule if metadata.tree else chain_rule(metadata)
-
-
 def _plan_line(metadata: Metadata) -> str:
     """Return a line that says what is measured, if the folder's plan is measured."""
     shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
-    return (f"bench: {shape} and rule {_rule(metadata)}, as the folder was planned; to choose anew, set "
+    return (f"bench: {shape} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
             f"bench.depths=[2,4,8], "
             "bench.trees=16 or verify=")  # fmt: skip
 
@@ -106,7 +96,7 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     size.depths = list(size.depths) or DEPTHS
     if metadata is None or not chosen:
         return None
-    if typed not in (None, _rule(metadata)):
+    if typed not in (None, metadata.rule):
         return None
     size.depths = sorted({*size.depths, metadata.k})
     return metadata.k
@@ -151,17 +141,12 @@ def _measured(cfg: BenchConfig, draft_path: str) -> dict[str, Any]:
     _refuse_matrix(cfg, draft_folder.kind, pair)
     room = room_of(pair) - timed(cfg.bench) if open_tokens else None
     given = prompts(cfg.data, cfg.bench, pair.target, pair.tokenizer, room, draft_folder.path)
-    target, tokenizer = models(cfg)
-    draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
+    metadata = draft_folder.metadata
+    plan = plan_of(
+        cfg, draft_folder, models(cfg), cfg.bench, cfg.verify, given=given, planned=planned, adapter=cfg.target.adapter,
+        tree=metadata.tree if metadata else None,
+    )  # fmt: skip
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:
-        names = (path, draft_path)
-        drafts = metadata.objective if metadata else "sampled"
-        assert cfg.verify is not None
-        plan = measurement.Plan(
-            target, tokenizer, draft, sampling(cfg.regime), cfg.verify, cfg.bench, names, drafts, given=given,
-            kind=draft_folder.kind, tree=metadata.tree if metadata else None, planned=planned,
-            adapter=cfg.target.adapter,
-        )  # fmt: skip
         if metadata and planned:
             print(_plan_line(metadata))
         report = measurement.measure(plan)

@@ -137,8 +137,8 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     called = cfg.push_to_hub or str(Path(cfg.output).absolute())
     try:
         path = eagle3.export(
-            cfg.draft.path, cfg.output, cfg.layout, cfg.k, target=model, objective=asked, name=target,
-            replace=cfg.overwrite,
+            cfg.draft.path, cfg.output, cfg.layout, cfg.k, engine=cfg.engine, target=model, objective=asked,
+            name=target, replace=cfg.overwrite,
             card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
         )  # fmt: skip
     except ValueError as error:

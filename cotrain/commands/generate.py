@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 def run(cfg: GenerateConfig) -> None:
     """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow. The last
     line has the number of target calls and the speed."""
+    drafting = {"policy.k": cfg.policy.k, "policy.file": cfg.policy.file, "verify": cfg.verify}
+    typed = [key for key, value in drafting.items() if value is not None]
+    if typed and not cfg.draft.path:
+        raise UserError(f"{typed[0]}: without a draft nothing is drafted: name one with draft.path=, or leave it out")
+    if {"policy.k", "policy.file"} <= {*typed}:
+        raise UserError("set policy.k= (a fixed draft length) or policy.file= (an adaptive policy), not both")
     prompts = _read_by(cfg, _prompts(cfg.prompt, cfg.prompts))
     engine = _engine(cfg)
     settings: dict[str, Any] = {
@@ -82,7 +89,7 @@ def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
     before weights are loaded, for a draft that does not fit the target, and for prompts that do not fit into the
     context."""
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
-    rule = cfg.verify  # if null, the engine chooses the folder's rule, which may be one for trees
+    rule = cfg.verify  # if null, `load` chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
     cfg.verify = rule
     path = cfg.target.path or (metadata.target["name"] if metadata else None)
@@ -98,8 +105,7 @@ def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
         room = holds(config)
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
-    options = (metadata.origin.get("served") or {}).get("template") if metadata else None
-    template, read = Template(tokenizer, options or {}, ()), list[str | list[int]]()
+    template, read = Template(tokenizer, metadata.served.template if metadata else {}, ()), list[str | list[int]]()
     for number, prompt in enumerate(prompts, 1):
         key = f"prompts: number {number}" if cfg.prompts else "prompt"
         message = [{"role": "user", "content": prompt}]
@@ -114,13 +120,15 @@ def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
 def _engine(cfg: GenerateConfig) -> Engine:
     """Return the engine of a draft folder, or an engine for plain decoding if there is only a target."""
     if cfg.draft.path:
-        settings: dict[str, Any] = {} if cfg.policy.k is None else {"policy": Fixed(cfg.policy.k)}
-        if cfg.policy.file is not None:
-            if settings:
-                raise UserError("set policy.k= (a fixed draft length) or policy.file= (an adaptive policy), not both")
+        settings: dict[str, Any] = {} if cfg.verify is None else {"verify": cfg.verify}
+        if cfg.policy.k is not None:
+            settings["policy"] = Fixed(cfg.policy.k)
+        elif cfg.policy.file is not None:
             settings["policy"] = Adaptive.load(cfg.policy.file)
-        settings |= {} if cfg.verify is None else {"verify": cfg.verify}
-        return load(cfg.draft.path, cfg.target.path, **settings)
+        engine = load(cfg.draft.path, cfg.target.path, **settings)
+        if cfg.policy.k is not None and engine.proposer and cfg.policy.k > (most := engine.proposer.depths or inf):
+            raise UserError(f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} tokens a round")
+        return engine
     target, tokenizer = load_pair(str(cfg.target.path))
     return Engine(target, tokenizer=tokenizer)
 

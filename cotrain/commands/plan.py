@@ -4,7 +4,7 @@ import copy
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.bench.plan import Plan
-from cotrain.commands.served_pair import as_trained, load_network, measured, prompts, refuse_pair, resolved, room_of
-from cotrain.config.settings import PlanConfig, sampling
+from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.plan.drafted import Drafted, drafted
@@ -30,7 +30,7 @@ from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed
 from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
-from inference.drafts.draft_folder import PROMPTS
+from inference.drafts.draft_folder import PROMPTS, identity
 from inference.measure.environment import environment
 from inference.output import Emitted
 
@@ -71,6 +71,7 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         texts: dict[float, Emitted] = {}
         drafts = [drafted(mine, _plan(mine, target), texts) for mine in settings.values()]
         best = _best(drafts)
+        best = replace(best, policy=replace(best.policy, draft=identity(Path(best.path))))
         plan = _origin(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():
@@ -156,12 +157,14 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
     room, start = room_of(outline), start_of(outline.target)
     fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room, start)
     given = prompts(cfg.data, size, outline.target, outline.tokenizer, None, draft_folder.path)
-    draft, metadata = load_network(draft_folder, *pair), draft_folder.metadata
-    assert cfg.verify is not None
-    return Plan(
-        *pair, draft, sampling(cfg.regime), cfg.verify, size, (name, path),
-        metadata.objective if metadata else "sampled", given=given, kind=draft_folder.kind,
-    )  # fmt: skip
+    metadata = draft_folder.metadata
+    if metadata:
+        size.depths = sorted({*size.depths, metadata.k})
+    if metadata and metadata.tree and not size.trees:
+        nodes = len(metadata.tree.parents)
+        print(f"plan: {path} is served with a tree of {nodes} nodes, and forecasts are of chains: bench.trees={nodes} "
+              "adds those of trees")  # fmt: skip
+    return plan_of(cfg, draft_folder, pair, size, cfg.verify, given=given)
 
 
 def _best(drafts: list[Drafted]) -> Drafted:

@@ -11,9 +11,9 @@ from cotrain.data.sequence_tasks import LONGEST
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import Source, beside, start_of
 from cotrain.run_folder import held
-from cotrain.teacher.target_model import refuse_quantisation
 from cotrain.training.job import models, sample_prompts, sampled, settle, source
 from cotrain.training.preconditions import fits, holds, outline, server
+from inference.models.quantisation import refuse_quantisation
 
 
 def run(cfg: RolloutConfig) -> None:

@@ -4,8 +4,8 @@ engine's acceptance."""
 import json
 from typing import Any
 
-from cotrain.bench import measurement, server_parity
-from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved, room_of
+from cotrain.bench import server_parity
+from cotrain.commands.served_pair import measured, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.config.groups import Bench
 from cotrain.config.settings import ServeCheckConfig, sampling
 from cotrain.console import answering
@@ -37,28 +37,25 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
     refuse(cfg.output, cfg.overwrite)
-    path = resolved(cfg)
-    regime = sampling(cfg.regime)
-    client = server("url", url, regime, cfg.model)
+    path, client = resolved(cfg), server("url", url, sampling(cfg.regime), cfg.model)
     draft_folder = measured(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
-    target, tokenizer = models(cfg)
-    draft, metadata = load_network(draft_folder, target, tokenizer), draft_folder.metadata
+    (target, tokenizer), metadata = models(cfg), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
     if k is None:
         raise UserError(f"{draft_path} names no draft length: set k= to the draft length of the server")
-    drafts = objective(cfg.objective) if cfg.objective else metadata.objective if metadata else "sampled"
+    others = {"objective": objective(cfg.objective)} if cfg.objective else {}
     size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
                  parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
                  draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
     room = room_of(pair) - cfg.new_tokens if open_tokens else None
     given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
-    plan = measurement.Plan(target, tokenizer, draft, regime, "token", size, (path, draft_path),
-                            drafts, given=given, kind=draft_folder.kind)  # fmt: skip
+    # a server verifies chains by the token rule, with the weights of the folder
+    plan = plan_of(cfg, draft_folder, (target, tokenizer), size, "token", given=given, **others)
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
-        report = {"environment": environment(), "url": url, "kind": draft_folder.kind, "k": k, "objective": drafts,
-                  "parity": parity.report()}  # fmt: skip
+        report = {"environment": environment(), "url": url, "kind": draft_folder.kind, "k": k,
+                  "objective": plan.objective, "parity": parity.report()}  # fmt: skip
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
     return report, parity

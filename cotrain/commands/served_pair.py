@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -10,8 +10,9 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench, Data
-from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig
+from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import prompt_tokens
 from cotrain.data.sources import source_of
@@ -21,33 +22,29 @@ from cotrain.students.base import KINDS
 from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
 from inference.request import ends_of
 
-
-class Known(NamedTuple):
-    """A setting whose default is stored in draft folders. name: its key there, in the regime or in `made["served"]`.
-    open: the value of the setting that selects the default. unsaid: the default if the folder stores none."""
-
-    name: str
-    open: Any
-    unsaid: Any
-
-
-KNOWN = {
-    "regime.temperature": Known("temperature", None, 1.0),
-    "regime.top_k": Known("top_k", None, 0),
-    "regime.top_p": Known("top_p", None, 1.0),
-    "verify": Known("verify", None, "token"),
-    "bench.prompt_tokens": Known("prompt_tokens", 0, 48),
-    "prompt_tokens": Known("prompt_tokens", 0, 48),
-    "quantisation.kind": Known("quantisation", "as_trained", "none"),
-    "data.chat": Known("chat", None, False),
-    "data.template": Known("template", {}, {}),
-    "chat": Known("messages", None, False),  # of generate
+# Settings whose default is stored in draft folders: the name of that value, see `stored`, and the value of the setting
+# that selects it.
+KNOWN: dict[str, tuple[str, Any]] = {
+    "regime.temperature": ("temperature", None),
+    "regime.top_k": ("top_k", None),
+    "regime.top_p": ("top_p", None),
+    "verify": ("verify", None),
+    "bench.prompt_tokens": ("prompt_tokens", 0),
+    "prompt_tokens": ("prompt_tokens", 0),
+    "quantisation.kind": ("quantisation", "as_trained"),
+    "target.dtype": ("dtype", "auto"),
+    "bench.draft_dtype": ("draft_dtype", "as_trained"),
+    "bench.draft_int8": ("int8", None),
+    "data.chat": ("chat", None),
+    "data.template": ("template", {}),
+    "chat": ("messages", None),  # of generate
 }
+UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **asdict(ServedAs()), "draft_dtype": "bfloat16", "int8": None}
 
 
 class Pair(NamedTuple):
@@ -78,27 +75,31 @@ def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
 
 
 def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
-    """Replace the open settings of `KNOWN` by the values stored in the draft folder. If the user set other values,
+    """Replace the open settings of `KNOWN` by the values `stored` in the draft folder. If the user set other values,
     print a line that lists them.
 
-    metadata: that of the folder. `Known.unsaid` replaces a value that the folder lacks, or stores as None.
+    metadata: that of the folder. `UNSAID` has the values that a folder lacks.
     """
-    said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
-    typed = []
-    for key, known in KNOWN.items():
+    said, typed = stored(metadata) if metadata else {}, []
+    for key, (stored_as, left_open) in KNOWN.items():
         group, _, name = key.rpartition(".")
         config: Any = OmegaConf.select(cast(Any, cfg), group) if group else cfg
         if config is None or name not in config:
             continue
-        if config[name] == known.open:
-            config[name] = said.get(known.name, known.unsaid)
-        elif known.name in said and config[name] != said[known.name]:
-            typed.append(f"{key}={config[name]} ({said[known.name]})")
+        if config[name] == left_open:
+            config[name] = said.get(stored_as, UNSAID[stored_as])
+        elif stored_as in said and config[name] != said[stored_as]:
+            typed.append(f"{key}={config[name]} ({said[stored_as]})")
     if typed:
         print(
             f"these settings differ from those of the draft folder, which are in brackets: {', '.join(typed)}",
             file=sys.stderr,
         )
+
+
+def stored(metadata: Metadata) -> dict[str, Any]:
+    """Return the values of `KNOWN` that a draft folder stores. Its weights have the dtype in which they were served."""
+    return {**metadata.regime, **asdict(metadata.served), "int8": metadata.int8, "draft_dtype": "auto"}
 
 
 def folder(path: str) -> Folder:
@@ -159,6 +160,20 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
     draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)
     return draft
+
+
+def plan_of(
+    cfg: BenchConfig | PlanConfig | ServeCheckConfig, draft_folder: Folder,
+    models: tuple[PreTrainedModel, PreTrainedTokenizerBase], bench: Bench, verify: str | None, **others: Any,
+) -> Plan:  # fmt: skip
+    """Return the plan that measures the draft of a folder as the folder says. The settings of `cfg` must be those of
+    `resolved`. models: the target and its tokenizer. others: further fields of the plan."""
+    assert verify is not None
+    drafting = {"objective": draft_folder.metadata.objective} if draft_folder.metadata else {}
+    return Plan(
+        *models, load_network(draft_folder, *models), sampling(cfg.regime), verify, bench,
+        (str(cfg.target.path), str(cfg.draft.path)), kind=draft_folder.kind, **drafting | others,
+    )  # fmt: skip
 
 
 def room_of(pair: Pair) -> int:

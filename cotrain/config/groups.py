@@ -243,8 +243,10 @@ class Bench:
     # Draft lengths to choose from; 0 (plain decoding) and 1 are always considered. [], for cotrain bench: the length or
     # the tree that the folder was planned with.
     depths: list[int]
-    draft_dtype: str  # the dtype in which the draft is served; auto: its checkpoint's
-    draft_int8: bool  # on a CPU, serve the draft with 8-bit weights
+    # The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft folder:
+    # as the folder was measured.
+    draft_dtype: str
+    draft_int8: bool | None  # on a CPU, serve the draft with 8-bit weights; null: as the folder was measured, else true
     compile: bool  # compile the short passes of both models, see inference/models/compiled.py
     seed: int
     trees: int  # most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder

@@ -43,7 +43,7 @@ SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 FRACTION = Range(lambda value: 0 < value <= 1, "above 0, at most 1")
 TEMPERATURE = Range(lambda value: value == 0 or COLDEST <= value < math.inf, f"0 (greedy) or at least {COLDEST:g}")
 VERIFY = _one_of(("token", "block", "match", "coupled", "tree", "traversal", "lossy_typical"))
-DTYPE = _one_of(DTYPES)
+DTYPE, SERVED_DTYPE = _one_of(DTYPES), _one_of((*DTYPES, "as_trained"))
 
 # By key; of a list, each value. A key of one command alone is written `command:key`.
 RULES: dict[str, Range] = {
@@ -120,6 +120,8 @@ RULES: dict[str, Range] = {
     "bench.parity_tokens": SOME,
     "bench.rows": SOME,
     "bench.draft_dtype": DTYPE,
+    "bench:bench.draft_dtype": SERVED_DTYPE,
+    "plan:bench.draft_dtype": SERVED_DTYPE,
     "bench.trees": Range(lambda value: value == 0 or 2 <= value <= MOST_NODES, f"0, or from 2 to {MOST_NODES} nodes"),
     "matrix.temperatures": TEMPERATURE,
     "matrix.batches": SOME._replace(empty=False),

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
-from cotrain.export.engines import is_parallel
+from cotrain.export.engines import TREES, drafting, is_parallel
 from cotrain.export.fitting import refuse_small_head
-from cotrain.export.publishing import without_markov
+from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
@@ -42,6 +42,7 @@ def export(
     layout: str = "eagle3",
     k: int | None = None,
     *,
+    engine: str = "vllm",
     target: PreTrainedModel,
     objective: str | None = None,
     name: str | None = None,
@@ -50,8 +51,9 @@ def export(
 ) -> Path:
     """Copy a draft folder of kind eagle, p_eagle or block to one that engines load. Returns `output`.
 
-    target: the model that it was trained for; name: the target's hub id or path; k: drafts per round; objective:
-    "sampled" or "greedy". name, k and objective are by default those in cotrain.json. card: writes the README.
+    engine: what will serve it; target: the model that it was trained for; name: the target's hub id or path; k: drafts
+    per round; objective: "sampled" or "greedy". name, k and objective are by default those in cotrain.json, and k is
+    planned anew for an engine that drafts in another way (`planned_anew`). card: writes the README.
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
     remarks on what the layout lacks.
@@ -80,6 +82,12 @@ def export(
         remarks.append(f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
                        f"its masks, which see each other, were trained {depths} at a time.")  # fmt: skip
         metadata = metadata.exported(None, depths, None)
+    elif not k and not (metadata.tree and (engine, layout) in TREES):
+        way, markov = drafting(engine, metadata.objective), network.markov_head is None
+        metadata, remarks = planned_anew(source, folder.metadata, metadata, way, markov)
+    elif not k and metadata.tree and not metadata.tree.likeliest:
+        remarks.append(f"Its tree was planned with sampled children, and {engine} drafts the likeliest tokens: time "
+                       "smaller trees, and k= for chains, too.")  # fmt: skip
     remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}

@@ -144,13 +144,15 @@ ENGINES = {
         "target's vocabulary, token by token.",
     ),
     "tensorrt_llm": ServingEngine(
-        "hf", "tensorrt_llm>=1.3", ("sampled", "greedy"), _tensorrt_llm,
-        "PyTorch backend; written from its sources, not run here. Older releases call decoding_type "
+        "hf", "tensorrt_llm>=1.3", ("greedy",), _tensorrt_llm,
+        "PyTorch backend; written from its sources, not run here. By these it drafts greedily, whatever a request's "
+        "sampling settings (`_allow_greedy_draft_tokens`). Older releases call decoding_type "
         "DraftTarget and speculative_model speculative_model_dir.",
     ),
     "transformers": ServingEngine(
         "hf", "transformers>=5.17", ("sampled", "greedy"), _transformers,
-        "Assisted generation takes one prompt at a time; its speed-up is not a server's.",
+        "Assisted generation takes one prompt at a time; its speed-up is not a server's. With do_sample=True it draws "
+        "drafts from q, with do_sample=False drafts and text are greedy.",
     ),
     "llamacpp": ServingEngine(
         "gguf", "llama.cpp with --spec-type draft-simple", ("greedy",), _llamacpp,
@@ -262,13 +264,19 @@ def place(target: str) -> str:
     return str(folder.absolute()) if folder.is_dir() else target
 
 
+def drafting(engine: str, objective: str) -> str:
+    """How an engine drafts with a draft that was trained for `objective`: "sampled" or "greedy"."""
+    drafts = engine_named(engine).drafts
+    return objective if objective in drafts else drafts[0]
+
+
 def caveats(engine: str, objective: str) -> list[str]:
     """Remarks for users who serve a draft trained for `objective`, one or two sentences each."""
-    row = engine_named(engine)
-    if objective in row.drafts:
-        return [row.note]
+    note = engine_named(engine).note
+    if objective == drafting(engine, objective):
+        return [note]
     return [
-        row.note,
+        note,
         f"This draft was trained for {objective} drafting, which {engine} does not do: expect less "
         "acceptance than measured, or train with the greedy objective.",
     ]

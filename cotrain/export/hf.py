@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.export.engines import engine_named, refuse_kind
+from cotrain.export.engines import drafting, engine_named, refuse_kind
 from cotrain.export.fitting import (
     folded,
     measured_elsewhere,
@@ -20,7 +20,7 @@ from cotrain.export.fitting import (
     resize,
     small_head_problem,
 )
-from cotrain.export.publishing import card, without_markov
+from cotrain.export.publishing import card, planned_anew, without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import check_pair, hash_target
@@ -118,8 +118,12 @@ def prepare(
         model, metadata = folded(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
     report = _report(Path(source), original)
-    lost = [without_markov(Path(source), metadata)] if remove_markov_head(model) else []
-    remarks = lost + _fit(model, tokenizer, target_config, target_tokenizer)
+    left_out, remarks = remove_markov_head(model), list[str]()
+    if original is not None and k is None:
+        way = drafting(engine, metadata.objective)
+        metadata, remarks = planned_anew(source, original, metadata, way, not left_out)
+    lost = [without_markov(Path(source), metadata)] if left_out else []
+    remarks += lost + _fit(model, tokenizer, target_config, target_tokenizer)
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={**metadata.target, **hashes})

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from cotrain.export.engines import MARK, place
+from cotrain.export.publishing import planned_anew
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import PROMPTS, describe, read
 from inference.drafts.weight_files import CONFIG, read_json
@@ -27,7 +28,7 @@ vLLM's environment must have the package `inference`: `pip install --no-deps` of
 {command}
 ```
 
-{mark}
+{remarks}{mark}
 """
 
 
@@ -52,7 +53,9 @@ def export(
         raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
-    metadata = source_metadata.exported(target, k, None)
+    metadata, remarks = source_metadata.exported(target, k, None), list[str]()
+    if source_metadata.kind == "hybrid" and not k:
+        metadata, remarks = planned_anew(source, source_metadata, metadata, "greedy")
     served = metadata.target["name"]
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(PROMPTS))
@@ -60,7 +63,10 @@ def export(
         command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
         (new / "README.md").write_text(
-            SECTION.format(target=served, command=fetched + command, mark=MARK), encoding="utf-8"
+            SECTION.format(
+                target=served, command=fetched + command, remarks="".join(f"{one}\n\n" for one in remarks), mark=MARK
+            ),
+            encoding="utf-8",
         )
     return Path(output)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.export.engines import MARK, place
-from cotrain.export.publishing import without_markov
+from cotrain.export.publishing import planned_anew, without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
@@ -48,7 +48,10 @@ def export(
     served = target or (metadata.target["name"] if metadata else None)
     if served is None:
         raise ValueError(f"{source} does not name its target: give target.path=")
-    k = k or min(metadata.k if metadata else network.depths, network.depths)
+    planned, remarks = metadata, list[str]()
+    if metadata and not k:
+        planned, remarks = planned_anew(source, metadata, metadata, "greedy", network.markov_head is None)
+    k = k or min(planned.k if planned else network.depths, network.depths)
     if k > network.depths:
         raise ValueError(f"k={k}: {source} holds {network.depths} heads, each for one draft of a round")
     folder = resolve(str(served))
@@ -61,10 +64,9 @@ def export(
         save_file(tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
         if (Path(source) / REPORT).is_file():
             shutil.copy(Path(source) / REPORT, new / REPORT)
-        card = _card(name or str(Path(output).absolute()), str(served), k)
         if network.markov_head is not None and metadata:
-            lost = without_markov(Path(source), changed(metadata, k=k, objective="greedy"))
-            card = card.replace(NOTE, f"{NOTE}\n\n{lost}")
+            remarks.append(without_markov(Path(source), changed(metadata, k=k, objective="greedy")))
+        card = _card(name or str(Path(output).absolute()), str(served), k, [NOTE, *remarks])
         (new / "README.md").write_text(card, encoding="utf-8")
     return Path(output)
 
@@ -116,6 +118,6 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
             )
 
 
-def _card(folder: str, target: str, k: int) -> str:
-    command = f"```sh\n{launch(folder, target, k)}\n```"
-    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{NOTE}\n\n{MARK}\n"
+def _card(folder: str, target: str, k: int, remarks: list[str]) -> str:
+    command, said = f"```sh\n{launch(folder, target, k)}\n```", "\n\n".join(remarks)
+    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{said}\n\n{MARK}\n"

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,10 @@ from inference.drafts.draft_folder import REPORT, Metadata
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.moved_target import said
 from inference.drafts.weight_files import read_json
+from inference.measure.costs import Costs
 from inference.report.table import table
 
+QUANTITIES = {"sampled": "tau", "greedy": "tau_greedy_draft"}  # held-out figures under the token rule
 LONGEST = 8  # the longest draft length for which tau is computed on held-out texts
 FRONT = "---\nlibrary_name: transformers\ntags: [speculative-decoding, draft-model]\n---"
 
@@ -101,16 +104,62 @@ def _read_from(metadata: Metadata) -> list[str]:
                     "dequantised to bfloat16.".format(**gguf)]  # fmt: skip
 
 
+def planned_anew(
+    source: str | Path, measured: Metadata, written: Metadata, way: str, markov: bool = True
+) -> tuple[Metadata, list[str]]:
+    """Return metadata with the draft length for an engine that drafts in another way than was measured, and remarks.
+
+    source, measured: the trained folder and its metadata. written: that of the export. way: how the engine drafts,
+    "sampled" or "greedy"; engines verify chains by the token rule. markov: whether the engine has the Markov head that
+    the draft has. The length has the least seconds per token, by the report's seconds of rounds and its tau on held-out
+    texts. Without these figures the remark says what the length was planned for.
+    """
+    rule, cold = measured.served.verify, written.regime.get("temperature", 1.0) == 0
+    same = cold or way == measured.objective and (way == "greedy" or rule != "block")
+    if same and markov:
+        return written, []
+    path = Path(source) / REPORT
+    report = read_json(path) if path.is_file() and measured.kind != "hybrid" else {}  # of its model without look-up
+    costs = (report.get("extra") or {}).get("costs")
+    seconds = Costs(**costs).rounds if costs else ()
+    taus = _taus(report, written, way, markov)
+    speeds = {k: seconds[0] * tau / seconds[k] for k, tau in taus.items() if k < len(seconds)}
+    head = "" if markov else ", with the Markov head"
+    before = f"was planned for {measured.objective} drafting and the rule {rule}{head}"
+    now = f"{way} drafting and the token rule of this engine"
+    if not speeds and same:
+        return written, []  # that the head is left out is said elsewhere
+    if not speeds:
+        return written, [
+            f"Its k = {written.k} {before}; the folder has no figures for {now}. Export it with k=1 to k={written.k} "
+            f"and time each; cotrain serve_check k= objective={way}_draft compares acceptance with a prediction."
+        ]
+    k = max(speeds, key=speeds.__getitem__)
+    gains = ", ".join(f"{speeds[one]:.2f}x with k = {one}" for one in sorted({k, written.k} & set(speeds)))
+    slow = "" if speeds[k] > 1 else ", so plain decoding is expected to be faster"
+    return changed(written, k=k, tree=None), [
+        f"k = {k} is planned for {now}, from the report's costs and tau on held-out texts: {gains}{slow}. The folder's "
+        f"k = {written.k} {before}."
+    ]
+
+
+def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool = True) -> dict[int, float]:
+    """Tau on held-out texts by draft length, under the token rule, for sampled or greedy drafting in the regime."""
+    held, temperature = (report.get("extra") or {}).get("held_out") or {}, metadata.regime.get("temperature", 1.0)
+    name = QUANTITIES[way] + ("" if markov else "_without_markov")
+    known = {k: held.get(f"{name}_T{temperature:g}/all/{k}") for k in range(1, LONGEST + 1)}
+    return {k: tau for k, tau in known.items() if tau is not None}
+
+
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
     """A Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime. Empty if
     the report has no held-out figures."""
-    held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
-    names = {"sampled": f"tau_{at}", "greedy": f"tau_greedy_draft_{at}"}
-    lengths = [k for k in range(1, LONGEST + 1) if all(f"{name}/{k}" in held for name in names.values())]
+    taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
+    lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
         return ""
     head = ["drafts a round", *(f"**{k}**" if k == metadata.k else str(k) for k in lengths)]
-    rows = [[drafting, *(f"{held[f'{name}/{k}']:.2f}" for k in lengths)] for drafting, name in names.items()]
+    rows = [[way, *(f"{one[k]:.2f}" for k in lengths)] for way, one in taus.items()]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -119,10 +168,8 @@ def without_markov(source: Path, metadata: Metadata) -> str:
     """A remark that the export lacks the draft's Markov head. It compares tau with and without the head if the report
     of the trained folder `source` has both."""
     path, k = source / REPORT, metadata.k
-    held = ((read_json(path).get("extra") or {}).get("held_out") or {}) if path.is_file() else {}
-    name = {"sampled": "tau", "greedy": "tau_greedy_draft"}[metadata.objective]
-    at = f"T{metadata.regime.get('temperature', 1.0):g}/all/{k}"
-    whole, without = (held.get(f"{quantity}_{at}") for quantity in (name, f"{name}_without_markov"))
+    report = read_json(path) if path.is_file() else {}
+    whole, without = (_taus(report, metadata, metadata.objective, markov).get(k) for markov in (True, False))
     lost = "The Markov head of the draft is left out, since the engine has none."
     if whole is None or without is None:
         return lost

@@ -168,7 +168,7 @@ def content(policy: Adaptive) -> dict[str, Any]:
     deciding = dict.fromkeys(policy.seconds, 0.0) if policy.deciding is None else policy.deciding
     return {"seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
             "estimates": asdict(policy.estimates),
-            "deciding": {str(rows): one for rows, one in deciding.items()}}  # fmt: skip
+            "deciding": {str(rows): one for rows, one in deciding.items()}, "identity": policy.draft}  # fmt: skip
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,16 +24,8 @@ from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, id_of, layers_of, quantised, tapped, widened
+from inference.models.quantisation import options_of, refuse_quantisation, unpack
 
-QUANTISATIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "int8": {"load_in_8bit": True},
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
-    INT8_ROWS: {},  # by `in_int8_rows`
-}
-
-
-PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 # ids (B, T), position_ids (B, T) or None, source (B, S) or None -> last hidden states (B, T, D). A model with an
 # encoder reads `source`, padded with negative ids, or takes the encoder's states (B, S, D) of it as `encoder`.
 Read = Callable[..., Tensor]
@@ -69,15 +59,12 @@ def load_target(
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_quantisation(path, quantisation, config)
-    options = QUANTISATIONS[quantisation]
     loaded: Any = auto_class(config).from_pretrained(
         path,
         dtype=dtype,
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
-        **(
-            {"quantization_config": BitsAndBytesConfig(**options)} if options else {}
-        ),  # None would drop the checkpoint's own
+        **options_of(quantisation),
         device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
         output_loading_info=True,
     )
@@ -87,7 +74,7 @@ def load_target(
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
-    _unpacked(model)
+    unpack(model)
     own = model.dtype
     if dtype == "auto" and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
@@ -97,28 +84,6 @@ def load_target(
     if quantisation == INT8_ROWS:
         in_int8_rows(model)
     return model.eval().requires_grad_(False)
-
-
-def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, not available, or in conflict with the checkpoint's."""
-    if quantisation not in QUANTISATIONS:
-        raise ValueError(f"quantisation: {quantisation!r} is not one of {', '.join(QUANTISATIONS)}")
-    if quantisation == "none":
-        return
-    if quantised(config):
-        raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
-    if QUANTISATIONS[quantisation] and find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set quantisation=none"
-        )
-
-
-def _unpacked(model: PreTrainedModel) -> None:
-    """Prevent bitsandbytes from packing 4-bit weights for passes on a CPU. Once the state has been read, as a
-    fingerprint does, packing goes wrong and changes the distribution (observed total variation 0.50)."""
-    for module in model.modules():
-        if hasattr(module, PACKS):
-            setattr(module, PACKS, False)
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:

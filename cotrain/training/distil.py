@@ -42,7 +42,7 @@ from cotrain.training.progress import prompt_seconds
 from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target, hash_weights
-from inference.drafts.draft_folder import Metadata, save
+from inference.drafts.draft_folder import Metadata, ServedAs, save
 from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
 from inference.report import replay
@@ -215,7 +215,6 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "gguf": about(job.cfg.target.path),
         "moved": moved_target.about(job.cfg.target.path, job.cfg.target.adapter),
         "draft_quantisation": job.cfg.draft.quantisation,
-        "served": served_as(job.cfg, job.messages),
         "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
@@ -226,17 +225,18 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     }
 
 
-def served_as(cfg: TrainConfig, messages: bool) -> dict[str, Any]:
-    """Return the settings that commands such as `cotrain bench` read from a draft folder (`served_pair.as_trained`).
-    messages: whether prompts are messages of the target's chat template."""
-    return {
-        "verify": cfg.verify,
-        "prompt_tokens": cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
-        "quantisation": cfg.quantisation.kind,
-        "chat": cfg.data.chat,
-        "template": OmegaConf.to_container(cast(Any, cfg.data.template)),
-        "messages": messages,
-    }
+def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
+    """Return how the draft is measured, for its folder. messages: whether prompts are messages of the target's chat
+    template."""
+    return ServedAs(
+        verify=cfg.verify,
+        dtype=cfg.target.dtype,
+        quantisation=cfg.quantisation.kind,
+        prompt_tokens=cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
+        messages=messages,
+        template=cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg.data.template))),
+        chat=bool(cfg.data.chat),
+    )
 
 
 def _pruned(job: Job, module: Distillation) -> dict[str, Any] | None:
@@ -258,7 +258,7 @@ def untrained(job: Job, student: Student) -> dict[str, Any]:
     if rank():
         return {}
     target = job.cfg.target
-    origin = {"adapter": target.adapter, "gguf": about(target.path), "served": served_as(job.cfg, job.messages)}
+    origin = {"adapter": target.adapter, "gguf": about(target.path)}
     if not job.cfg.measure:
         write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
         unmeasured(job, student.network, origin)
@@ -304,6 +304,7 @@ def _write_draft(
         int8=plan.int8,
         kind=job.cfg.draft.kind,
         tree=served_tree(report["extra"]) if report else None,
+        served=served_as(job.cfg, job.messages),
     )
     save(plan.served, job.tokenizer, job.folder / "draft", metadata, report, replace=True, prompts=unseen_prompts(job))
 

@@ -35,7 +35,7 @@ from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
-from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words, refuse_quantisation
+from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, asked, reads_given, source
@@ -51,6 +51,7 @@ from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of, refuse_unsupported
+from inference.models.quantisation import refuse_quantisation
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 

@@ -36,14 +36,19 @@ UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
 TIED = "tied"  # a key of quantization_config: tie_word_embeddings before quantisation, if that has changed it
 
 
-def load_model(path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
     """Return a causal LM or an encoder-decoder from a folder or hub id, from safetensors only. dtype: None for the
-    checkpoint's own, or float32, see `widened`. Raises ValueError for a dtype that torch does not have."""
+    checkpoint's own, or float32, see `widened`. options: further arguments of `from_pretrained`. Raises ValueError for
+    a dtype that torch does not have."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
     model: PreTrainedModel = (
         _auto_class_at(path, trust_remote_code)
-        .from_pretrained(path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code)
+        .from_pretrained(
+            path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code, **options
+        )
         .eval()
     )
     return model if dtype else widened(model)

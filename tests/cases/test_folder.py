@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts.compatibility import hash_weights
-from inference.drafts.draft_folder import METADATA, Metadata, other_weights, read
+from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, describe, other_weights, read
 from inference.models import packing
 from inference.models.pretrained import cast, load_model
 from inference.policy import Fixed
@@ -204,3 +205,12 @@ def test_a_folder_that_was_not_touched_passes_the_check(
                   {"format": "pt"})  # fmt: skip
         assert main(["export", f"check={folder}"]) == 1
         assert f"tensor {dropped} is missing" in capsys.readouterr().err
+
+
+@case("folder's rule")
+def test_a_folder_that_was_measured_with_block_is_served_with_it(tmp_path: Path) -> None:
+    path = draft_folder(tmp_path / "draft", target_folder(tmp_path / "target"), "independent")
+    metadata = read(path).metadata
+    assert metadata is not None and load(path).rule.name == "token"
+    describe(path, replace(metadata, served=ServedAs(verify="block")))
+    assert load(path).rule.name == "block" and load(path, verify="match").rule.name == "match"

@@ -517,6 +517,7 @@ def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
         "seconds": {"1": [1, 2], "8": [3, 4]},
         "estimates": {"mean": 0.5, "here": [0] * 4, "ahead": [1] * 4},
         "deciding": {"8": 0.25},
+        "identity": None,
     }
     file.write_text(json.dumps(content))
     policy = Adaptive.load(file)

@@ -1,27 +1,42 @@
 """Commands that open a draft folder measure and serve what it was trained for, unless another setting is typed."""
 
+import copy
+import json
+import shutil
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from cotrain.commands.served_pair import KNOWN, as_trained
+from cotrain.commands import bench, generate, plan, serve_check
+from cotrain.commands.served_pair import KNOWN, UNSAID, as_trained, stored
 from cotrain.config.settings import BenchConfig, TrainConfig, checked, register
 from cotrain.paths import folder
+from cotrain.plan.policy_file import content
 from cotrain.training.distil import served_as
-from inference.drafts.draft_folder import Metadata
+from inference import Engine, Sampling, load
+from inference.adaptive_policy import INPUTS, Adaptive, Estimates
+from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, identity, load_draft, read, save
+from inference.models.pretrained import quantisation_of
+from tests.draft_folders import draft_folder
+from tests.folders import target_folder, tokenizer
 
 TRAINED = {
     "temperature": 0.6, "top_k": 7, "top_p": 0.8, "verify": "block", "prompt_tokens": 31, "quantisation": "nf4",
-    "chat": True, "template": {"enable_thinking": False}, "messages": True,
+    "chat": True, "template": {"enable_thinking": False}, "messages": True, "dtype": "bfloat16", "int8": True,
+    "draft_dtype": "auto",
 }  # fmt: skip
 ELSE: dict[str, Any] = {
     "temperature": 0.0, "top_k": 3, "top_p": 0.5, "verify": "match", "prompt_tokens": 17, "quantisation": "int8",
-    "chat": False, "template": {"enable_thinking": True}, "messages": False,
+    "chat": False, "template": {"enable_thinking": True}, "messages": False, "dtype": "float32", "int8": False,
+    "draft_dtype": "float16",
 }  # fmt: skip
+REGIME = ("temperature", "top_k", "top_p")
+SERVED = {item.name for item in fields(ServedAs)}
 # what both commands have and a folder does not decide: this machine, how much is measured, which texts
 FREE = ("target.", "draft.", "bench.", "data.", "output", "overwrite", "minutes", "threads")
 
@@ -34,10 +49,9 @@ def hydra() -> Iterator[None]:
 
 
 def made(**changed: Any) -> Metadata:
-    regime = {name: TRAINED[name] for name in ("temperature", "top_k", "top_p")}
-    served = {name: value for name, value in TRAINED.items() if name not in regime}
+    served = ServedAs(**{name: value for name, value in TRAINED.items() if name in SERVED})
     target = {"name": "there", "config": None, "tokenizer": None}
-    return Metadata(target=target, k=3, regime=regime, origin={"served": served}, **changed)
+    return Metadata(target, 3, regime={name: TRAINED[name] for name in REGIME}, int8=True, served=served, **changed)
 
 
 def keys(schema: Any, above: str = "") -> set[str]:
@@ -68,18 +82,18 @@ def test_what_is_left_open_is_as_the_folder_says(command: str, capsys: pytest.Ca
     cfg = settings(command)
     as_trained(cfg, made())
     assert {key: OmegaConf.select(cfg, key) for key in held(command)} == {
-        key: TRAINED[KNOWN[key].name] for key in held(command)
+        key: TRAINED[KNOWN[key][0]] for key in held(command)
     }
     assert not capsys.readouterr().err
     cfg = settings(command)
     as_trained(cfg, None)
-    assert all(OmegaConf.select(cfg, key) == KNOWN[key].unsaid for key in held(command))
+    assert all(OmegaConf.select(cfg, key) == UNSAID[KNOWN[key][0]] for key in held(command))
 
 
 @pytest.mark.parametrize("command", ["bench", "generate", "serve_check"])
 def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for key in held(command):
-        name = KNOWN[key].name
+        name = KNOWN[key][0]
         cfg = settings(command)
         OmegaConf.update(cfg, key, ELSE[name])
         as_trained(cfg, made())
@@ -89,10 +103,163 @@ def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFi
 
 def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     shared = {key for key in keys(TrainConfig) & keys(BenchConfig) if not key.startswith(FREE)}
-    known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat"))}
+    known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat", "target."))}
     assert shared == known
     cfg = compose("train", overrides=["verify=block", "bench.prompt_tokens=31", "quantisation=nf4", "data.chat=true",
-                                      "+data.template.enable_thinking=false"])  # fmt: skip
-    regime = {"temperature", "top_k", "top_p"}
-    assert served_as(cfg, True) == {name: value for name, value in TRAINED.items() if name not in regime}
-    assert {known.name for known in KNOWN.values()} == set(TRAINED)
+                                      "target.dtype=bfloat16", "+data.template.enable_thinking=false"])  # fmt: skip
+    assert served_as(cfg, True) == made().served
+    assert {name for name, _ in KNOWN.values()} == set(TRAINED) == set(UNSAID)
+    assert stored(made()) == TRAINED
+
+
+# --- a folder of odd values, in every command
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'AB' if think else 'CD' }}"
+# what commands do not take from a folder, and why
+UNUSED: dict[str, dict[str, str]] = {
+    "load": dict.fromkeys(("regime", "prompt_tokens", "messages", "chat"), "each call says"),
+    "generate": dict.fromkeys(("prompt_tokens", "chat"), "of rows of data"),
+    "bench": {"messages": "the rows of data say"},
+    "plan": {"messages": "as bench", "tree": "it forecasts chains, and says so"},
+    "serve_check": {"messages": "as bench", "int8": "servers have the folder's weights"}
+    | dict.fromkeys(("verify", "tree"), "servers draft chains and have the token rule"),
+}
+RUN: dict[str, Any] = {"bench": bench.run, "plan": plan.run, "serve_check": serve_check.run, "generate": generate.run}
+TYPED = {"bench": "bench.new_tokens=8", "plan": "bench.new_tokens=8", "generate": "prompt=x",
+         "serve_check": "url=http://none new_tokens=8"}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chain": {"objective": "greedy"},
+    "rounded": {"int8": True, "dtype": "float32", "quantisation": "none"},
+    "tree": {"tree": PlannedTree((-1, -1, 0), "traversal", True)},
+}
+ABOUT = {item.name for item in fields(Metadata)} - {"target", "origin", "kind", "report", "format", "served"}
+
+
+class Reached(Exception):
+    """A command is about to decode."""
+
+
+def reach(*arguments: Any, **settings: Any) -> Any:
+    raise Reached(*arguments, settings)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft folder whose values are others than the defaults."""
+    place, words = tmp_path_factory.mktemp("odd"), copy.deepcopy(tokenizer())
+    words.chat_template = CHAT
+    words.save_pretrained(target_folder(place / "target"))
+    network, _, metadata = load_draft(draft_folder(place / "plain", place / "target", "independent"))
+    values = TRAINED | {"k": 9, "int8": False, "quantisation": "int8_rows", "template": {"think": True}}
+    values |= {"regime": {name: TRAINED[name] for name in REGIME}} | VARIANTS[request.param]
+    about = replace(
+        metadata, served=ServedAs(**{name: values[name] for name in SERVED}),
+        **{name: value for name, value in values.items() if name in ABOUT},
+    )  # fmt: skip
+    return save(network if about.tree else network.bfloat16(), words, place / "draft", about, None)
+
+
+@pytest.mark.parametrize("command", UNUSED)
+def test_every_command_decodes_as_the_folder_says(
+    command: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
+    about = read(odd).metadata
+    assert about is not None
+    tree = None if "tree" in UNUSED[command] else about.tree
+    said = {**asdict(about.served), **{name: getattr(about, name) for name in ABOUT}}
+    said |= {"verify": tree.rule if tree else about.served.verify, "tree": tree and tree.parents}
+    said |= {"k": tree.depth if tree else about.k, "regime": Sampling(**about.regime)}
+    said |= {"objective": "greedy" if tree and tree.likeliest else about.objective}
+    found = of_engine(load(odd)) if command == "load" else decoded(command, odd, tmp_path / "out", monkeypatch)
+    assert {name: found[name] for name in set(said) - set(UNUSED[command])} == {
+        name: value for name, value in said.items() if name not in UNUSED[command]
+    }
+    assert found["weights"] == ("int8" if found["int8"] else "float32" if about.tree else "bfloat16")
+
+
+def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The values by which a command decodes."""
+    for name in ("bench.measurement.measure", "bench.server_parity.parity"):
+        monkeypatch.setattr(f"cotrain.{name}", reach)
+    monkeypatch.setattr(Engine, "generate", reach)
+    monkeypatch.setattr("cotrain.commands.plan.drafted", lambda cfg, given, texts: reach(given, cfg))
+    monkeypatch.setattr("cotrain.commands.serve_check.server", lambda *_: None)
+    cfg: Any = checked(command, compose(command, overrides=[f"draft.path={path}", *TYPED[command].split()]))
+    if command != "generate":
+        cfg.output = str(output)
+    with pytest.raises(Reached) as reached:
+        RUN[command](cfg)
+    given, *others = reached.value.args
+    if command == "generate":
+        (prompts, settings), words = others, tokenizer()
+        ids = words("xAB", add_special_tokens=False)["input_ids"]
+        return of_engine(given) | {"regime": settings["sampling"], "messages": prompts == [ids]}
+    cfg = others[0] if command == "plan" else cfg
+    tokens = cfg.prompt_tokens if command == "serve_check" else given.bench.prompt_tokens
+    return of_engine(given.engine(given.tree.depth if given.tree else given.depths[-1])) | {
+        "regime": given.sampling, "prompt_tokens": tokens, "chat": cfg.data.chat, "template": cfg.data.template,
+    }  # fmt: skip
+
+
+def of_engine(engine: Any) -> dict[str, Any]:
+    draft, model = engine.proposer, engine.target.model
+    return {
+        "verify": engine.rule.name, "k": engine.policy.k, "tree": draft.branching and draft.branching.parents,
+        "objective": "greedy" if draft.greedy else "sampled", "int8": draft.int8, "weights": draft.weights,
+        "dtype": str(model.dtype).removeprefix("torch."), "quantisation": quantisation_of(model.config),
+        "template": engine.template,
+    }  # fmt: skip
+
+
+def test_load_renders_messages_with_the_arguments_that_were_measured(odd: Path) -> None:
+    engine = load(odd)
+    (ids,) = engine.reader.texts([[{"role": "user", "content": "x"}]])
+    assert tokenizer().decode(ids).endswith("xAB")
+
+
+def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(odd, tmp_path / "draft")
+    values = json.loads((path / "cotrain.json").read_text())
+    served = values.pop("served")
+    for said, wanted in (
+        (served, ServedAs(**served)),
+        ({"verify": "match"}, ServedAs("match")),
+        (None, ServedAs("coupled")),
+    ):
+        values["made"], values["tree"] = {"served": said}, None
+        (path / "cotrain.json").write_text(json.dumps(values))
+        (path / "report.json").write_text(json.dumps({"settings": {"verify": "coupled"}}))
+        metadata = read(path).metadata
+        assert metadata is not None and metadata.served == wanted
+
+
+# --- the policy of generate
+
+
+def generated(path: Path | None, *settings: str) -> None:
+    typed = ["prompt=x", "max_new_tokens=2", *([f"draft.path={path}"] if path else []), *settings]
+    generate.run(checked("generate", compose("generate", overrides=typed)))
+
+
+def test_a_policy_is_used_or_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = target_folder(tmp_path / "target")
+    mine, other = (draft_folder(tmp_path / name, target, kind) for name, kind in (("a", "medusa"), ("b", "hydra")))
+    fitted = Adaptive({1: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS), {}, identity(mine))
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(content(fitted)))
+    assert Adaptive.load(file) == fitted == load(mine, policy=fitted).policy
+    generated(mine, f"policy.file={file}")
+    generated(mine, "policy=fixed", "policy.k=2")
+    for path, settings, message in (
+        (other, [f"policy.file={file}"], f"policy: it was fitted to another draft than {other}: give the policy.json"),
+        (mine, [f"policy.file={file}", "policy.k=2"], "set policy.k= .* or policy.file= .* not both"),
+        (mine, ["policy.k=4"], f"policy.k=4: {mine} drafts at most 3 tokens a round"),
+        (None, [f"target.path={target}", "policy.k=4"], "policy.k: without a draft nothing is drafted"),
+        (None, [f"target.path={target}", f"policy.file={file}"], "policy.file: without a draft nothing is drafted"),
+        (None, [f"target.path={target}", "verify=block"], "verify: without a draft nothing is drafted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generated(path, *settings)

@@ -27,7 +27,7 @@ from inference.lookup.corpus import About, Datastore
 from inference.proposers.base import LoadArguments
 from inference.proposers.quantised import Quantised, QuantisedConfig
 from inference.proposers.trees import StaticTrees
-from inference.report.build import validate
+from inference.report.build import _of_engine, validate
 from inference.servers.openai_client import Served
 from tests.draft_folders import draft_folder
 from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
@@ -35,7 +35,7 @@ from tests.folders import VOCABULARY, network, own_texts, target_folder, tokeniz
 EVERY = [*KINDS, "retrieval, datastore"]
 SIZES = {
     "bench": "bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=8 "
-    "bench.minutes=0 bench.depths=[2]",
+    "bench.minutes=0",
     "generate": "max_new_tokens=8 regime=t0",
     "serve_check": "url=http://none prompts=8 prompt_tokens=8 new_tokens=12",
     "rollout": "rollout.texts=2 rollout.prompt_tokens=8 rollout.new_tokens=12 regime=t0",
@@ -111,6 +111,7 @@ def test_a_folder_is_measured_and_decodes(
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     engine = load(path)
     assert said(engine) == plain and engine.policy.k == 2
+    assert _of_engine(engine) == {name: report["settings"][name] for name in _of_engine(engine)} | {"rows": 8}
 
 
 def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:

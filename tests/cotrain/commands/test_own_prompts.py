@@ -78,7 +78,7 @@ class TestDataSelf:
         final = [rows[row] for row in in_split([self_prompts.content(row) for row in rows], "final")]
         assert unseen and all(row in final for row in unseen)
         metadata = read(draft).metadata
-        assert metadata is not None and metadata.origin["served"]["messages"] == (target == "chat")
+        assert metadata is not None and metadata.served.messages == (target == "chat")
         if target == "chat":
             report = json.loads((draft / "report.json").read_text())
             assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"

@@ -164,7 +164,7 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
     shutil.copytree(run / "draft", tmp_path / "other")
     file = tmp_path / "other" / "cotrain.json"
     metadata = json.loads(file.read_text())
-    metadata["made"]["served"]["quantisation"] = "int8"
+    metadata["served"]["quantisation"] = "int8"
     file.write_text(json.dumps(metadata))
     assert plan(run, f"drafts=[{tmp_path / 'other'}]") != 0
     assert "quantisation.kind" in capsys.readouterr().err

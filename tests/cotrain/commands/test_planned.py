@@ -13,7 +13,7 @@ from cotrain.commands.bench import DEPTHS, _plan_line, _planned
 from cotrain.commands.served_pair import prompts
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
-from inference.drafts.draft_folder import Metadata, PlannedTree
+from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs
 from inference.measure.costs import Costs
 from tests.cotrain.bench.test_tree_planner import LENGTH
 from tests.folders import network, tokenizer
@@ -30,7 +30,7 @@ def hydra() -> Iterator[None]:
 
 def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> Metadata:
     target = {"name": "there", "config": None, "tokenizer": None}
-    return Metadata(target=target, k=k, tree=tree, origin={"served": {"verify": verify}})
+    return Metadata(target=target, k=k, tree=tree, served=ServedAs(verify))
 
 
 def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list[int]]:

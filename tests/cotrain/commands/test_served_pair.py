@@ -14,7 +14,7 @@ from cotrain.evaluation.comparison import named
 from cotrain.export.engines import place
 from cotrain.export.publishing import tau_by_length
 from cotrain.run_folder import claim, held, writable
-from inference.drafts.draft_folder import Metadata, save
+from inference.drafts.draft_folder import Metadata, ServedAs, save
 from tests.cotrain.commands.test_cli import ran  # noqa: F401
 from tests.folders import network, target_folder, tokenizer
 
@@ -28,7 +28,8 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft folder under an odd name, which names a target under another."""
     root = tmp_path_factory.mktemp("served") / ODD
     target_folder(root / "target")
-    metadata = Metadata({"name": str(root / "target"), "config": None, "tokenizer": None}, 3, origin={"adapter": "ad"})
+    about = {"name": str(root / "target"), "config": None, "tokenizer": None}
+    metadata = Metadata(about, 3, origin={"adapter": "ad"}, served=ServedAs(prompt_tokens=100))
     return save(network(layers=1), tokenizer(), root / "draft", metadata, None)
 
 

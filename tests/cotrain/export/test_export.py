@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.errors import UserError
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.fitting import resize
-from cotrain.export.hf import check, export
+from cotrain.export.hf import check, export, prepare
 from cotrain.export.publishing import card
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import Metadata, load_draft, save
+from inference.drafts.draft_folder import Metadata, ServedAs, load_draft, save
+from inference.measure.costs import Costs
 from inference.report.table import table
 from tests.tiny import tiny
 
@@ -174,6 +176,53 @@ def test_the_card_predicts_either_way_of_drafting() -> None:
     text = card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
     assert "| sampled | 0.810 | 2.90 |" in text and "| greedy | 0.500 | 1.80 |" in text and "tau at 3 drafts" in text
     assert "Predicted" not in card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": {}}}, [])
+
+
+COSTS = Costs((1.0, 1.05, 1.1, 1.15, 1.2), 0.1, (0.0,) * 5)  # rounds of 1, 1.15, 1.3, 1.45 and 1.6 seconds
+TAUS = {"tau": (1.8, 2.4, 2.9, 3.1), "tau_greedy_draft": (1.5, 1.6, 1.62, 1.63)}  # fastest at 3, and at 1
+GAINS = "1.30x with k = 1, 1.02x with k = 4"
+HELD = {f"{name}_T0.7/all/{k}": tau for name, taus in TAUS.items() for k, tau in enumerate(taus, 1)}
+
+
+@pytest.fixture(scope="module")
+def planned(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A draft folder whose 4 drafts a round were planned by costs and figures."""
+
+    def made(figures: bool = True, **changes: Any) -> Path:
+        network, words, metadata = load_draft(draft)
+        extra = {"costs": asdict(COSTS), "held_out": HELD} if figures else {}
+        about = replace(metadata, k=4, **changes)
+        return save(network, words, tmp_path_factory.mktemp("planned") / "draft", about, {**REPORT, "extra": extra})
+
+    return made
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, planned: Callable[..., Path]) -> None:
+    greedily = "sampled" not in ENGINES[engine].drafts
+    by_block, by_token = planned(served=ServedAs("block")), planned()
+    lengths = {
+        "token": prepare(by_token, engine).metadata.k, "block": prepare(by_block, engine).metadata.k,
+        "typed": prepare(by_block, engine, 2).metadata.k,
+        "greedy": prepare(planned(objective="greedy", served=ServedAs("block")), engine).metadata.k,
+        "at temperature 0": prepare(planned(served=ServedAs("block"), regime={"temperature": 0.0}), engine).metadata.k,
+    }  # fmt: skip
+    assert lengths == {
+        "token": 1 if greedily else 4, "block": 1 if greedily else 3, "typed": 2, "greedy": 4, "at temperature 0": 4,
+    }  # fmt: skip
+    if greedily:
+        (said,) = (one for one in prepare(by_token, engine).remarks if "planned" in one)
+        assert said.startswith("k = 1 is planned for greedy drafting") and GAINS in said
+        assert said.endswith("The folder's k = 4 was planned for sampled drafting and the rule token.")
+        unknown = prepare(planned(figures=False), engine)
+        assert unknown.metadata.k == 4 and "no figures for greedy drafting" in unknown.remarks[0]
+
+
+def test_the_card_and_the_command_have_the_length_of_the_engine(planned: Callable[..., Path], tmp_path: Path) -> None:
+    text = (export(planned(), tmp_path / "out", "sglang") / "README.md").read_text()
+    assert "--speculative-num-steps 1 " in text and "Guesses 1 tokens" in text and GAINS in text
+    text = (export(planned(), tmp_path / "greedy", "vllm", objective="greedy") / "README.md").read_text()
+    assert '"num_speculative_tokens": 1' in text and GAINS in text
 
 
 def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:
