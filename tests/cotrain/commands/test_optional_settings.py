@@ -1,5 +1,6 @@
 """Settings that only some kinds of draft have: who takes which, and that nobody ignores one."""
 
+import copy
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from cotrain.config.groups import Draft, Init
 from cotrain.config.ranges import refuse_unread
@@ -92,50 +92,62 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def made(kind: str, init: str, folders: Path, target: Any, *typed: str) -> str:
-    """What a run says against its settings, or else the draft that it makes and how it learns."""
-    cfg = composed(f"draft={kind}", f"init={init}")
+@pytest.fixture(scope="module")
+def target(folders: Path) -> Any:
+    return load_model(str(folders / "target"))
+
+
+def begun(kind: str, init: str, folders: Path) -> Any:
+    """Settings of a run of this kind that can begin."""
+    cfg = composed(f"draft={kind}")
     for key in set(SIZES) & TAKES[kind]:
         cfg.draft[key] = SIZES[key]
     if init == "pretrained" or kind == "two_levels":
         cfg.draft.path = str(folders / ("independent" if kind == "two_levels" else kind))
-    cfg.init.layers = [0] if init == "target_layers" else []
-    for key, _, value in (one.partition("=") for one in typed):
-        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x)
+    cfg.init.kind, cfg.init.layers = init, [0] if init == "target_layers" else []
+    return cfg
+
+
+def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str:
+    """What a run says against a setting that is typed, or else the draft that it makes and how it learns."""
+    group, _, name = key.rpartition(".")
+    of = cfg[group] if group else cfg
+    before, of[name] = copy.deepcopy(of[name]), value
     torch.manual_seed(0)
     try:
-        refuse_unread(cfg, typed, student_class)
+        refuse_unread(cfg, [f"{key}={value}"], student_class)
         network = assembly.initial(cfg, target)
     except (ValueError, OSError) as error:
         return f"refused: {error}"
-    rounded = [one.kind for one in _rounded(SimpleNamespace(cfg=cfg))]  # type: ignore[arg-type]
+    finally:
+        rounded = [one.kind for one in _rounded(SimpleNamespace(cfg=cfg))]  # type: ignore[arg-type]
+        of[name] = before
     weights = {name: (tuple(one.shape), float(one.double().norm())) for name, one in network.state_dict().items()}
     return f"{network.config.to_json_string(use_diff=False)} {weights} {rounded}"
 
 
 @pytest.mark.parametrize("init", [*NEW, "pretrained"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_of_a_draft_changes_it_or_is_refused(kind: str, init: str, folders: Path) -> None:
+def test_every_setting_of_a_draft_changes_it_or_is_refused(kind: str, init: str, folders: Path, target: Any) -> None:
     keys = {f"draft.{one.name}" for one in fields(Draft)} | {f"init.{one.name}" for one in fields(Init)}
     assert keys - set(CHANGED) == {"draft.kind", "init.kind", "init.cosine"}  # cosine: a loss
-    model = load_model(str(folders / "target"))
-    before = made(kind, init, folders, model)
+    cfg = begun(kind, init, folders)
+    before = made(cfg, target)
     if init == "pretrained" and not student_class(kind).trained:
         assert "are not trained; set init=scratch" in before
         return
     assert not before.startswith("refused")
     for key, value in CHANGED.items():
-        after = made(kind, init, folders, model, f"{key}={value}")
+        after = made(cfg, target, key, value)
         assert after != before, key
         assert not after.startswith("refused") or f"{key}={value}" in after or f"{key}:" in after, after
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ways_to_begin_differ_or_are_said_to_be_one(
-    kind: str, folders: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load_model(str(folders / "target"))
-    ways = [made(kind, init, folders, model) for init in NEW]
-    made(kind, "scratch", folders, model, "init.kind=scratch")
+    ways = [made(begun(kind, init, folders), target) for init in NEW]
+    made(begun(kind, "scratch", folders), target, "init.kind", "scratch")
     line = f"init.kind=scratch: the setting has no effect here: {kind} drafts begin in one way"
     assert (line in capsys.readouterr().err) == (ways[0] == ways[1])
