@@ -29,7 +29,7 @@ from transformers import (
 from cotrain.config.groups import Draft, Init
 from cotrain.losses.guess import Pruned
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, pruned_to, refuse_keys
-from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split
+from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
@@ -380,8 +380,7 @@ def _config(path: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"draft.path: {path} is no model folder, and the hub has no such model: {reason}") from error
+        raise ValueError(f"draft.path: {path} is no model folder, and {unavailable(error)}") from error
     return config
 
 

@@ -61,9 +61,10 @@ class TextCheck:
 
     def line(self) -> str:
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
-        return (f"coupled text equals plain text: {self.equal} of {self.prompts} prompts, {self.ties} ties, "
-                f"{self.unexplained} unexplained (gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
-                f"{self.limit:.2g}){share}")  # fmt: skip
+        others, differences = self.prompts - self.equal, self.ties + self.unexplained
+        words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
+        return (f"coupled text equals plain text: {self.equal} of {self.prompts} prompts{f'; {words}' * bool(others)} "
+                f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most {self.limit:.2g}){share}")  # fmt: skip
 
 
 class Difference(NamedTuple):
