@@ -263,12 +263,14 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError
 
+    from cotrain.config.overrides import flat, unknown
     from cotrain.config.ranges import refuse
 
     try:
         typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
     except ConfigKeyError as error:
-        raise UserError(f"no key {str(error.full_key)!r}") from error
+        keys = dict(flat(OmegaConf.to_container(OmegaConf.structured(SCHEMAS[name]))))
+        raise UserError(unknown(str(error.full_key), name, keys)) from error
     assert isinstance(typed, DictConfig)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing:
