@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 from cotrain.paths import folder
@@ -250,6 +251,7 @@ def _keys(command: str, settings: Iterable[re.Match[str]]) -> dict[str, object]:
     """Return every key of the command's configuration with the group options that the user typed, and its value.
     Return nothing if Hydra cannot compose the configuration."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -258,7 +260,8 @@ def _keys(command: str, settings: Iterable[re.Match[str]]) -> dict[str, object]:
     typed = [(setting["key"], setting["value"]) for setting in settings]
     options = [f"{group}={option}" for group, option in typed if (conf / group / f"{option}.yaml").is_file()]
     try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
+        began = GlobalHydra.instance().is_initialized()  # by a command that reads settings of another
+        with nullcontext() if began else initialize_config_dir(str(conf), version_base="1.3"):
             config = OmegaConf.to_container(compose(command, overrides=options))
     except (HydraException, OmegaConfBaseException):
         return {}

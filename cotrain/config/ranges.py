@@ -259,20 +259,21 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callab
 
 
 def _refuse_by_init(cfg: "DictConfig", values: Mapping[str, str], student_class: Callable[[str], Any]) -> None:
-    """Raise UserError for the first setting that this kind of draft does not read with this init=, see
-    `Student.read_with`. For init= itself only a line is printed, because it names the kinds that read others."""
+    """Raise UserError for the first setting of draft.* that this kind does not read with this init=, see
+    `Student.read_with`. For those of init.* only a line is printed, because a sweep over kinds gives them to all."""
     for key in (key for key, value in values.items() if value not in ("null", "[]")):
         if not key.startswith(("draft.", "init")):
             continue
         inits = student_class(cfg.draft.kind).read_with.get(key.removesuffix(".kind"))
         if inits is None or cfg.init.kind in inits:
             continue
-        said = f"{key}={values[key]}: the setting has no effect here: {cfg.draft.kind} drafts "
+        only = f"read it only with {' or '.join(f'init={init}' for init in inits)}" if inits else "do not read it"
         if key in ("init", "init.kind"):
-            print(f"{said}begin in one way, unless init=pretrained", file=sys.stderr)
-            continue
-        only = " or ".join(f"init={init}" for init in inits)
-        raise UserError(f"{said}read it only with {only}" if inits else f"{said}do not read it: leave it out")
+            only = "begin in one way, unless init=pretrained"
+        said = f"{key}={values[key]}: the setting has no effect here: {cfg.draft.kind} drafts {only}"
+        if key.startswith("draft."):
+            raise UserError(said)
+        print(said, file=sys.stderr)
 
 
 def rule(command: str, key: str) -> Range:

@@ -269,8 +269,9 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     try:
         typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
     except ConfigKeyError as error:
-        keys = dict(flat(OmegaConf.to_container(OmegaConf.structured(SCHEMAS[name]))))
-        raise UserError(unknown(str(error.full_key), name, keys)) from error
+        wrong = str(error.full_key)
+        keys = {key for key, _ in flat(OmegaConf.to_container(cfg)) if key != wrong}
+        raise UserError(unknown(wrong, name, keys)) from error
     assert isinstance(typed, DictConfig)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing:

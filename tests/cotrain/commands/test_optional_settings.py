@@ -78,6 +78,7 @@ def test_where_weights_come_from_is_said_once(kind: str) -> None:
 CHANGED: dict[str, Any] = {f"draft.{key}": value for key, value in VALUES.items()} | {
     "draft.quantisation": "int8", "draft.bits": 4, "draft.path": "/nowhere", "init.layers": [1],
 }  # fmt: skip
+ONE_GUESS = ("independent", "conditioned", "hybrid")  # by test_every_student: one guess, of depth ANY
 SIZES = {"width": 128, "layers": 1, "intermediate": 64, "head_dim": 64, "kv_heads": 1, "temperatures": [0.0, 0.7, 1.0]}
 
 
@@ -128,7 +129,9 @@ def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str
 
 @pytest.mark.parametrize("init", [*NEW, "pretrained"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_of_a_draft_changes_it_or_is_refused(kind: str, init: str, folders: Path, target: Any) -> None:
+def test_every_setting_of_a_draft_changes_it_or_is_refused(
+    kind: str, init: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = {f"draft.{one.name}" for one in fields(Draft)} | {f"init.{one.name}" for one in fields(Init)}
     assert keys - set(CHANGED) == {"draft.kind", "init.kind", "init.cosine"}  # cosine: a loss
     cfg = begun(kind, init, folders)
@@ -139,8 +142,26 @@ def test_every_setting_of_a_draft_changes_it_or_is_refused(kind: str, init: str,
     assert not before.startswith("refused")
     for key, value in CHANGED.items():
         after = made(cfg, target, key, value)
+        if key == "init.layers" and after == before:  # a line, since a sweep over kinds gives it to all
+            assert f"{key}={value}: the setting has no effect here: {kind} drafts" in capsys.readouterr().err
+            continue
         assert after != before, key
         assert not after.startswith("refused") or f"{key}={value}" in after or f"{key}:" in after, after
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if student_class(kind).trained])
+def test_the_weights_of_depths_are_refused_where_one_distribution_serves_all(kind: str) -> None:
+    cfg, said = composed(f"draft={kind}"), ""
+    try:
+        refuse_unread(cfg, ["loss.decay=0.5"], student_class)
+    except ValueError as error:
+        said = str(error)
+    assert said.startswith("loss.decay=0.5: the setting has no effect here") == (kind in ONE_GUESS)
+    cfg.draft.rank = 0
+    if kind == "early_exit":
+        for key in ("loss.decay=0.5", "draft.depths=2"):
+            with pytest.raises(ValueError, match=f"{key}: the setting has no effect here"):
+                refuse_unread(cfg, [key], student_class)
 
 
 @pytest.mark.parametrize("kind", KINDS)
