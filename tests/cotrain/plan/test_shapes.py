@@ -28,10 +28,7 @@ def plan(target: Path, *settings: str) -> int:
 
 
 def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        plan(target, 'shapes=["draft=eagle", "init=target_layers init.layers=[0]"]', "batches=[1,2]")
-        == 0
-    )
+    assert plan(target, 'shapes=["draft=eagle", "init=target_layers init.layers=[0]"]', "batches=[1,2]") == 0
     found = json.loads((target.parent / "plan" / "plan.json").read_text())["shapes"]
     assert [shape["kind"] for shape in found] == ["eagle", "independent"]
     assert len({shape["parameters"] for shape in found}) == 2
