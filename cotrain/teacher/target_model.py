@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from huggingface_hub import constants
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,

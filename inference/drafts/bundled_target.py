@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from ssl import SSLError
+from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -74,8 +75,9 @@ def reach_hub() -> None:
     except OSError as error:
         if not isinstance(error, HTTPError) and not isinstance(getattr(error, "reason", error), SSLError):
             os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that this one starts
-            for module in filter(None, (constants, sys.modules.get("datasets.config"))):
-                setattr(module, "HF_HUB_OFFLINE", True)
+            constants.HF_HUB_OFFLINE = True
+            if datasets := cast(Any, sys.modules.get("datasets.config")):
+                datasets.HF_HUB_OFFLINE = True
 
 
 def _nearest(path: str) -> str | None:
