@@ -21,8 +21,8 @@ MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes"
 # Names of other programs -> the settings that do the same here, of which a command has at most one
 ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr", "pretraining.lr")),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "num_train_steps", "steps", "train_steps"),
-                    ("trainer.steps", "pretraining.steps")),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "num_train_steps", "train_steps",
+                     "steps"), ("trainer.steps", "pretraining.steps")),
     **dict.fromkeys(("batch", "batch_size", "train_batch_size", "per_device_train_batch_size"),
                     ("trainer.batch", "bench.rows", "pretraining.batch", "rollout.rows")),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("trainer.accumulate",)),
