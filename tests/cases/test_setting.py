@@ -25,7 +25,7 @@ from cotrain.training.optim import HALVES, precision
 from tests.cases import case
 from tests.cotrain.training.conftest import mistakes as mistakes  # a fixture: a folder with a target and texts
 from tests.cotrain.training.test_preconditions import command
-from tests.folders import CONTEXT, VOCABULARY, own_texts, tokenizer
+from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
 
 
 @case("bf16 weights that stand still")
@@ -115,3 +115,14 @@ def test_a_recurrent_target_is_refused_by_check(name: str, tmp_path: Path, capsy
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'out'}"]
     assert main(["train", *paths, "draft=independent", "init=target_layers", "init.layers=[0]", "check=true"])
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"cotrain train: target.path: {name}: ")
+
+
+@case("layers of an eagle")
+def test_layers_of_an_eagle_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder(tmp_path / "target")
+    for kind in ("eagle", "p_eagle"):
+        typed = [f"target.path={target}", f"draft={kind}", "draft.layers=5", f"output={tmp_path / 'out'}"]
+        assert main(["train", *typed]) == 1
+        said = capsys.readouterr().err
+        assert said == f"cotrain train: draft.layers=5: {kind} drafts do not have it; draft.layers=null\n"
+    assert not (tmp_path / "out").exists()
