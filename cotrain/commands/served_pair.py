@@ -12,9 +12,11 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig
+from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import prompt_tokens
-from cotrain.data.sources import source_of
+from cotrain.data.prompt_rows import said as said_of
+from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
@@ -44,7 +46,7 @@ KNOWN = {
     "bench.prompt_tokens": Known("prompt_tokens", 0, 48),
     "prompt_tokens": Known("prompt_tokens", 0, 48),
     "quantisation.kind": Known("quantisation", "as_trained", "none"),
-    "data.chat": Known("chat", None, False),
+    "data.chat": Known("chat", None, None),
     "data.template": Known("template", {}, {}),
     "chat": Known("messages", None, False),  # of generate
 }
@@ -83,6 +85,8 @@ def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig
     metadata: that of the folder. `Known.unsaid` replaces a value that the folder lacks, or stores as None.
     """
     said: dict[str, Any] = {**metadata.regime, **(metadata.origin.get("served") or {})} if metadata else {}
+    if said.get("messages") and said.get("chat") is False:  # the default of older versions
+        said["chat"] = None
     typed = []
     for key, known in KNOWN.items():
         group, _, name = key.rpartition(".")
@@ -188,14 +192,14 @@ def prompts(
     if own is not None:
         data = copy.copy(data)
         data.path = str(own)
-    splits, ends = SPLITS[1:] if own is None else (ALL_ROWS,), ends_of(target)
-    sources = {split: source_of(data, split, tokenizer, ends, encoder) for split in splits}
+    splits, template = SPLITS[1:] if own is None else (ALL_ROWS,), Template(tokenizer, data.template, ends_of(target))
+    sources = sources_of(data, splits, template, encoder)
     if room is not None and not all(rows.covered(size.prompt_tokens) for rows in sources.values()):
         first, *others = sources.values()
         size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
-    for split, rows in sources.items():
-        named = split if own is None else SPLITS[-1]
-        print(rows.left_out(size.prompt_tokens, named, key), end="", file=sys.stderr)
+    named = sources if own is None else {SPLITS[-1]: sources[ALL_ROWS]}
+    for line in said_of(named, size.prompt_tokens, key):
+        print(line, file=sys.stderr)
     several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
     if own is not None:
         (unseen,) = several

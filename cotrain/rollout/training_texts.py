@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
-from cotrain.data.prompt_rows import PromptRows, TextStarts
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.texts import NO_ID, Texts
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
@@ -23,8 +23,6 @@ from cotrain.rollout import samplers
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
 from inference.request import source_limits
-
-Source = PromptRows | TextStarts
 
 
 class HasPrompts(Protocol):

@@ -4,16 +4,18 @@ import bz2
 import copy
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
-from cotrain.data.conversations import Chats
-from cotrain.data.sources import prompt_origin, read_rows, source_of
+from cotrain.data.conversations import Template
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import prompt_origin, read_rows, sources_of
 from cotrain.data.splits import SPLITS
 from tests.folders import tokenizer
 
@@ -21,7 +23,7 @@ from tests.folders import tokenizer
 def given(path: Path | str, **changed: object) -> Data:
     settings = {
         "path": str(path),
-        "column": "text",
+        "column": None,
         "split": "train",
         "bytes": {},
         "held_out_bytes": {},
@@ -31,7 +33,7 @@ def given(path: Path | str, **changed: object) -> Data:
         "shares": {},
         "embedded_shares": {},
         "config": None,
-        "chat": False,
+        "chat": None,
         "streaming": False,
         "take": 1000,
         "from_target": False,
@@ -44,7 +46,14 @@ def lines(*texts: str) -> str:
 
 
 def texts(path: Path | str, **changed: object) -> list[str]:
-    return list(read_rows(given(path, **changed))["text"])
+    return [row["text"] for _, row in read_rows(given(path, **changed))]
+
+
+def source_of(
+    data: Data, split: str, words: PreTrainedTokenizerFast, ends: Collection[int] = (), encoder: bool = False
+) -> Any:
+    """The prompts of a split, for a target of this tokenizer."""
+    return sources_of(data, (split,), Template(words, data.template, ends), encoder)[split]
 
 
 def templated() -> PreTrainedTokenizerFast:
