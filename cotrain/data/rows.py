@@ -21,6 +21,7 @@ COMPLETION = ("completion", "response", "output")
 COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT)  # one of them must be in a row; the first that is there is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 REASONS = 4  # as many are listed
+BLANK = "it holds no text"  # as many rows of a corpus: these do not stop a run
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,20 @@ class Reader:
             raise ValueError("it has more cells than the first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = str(left.pop("domain", "own"))
-        found = self._read(self._column(left), left)
+        found = self._read(self._column(values, left), left)
         read = tuple(name for name in values if name not in left and not _blank(values[name]) and name != "domain")
         return Row(place, read, tuple(left), domain, **found)
 
-    def _column(self, left: Mapping[str, Any]) -> str:
+    def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:
         """The column that holds the conversation, prompt or text."""
         names = (self.column,) if self.column else (SOURCE, PROMPT, TEXT) if self.encoder else COLUMNS
         for name in names:
             if name in left:
                 return name
+        if any(name in values for name in names):
+            raise ValueError(BLANK)
         named = "" if self.column else ": name another by data.column="
-        raise ValueError(f"no text in column {' or '.join(map(repr, names))}; it has {', '.join(left)}{named}")
+        raise ValueError(f"it has no column {' or '.join(map(repr, names))}, but {', '.join(left) or 'none'}{named}")
 
     def _read(self, name: str, left: dict[str, Any]) -> dict[str, Any]:
         value = left.pop(name)
@@ -209,8 +212,9 @@ class Skipped:
 
     def refuse(self, setting: str, total: int) -> None:
         """Raise ValueError, naming the setting, if more than a tenth of the rows are skipped."""
-        if 10 * self.reasons.total() > total:
-            raise ValueError(f"{setting}: {self.reasons.total()} of {total} rows cannot be read: {self.said()}")
+        count = self.reasons.total() - self.reasons[BLANK]
+        if 10 * count > total:
+            raise ValueError(f"{setting}: {count} of {total} rows cannot be read: {self.said()}")
 
 
 def nothing_skipped() -> Skipped:

@@ -134,7 +134,7 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
         if Path(path).is_dir():  # `datasets` derives splits from the names of its files
             splits = datasets.load_dataset_builder(loader, data_dir=glob.escape(path)).config.data_files
             if data.split not in splits:
-                raise ValueError(f"no split {data.split!r}, it has {', '.join(splits)}: set data.split=")
+                raise ValueError(f"no split {data.split!r}, it has {', '.join(map(str, splits))}: set data.split=")
             files = {str(Path(file).relative_to(Path(path).absolute())): Path(file) for file in splits[data.split]}
         yield from rows_in(files)
         return
@@ -143,7 +143,7 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
     else:
         rows = datasets.load_dataset(path, name=data.config, split=data.split, streaming=data.streaming)
     for number, row in enumerate(rows, 1):
-        yield f"row {number}", _cleaned(row)
+        yield f"row {number}", {name: _cleaned(value) for name, value in row.items()}
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
@@ -205,7 +205,7 @@ def _csv(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
     batches = pyarrow.parquet.ParquetFile(path).iter_batches()
     for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-        yield f"row {number}", _cleaned(row)
+        yield f"row {number}", {name: _cleaned(value) for name, value in row.items()}
 
 
 def _cleaned(value: Any) -> Any:
@@ -305,6 +305,8 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
             skipped.add(place, error)
     rows = of_one_kind(rows, skipped)
     skipped.refuse(f"data.path: {data.path}", total)
+    if not rows:
+        raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
     lost, made = nothing_skipped(), dict[str, Source]()
     for split in splits:
         mine = [rows[place] for place in in_split([row.opening for row in rows], split)]

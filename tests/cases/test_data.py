@@ -3,7 +3,6 @@
 import copy
 import datetime
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +223,9 @@ def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[
     found, texts = read("bom.jsonl", TEMPLATES["r1"])
     assert pairs(found) == [(asked(TEMPLATES["r1"], row), []) for row in rows_of("bom.jsonl")]
     assert all(prompt.endswith("<|a|><think>\n") for prompt, _ in texts)
-    assert "40 answers are not learnt from, their prompts are read: 40, the first bom.jsonl, line 1" in found.remarks[-1]
+    assert (
+        "40 answers are not learnt from, their prompts are read: 40, the first bom.jsonl, line 1" in found.remarks[-1]
+    )
     assert train(tmp_path, "bom.jsonl", TEMPLATES["r1"], "check=true") == 0
     assert "40 answers are not learnt from" in capsys.readouterr().out
     with pytest.raises(ValueError, match="hold no completion"):
@@ -239,8 +240,15 @@ def test_template_writes_an_empty_thought(tmp_path: Path) -> None:
     assert [row["prompt"] for row in found.rows] == [
         asked(TEMPLATES["empty_think"], row) for row in rows_of("bom.jsonl")
     ]
-    thought = [{"messages": [{"role": "user", "content": f"q {i}"},
-                             {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{i}"}]} for i in range(9)]
+    thought = [
+        {
+            "messages": [
+                {"role": "user", "content": f"q {i}"},
+                {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{i}"},
+            ]
+        }
+        for i in range(9)
+    ]
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in thought))
     without = TEMPLATES["empty_think"].replace("<think>\n\n</think>\n\n", "")
@@ -261,6 +269,7 @@ def test_template_writes_the_date(
 
     monkeypatch.setattr("cotrain.training.job.date", Clock)
     monkeypatch.setattr("cotrain.training.job.LONGEST", 12)
+    monkeypatch.setattr("cotrain.rollout.self_prompts._reason", lambda text, *_: None if text.strip() else "empty")
     folder = target(tmp_path, TEMPLATES["date"].replace("<|end|>", "{{ eos_token }}"))
     source = "data=self" if data == "self" else f"data.path={FILES / 'bom.jsonl'}"
     command = ["train", f"target.path={folder}", source, f"output={tmp_path / 'run'}", *SIZES, "rollout.texts=3"]
