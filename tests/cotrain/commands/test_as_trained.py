@@ -1,7 +1,7 @@
 """Commands that open a draft folder measure and serve what it was trained for, unless another setting is typed."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
 import pytest
@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from cotrain.commands.served_pair import KNOWN, as_trained
+from cotrain.config.ranges import change
 from cotrain.config.settings import BenchConfig, TrainConfig, checked, register
 from cotrain.paths import folder
 from cotrain.training.distil import served_as
@@ -96,3 +97,14 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     regime = {"temperature", "top_k", "top_p"}
     assert served_as(cfg, True) == {name: value for name, value in TRAINED.items() if name not in regime}
     assert {known.name for known in KNOWN.values()} == set(TRAINED)
+
+
+def test_a_folder_of_an_older_version_that_learnt_from_messages_leaves_the_template_to_the_target() -> None:
+    old = {"chat": False, "messages": True}
+    for messages, wanted in ((True, None), (False, False)):
+        cfg, metadata = settings("bench"), made()
+        metadata = replace(metadata, origin={"served": old | {"messages": messages}})
+        as_trained(cfg, metadata)
+        assert cfg.data.chat is wanted
+    assert change("data.chat", False, None) == change("data.column", "text", None) == "free"
+    assert change("data.chat", True, None) == change("data.column", "prompt", None) == "other"
