@@ -303,8 +303,9 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
             rows.append(reader.row(values, place))
         except ValueError as error:
             skipped.add(place, error)
+    key = "data.column" if data.column and not rows else "data.path"
     rows = of_one_kind(rows, skipped)
-    skipped.refuse(f"data.path: {data.path}", total)
+    skipped.refuse(f"{key}: {data.path}", total)
     if not rows:
         raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
     lost, made = nothing_skipped(), dict[str, Source]()

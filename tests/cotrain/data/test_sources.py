@@ -153,7 +153,7 @@ def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": "b"}, {"messages": []}])
 def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, object]) -> None:
     named = dataclasses.replace(settings(own(tmp_path, row)), column="nope")
-    with pytest.raises(ValueError, match="data.path: .* no column 'nope'"):
+    with pytest.raises(ValueError, match="data.column: .* no column 'nope'"):
         source_of(named, "train", tokenizer())
 
 
