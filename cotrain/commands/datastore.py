@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from cotrain.config.settings import DatastoreConfig
-from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.conversations import Template
+from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import source_of
 from cotrain.errors import UserError, user_errors
-from cotrain.rollout.training_texts import Source
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.compatibility import hash_tokenizer
@@ -21,7 +21,8 @@ def run(cfg: DatastoreConfig) -> None:
     writable("output", cfg.output)
     with user_errors():
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
-        source = source_of(cfg.data, "train", tokenizer, ends_of(target))
+        source = source_of(cfg.data, "train", Template(tokenizer, cfg.data.template, ends_of(target)))
+        print(*source.remarks, sep="\n", end="\n" * bool(source.remarks))
         origin = {"target": cfg.target.path, "data": cfg.data.path, "environment": environment()}
         about = About(ids_of(tokenizer), cfg.depth, tokenizer=hash_tokenizer(tokenizer), made=origin)
         store = Datastore.of(_documents(source), about)

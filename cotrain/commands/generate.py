@@ -10,7 +10,9 @@ from typing import Any
 from cotrain.commands.served_pair import as_trained, folder, refuse_pair
 from cotrain.config.settings import GenerateConfig, sampling
 from cotrain.data.conversations import Template
-from cotrain.errors import UserError
+from cotrain.data.rows import PROMPT, Reader, nothing_skipped
+from cotrain.data.sources import UNREADABLE, kind_of, rows_in
+from cotrain.errors import UserError, user_errors
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.preconditions import holds
 from inference import Engine, load
@@ -84,7 +86,7 @@ def _refuse_errors(errors: Sequence[str | None]) -> None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
-def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
+def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | list[int]]:
     """Fill in settings from the draft folder, and return the prompts: the ids of messages, or texts. Raise UserError,
     before weights are loaded, for a draft that does not fit the target, and for prompts that do not fit into the
     context."""
@@ -105,16 +107,26 @@ def _read_by(cfg: GenerateConfig, prompts: list[str]) -> list[str | list[int]]:
         room = holds(config)
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
-    template, read = Template(tokenizer, metadata.served.template if metadata else {}, ()), list[str | list[int]]()
-    for number, prompt in enumerate(prompts, 1):
-        key = f"prompts: number {number}" if cfg.prompts else "prompt"
-        message = [{"role": "user", "content": prompt}]
-        ids = template.ids(template.text(message, None, prompt=True)) if cfg.chat else tokenizer(prompt)["input_ids"]
-        read.append(ids if cfg.chat else prompt)
+    template = Template(tokenizer, metadata.served.template if metadata else {}, ())
+    reader = Reader(chat=bool(cfg.chat), templated=tokenizer.chat_template is not None)
+    prompts, skipped = list[str | list[int]](), nothing_skipped()
+    for place, values in rows:
+        try:
+            row = reader.row(values, place)
+            prompt = row.text or row.prompt or [*template.turns(row)][-1].prompt
+        except ValueError as error:
+            skipped.add(place, error)
+            continue
+        prompts.append(prompt)
+        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         if not 0 < (tokens := len(ids)) < room:
-            raise UserError(f"{key} has {tokens} tokens: it must have at least one, and leave room for one more "
+            raise UserError(f"{place} has {tokens} tokens: it must have at least one, and leave room for one more "
                             f"in the {room} tokens of the target's context")  # fmt: skip
-    return read
+    with user_errors():
+        skipped.refuse(f"prompts={cfg.prompts}" if cfg.prompts else "prompt", len(rows))
+    if skipped.reasons:
+        print(f"prompts={cfg.prompts}: {skipped.reasons.total()} rows are skipped: {skipped.said()}", file=sys.stderr)
+    return prompts
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
@@ -133,33 +145,39 @@ def _engine(cfg: GenerateConfig) -> Engine:
     return Engine(target, tokenizer=tokenizer)
 
 
-def _prompts(prompt: str | None, prompts: str | None) -> list[str]:
-    """Return the prompts: `prompt`, the lines of the file `prompts`, or standard input. Standard input is one prompt.
-    With `prompts=-` it has one prompt per line."""
+def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
+    """Return the prompts as rows of data with their places: `prompt`, the rows or lines of the file `prompts`, or
+    standard input. Standard input is one prompt. With `prompts=-` it has one prompt per line."""
     if prompt is not None and prompts is not None:
         raise UserError("set either prompt= (the text) or prompts= (a file with one prompt per line), not both")
     if prompt is not None and not prompt:
         raise UserError("prompt= is empty: set it to the text that is to be continued")
     if prompt is not None:
-        return [prompt]
+        return [("prompt", {PROMPT: prompt})]
     if prompts is None and sys.stdin.isatty():
         raise UserError(
             "no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
             "the text to standard input"
         )
-    if prompts is None:
-        lines = [sys.stdin.read()]
+    if prompts is not None and kind_of(Path(prompts)) not in (None, ".txt"):
+        try:
+            rows = list(rows_in({prompts: Path(prompts)}))
+        except UNREADABLE as error:
+            raise UserError(f"prompts={prompts} cannot be read: {error}") from error
     else:
-        lines = (sys.stdin.read() if prompts == "-" else _read(prompts)).split("\n")
-    lines = [line for line in lines if line.strip()]
-    if not lines:
+        lines = [sys.stdin.read()] if prompts is None else _read(prompts).split("\n")
+        key = "prompts: number {}" if prompts else "prompt"
+        rows = [(key.format(i), {PROMPT: line}) for i, line in enumerate(filter(str.strip, lines), 1)]
+    if not rows:
         raise UserError(f"prompts={prompts} contains no prompt" if prompts else "standard input contains no prompt")
-    return lines
+    return rows
 
 
 def _read(prompts: str) -> str:
+    if prompts == "-":
+        return sys.stdin.read()
     try:
-        return Path(prompts).read_text(encoding="utf-8")
+        return Path(prompts).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
     except UnicodeDecodeError as error:

@@ -1,17 +1,19 @@
 """Command `cotrain rollout`. It samples texts of the target, for training or for evaluation."""
 
+import sys
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, from_target, sampling
-from cotrain.data.prompt_rows import prompt_tokens
+from cotrain.data.prompt_rows import Source, prompt_tokens, said
 from cotrain.data.sequence_tasks import LONGEST
+from cotrain.data.sources import sources_of
 from cotrain.errors import UserError, user_errors
-from cotrain.rollout.training_texts import Source, beside, start_of
+from cotrain.rollout.training_texts import beside, start_of
 from cotrain.run_folder import held
-from cotrain.training.job import models, sample_prompts, sampled, settle, source
+from cotrain.training.job import models, sample_prompts, sampled, settle, source, template_of
 from cotrain.training.preconditions import fits, holds, outline, server
 from inference.models.quantisation import refuse_quantisation
 
@@ -55,12 +57,17 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
         asked, room = cfg.rollout, holds(target.config)
         if not asked.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
             asked.prompt_tokens = LONGEST
+        splits = {"train": None, cfg.kind: None} if cfg.data.path else ()
+        texts = sources_of(cfg.data, splits, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder)
         if not asked.prompt_tokens:
-            splits = {"train", cfg.kind} if cfg.data.path else set()
-            texts = {split: source(cfg, split, target, tokenizer) for split in splits}
             after = 0 if target.config.is_encoder_decoder else asked.new_tokens
-            train = texts.pop("train", None)
-            asked.prompt_tokens = prompt_tokens(train, room - after, texts.values())
+            train = texts.get("train")
+            asked.prompt_tokens = prompt_tokens(train, room - after, [texts[cfg.kind]] if train else [])
         fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room,
              start_of(target))  # fmt: skip
-        return source(cfg, cfg.kind, target, tokenizer)
+        found = texts.get(cfg.kind) or source(cfg, cfg.kind, target, tokenizer)
+        if cfg.kind != "train":
+            train = texts.get("train") or source(cfg, "train", target, tokenizer)
+            found = found.without(train.each(asked.prompt_tokens), asked.prompt_tokens)
+        print(*said({cfg.kind: found}, asked.prompt_tokens), sep="\n", file=sys.stderr)
+        return found

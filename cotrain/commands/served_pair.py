@@ -13,9 +13,11 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
+from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import prompt_tokens
-from cotrain.data.sources import source_of
+from cotrain.data.prompt_rows import said as said_of
+from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
@@ -204,14 +206,14 @@ def prompts(
     if own is not None:
         data = copy.copy(data)
         data.path = str(own)
-    splits, ends = SPLITS[1:] if own is None else (ALL_ROWS,), ends_of(target)
-    sources = {split: source_of(data, split, tokenizer, ends, encoder) for split in splits}
+    splits, template = SPLITS[1:] if own is None else (ALL_ROWS,), Template(tokenizer, data.template, ends_of(target))
+    sources = sources_of(data, splits, template, encoder)
     if room is not None and not all(rows.covered(size.prompt_tokens) for rows in sources.values()):
         first, *others = sources.values()
         size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
-    for split, rows in sources.items():
-        named = split if own is None else SPLITS[-1]
-        print(rows.left_out(size.prompt_tokens, named, key), end="", file=sys.stderr)
+    named = sources if own is None else {SPLITS[-1]: sources[ALL_ROWS]}
+    for line in said_of(named, size.prompt_tokens, key):
+        print(line, file=sys.stderr)
     several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
     if own is not None:
         (unseen,) = several

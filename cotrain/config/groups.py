@@ -130,11 +130,11 @@ class Data:
     """Source of the user's texts. path: a jsonl, parquet, csv or text file (also compressed), a glob, a folder of such
     files, a saved data set, or a hub id. null selects the embedded corpora.
 
-    A row is a whole prompt, a text that begins with a prompt, or a conversation, see data.conversations.
+    A row is a whole prompt, a text that begins with a prompt, or a conversation, see data.rows.
     """
 
     path: str | None
-    column: str
+    column: str | None  # of prompts, texts or conversations; null: by the names that data.rows knows
     split: str
     bytes: dict[str, int]  # embedded corpora: the size of each domain, for training
     held_out_bytes: dict[str, int]
@@ -144,7 +144,9 @@ class Data:
     shares: dict[str, float]  # by domain: the share of its rollouts that is learnt from; other domains: all
     embedded_shares: dict[str, float]  # the same for embedded domains that `shares` does not name
     config: str | None  # of a data set that has several
-    chat: bool | None  # render each text as a user's message by the target's chat template; false: use it unchanged
+    # Whether a prompt or text becomes a user's message in the target's chat template. null: prompts do, if the target
+    # has a template. Messages always do.
+    chat: bool | None
     streaming: bool  # read only the first `take` rows, for data that does not fit into memory
     take: int
     from_target: bool  # with path=null: the target samples the prompts itself, see rollout.self_prompts

@@ -317,6 +317,9 @@ REMOVED_LOSSES = {
     "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
 }  # with what to use instead  # fmt: skip
 
+# Defaults of earlier versions, and those that replaced them
+DEFAULTS = (("data.chat", False, None), ("data.column", "text", None))
+
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
         "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
@@ -334,7 +337,7 @@ def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
         return "other"
     if key == "measure":  # a finished training is measured when it is asked for
         return "longer" if new else "free"
-    if key in FREE or key.startswith(MEASURED):
+    if key in FREE or key.startswith(MEASURED) or (key, old, new) in DEFAULTS:
         return "free"
     if key in BUDGETS and old is not None and (new is None or new > old):
         return "longer"

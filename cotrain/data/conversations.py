@@ -6,46 +6,70 @@ template renders it at that turn; some templates drop the thoughts of earlier tu
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.splits import in_split
-from inference.request import content_of
+from cotrain.data.rows import Message, Row
 
-Message = dict[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool")
+EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
+CLOCK = "strftime_now"  # what templates ask for the date
+DIRECTIVES = [f"%{sign}{letter}" for letter in "aAbBcdDeFGHIjmMpSTuUVwWxXyY" for sign in ("", "-")]  # of strftime
 
 
-@dataclass(frozen=True)
-class Chats(PromptRows):
-    """Turns of conversations: only what was generated is learnt from."""
+class Turn(NamedTuple):
+    """Ids of a prompt and of its completion. lost: why the completion is left out, if it is."""
+
+    prompt: list[int]
+    completion: list[int]
+    lost: str = ""
 
 
 @dataclass(frozen=True)
 class Template:
     """Renders messages by the target's chat template. options: arguments of the template, such as enable_thinking.
     ends: ids that end a completion; the template may add more after one (a line break, say), which was never
-    generated."""
+    generated. day: the date that the template writes; None: today's."""
 
     tokenizer: PreTrainedTokenizerBase
     options: Mapping[str, Any]
     ends: Collection[int]
+    day: date | None = None
 
-    def text(self, messages: list[Message], tools: Any, prompt: bool) -> str:
+    @property
+    def dated(self) -> bool:
+        """Whether the template writes a date."""
+        return CLOCK in str(self.tokenizer.chat_template)
+
+    def text(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
         """The messages rendered by the chat template. prompt: end with the tokens that open the assistant's turn.
-        Raises ValueError when the template fails."""
+        Raises ValueError when the template fails, or renders nothing."""
         try:
+            text = self._rendered(messages, tools, prompt)
+        except ValueError:
+            if not any("tool_calls" in one for one in messages):
+                raise
+            text = self._rendered([_written(one) for one in messages], tools, prompt)
+        if not text.strip():
+            raise ValueError("the target's chat template renders nothing for it")
+        return text
+
+    def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
+        fixed: dict[str, Any] = {}
+        try:
+            if self.day and self.dated:
+                fixed = {"chat_template": _fixed(self.day) + self.tokenizer.get_chat_template(None, tools or None)}
             return str(self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options
+                list(messages), tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options,
+                **fixed,
             ))  # fmt: skip
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"the target's chat template fails: {error}") from error
+        except Exception as error:  # whatever a template and its values raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"the target's chat template fails: {reason}") from error
 
     def ids(self, text: str) -> list[int]:
         """The template has written the special tokens already."""
@@ -55,110 +79,47 @@ class Template:
         """The ids up to and including the first end token."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
+    def turns(self, row: Row) -> Iterator[Turn]:
+        """Each turn of the assistant that follows one of a user, and of an open conversation also its last prompt.
+        Raises ValueError if the template cannot render a prompt."""
+        if not row.messages:
+            end = self.tokenizer.eos_token_id
+            said = [*self.ids(row.completion), *([] if end is None else [end])] if row.completion else []
+            yield Turn(list(self.tokenizer(row.prompt, verbose=False)["input_ids"]), said)
+            return
+        asked = [place for place, one in enumerate(row.messages) if one["role"] == "user"][0]
+        for place, message in enumerate(row.messages):
+            if message["role"] == "assistant" and place > asked:
+                before = self.text(row.messages[:place], row.tools, prompt=True)
+                yield self._turn(before, message, self.text(row.messages[: place + 1], row.tools, prompt=False))
+        if row.messages[-1]["role"] != "assistant":
+            yield Turn(self.ids(self.text(row.messages, row.tools, prompt=True)), [])
 
-def is_chat(columns: Collection[str], first: Mapping[str, Any]) -> bool:
-    """Whether rows of these columns are conversations: messages, also under prompt, or prompt and response."""
-    return "messages" in columns or {"prompt", "response"} <= set(columns) or isinstance(first.get("prompt"), list)
-
-
-def cleaned(value: Any) -> Any:
-    """Without the keys that are null."""
-    if isinstance(value, Mapping):
-        return {key: cleaned(one) for key, one in value.items() if one is not None}
-    return [cleaned(one) for one in value] if isinstance(value, list) else value
-
-
-def chats_of(rows: Iterable[Mapping[str, Any]], split: str, template: Template) -> Chats:
-    """The turns of the conversations in a split of `splits`; a hash of a conversation's first messages chooses its
-    split.
-
-    Raises ValueError, naming the row, for values that are no messages, and for a template that fails, renders nothing
-    or renders earlier messages anew; and if no conversation is in the split.
-    """
-    turns: list[dict[str, Any]] = []
-    conversations = list(_read(rows))
-    for place in in_split([_opened(messages) for messages, _ in conversations], split):
-        messages, row = conversations[place]
-        with _naming_row(place + 1):
-            pairs = _turns(messages, row.get("tools"), template)
-            domain = str(row.get("domain") or "own")
-            turns += [{"domain": domain, "prompt": a, "completion": b, "unit": place} for a, b in pairs]
-    if not turns:
-        raise ValueError(f"data.path: none of {len(conversations)} conversations falls to the split {split}: give more")
-    return Chats(turns)
+    def _turn(self, before: str, message: Message, whole: str) -> Turn:
+        """whole: what the template renders up to the end of the message, before: up to where it begins."""
+        prompt = self.ids(before)
+        if not message["content"].strip() and "tool_calls" not in message:
+            return Turn(prompt, [], "it is empty")
+        if not whole.startswith(before):
+            return Turn(prompt, [], "the target's chat template renders what is before an answer otherwise once it is "
+                                    "there")  # fmt: skip
+        said = whole[len(before) :]
+        thought = EMPTY_THOUGHT.match(said)  # the target did not write it, unless the message has it
+        if thought and not message["content"].lstrip().startswith(thought[0].strip()):
+            said = said[thought.end() :]
+        return Turn(prompt, self.ended(self.ids(said))) if said.strip() else Turn(prompt, [], "nothing is rendered")
 
 
-def _read(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[Message], Mapping[str, Any]]]:
-    for number, row in enumerate(rows, 1):
-        with _naming_row(number):
-            yield _messages(row), row
+def _fixed(day: date) -> str:
+    """What makes a template write a day instead of today."""
+    values = "".join(f".replace({one!r}, {day.strftime(one)!r})" for one in DIRECTIVES)
+    return f"{{%- macro {CLOCK}(format) %}}{{{{ format{values} }}}}{{%- endmacro %}}{{{{ '' }}}}"
 
 
-def _opened(messages: list[Message]) -> str:
-    """What opens a conversation, up to the first turn of the assistant."""
-    first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
-    return json.dumps(messages[:first])
-
-
-@contextmanager
-def _naming_row(number: int) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"data.path: row {number}: {error}") from error
-
-
-def _messages(row: Mapping[str, Any]) -> list[Message]:
-    opened, said = row.get("prompt"), row.get("response")
-    pair = (("user", opened), ("assistant", said))
-    messages = row.get("messages") or [{"role": role, "content": text} for role, text in pair if text is not None]
-    if not row.get("messages") and isinstance(opened, list):
-        messages = opened + ([{"role": "assistant", "content": said}] if isinstance(said, str) else said or [])
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise ValueError("it holds no list of messages, each with role and content")
-    for one in messages:
-        if one.get("role") not in ROLES:
-            raise ValueError(f"role {one.get('role')!r} is none of {', '.join(ROLES)}")
-    return [one | {"content": content_of(f"message {place}", one)} for place, one in enumerate(messages, 1)]
-
-
-def _turns(messages: list[Message], tools: Any, template: Template) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, completion) of each turn of the assistant, and of an open conversation also its last prompt."""
-    if template.tokenizer.chat_template is None:
-        yield _plain(messages, template)
-        return
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _said(template.text(messages[:place], tools, prompt=True))
-            whole = template.text(messages[: place + 1], tools, prompt=False)
-            if not whole.startswith(before):
-                raise ValueError(f"the target's chat template renders what is before message {place + 1} otherwise "
-                                 f"once that is there: {_apart(before, whole)}")  # fmt: skip
-            yield template.ids(before), template.ended(template.ids(_said(whole[len(before) :])))
-    if messages[-1]["role"] != "assistant":
-        yield template.ids(_said(template.text(messages, tools, prompt=True))), []
-
-
-def _plain(messages: list[Message], template: Template) -> tuple[list[int], list[int]]:
-    """A prompt as it is served, and its response, for a target without a chat template."""
-    if [message["role"] for message in messages] not in (["user"], ["user", "assistant"]):
-        raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
-                         "without its answer, can be read")  # fmt: skip
-    prompt, *said = (message["content"] for message in messages)
-    if said == [None]:
-        raise ValueError(
-            "message 2 calls tools, which only a chat template can render, and the target's tokenizer has none"
-        )
-    end = template.tokenizer.eos_token_id
-    return list(template.tokenizer(prompt)["input_ids"]), [*template.ids(said[0]), end] if said else []
-
-
-def _said(text: str) -> str:
-    if not text.strip():
-        raise ValueError("the target's chat template renders nothing for it")
-    return text
-
-
-def _apart(before: str, whole: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
-    return f"{before[max(at - 20, 0) : at + 20]!r} becomes {whole[max(at - 20, 0) : at + 20]!r}"
+def _written(message: Message) -> Message:
+    """The message with arguments of tool calls as JSON text, which some templates concatenate."""
+    calls = [json.loads(json.dumps(call)) for call in message.get("tool_calls", ())]
+    for call in calls:
+        function = call.get("function", call)
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return message | {"tool_calls": calls} if calls else message

@@ -3,13 +3,15 @@
 Prompts have the special tokens that the tokenizer adds, as on a server, and are never cut at the front.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from cotrain.data.splits import shared
 
 Row = dict[str, Any]  # with the keys of training_texts.FEATURES
 BATCH = 1000  # texts that are tokenized at once
@@ -24,9 +26,15 @@ class PromptRows:
     """Whole prompts, each with its completion if the data has one; rows have the keys of `training_texts.FEATURES`.
 
     Methods leave out prompts longer than a limit in tokens. They are not cut, since the target would answer a cut
-    prompt differently."""
+    prompt differently. rendered: whether the target's chat template rendered them. remarks: lines about how the data
+    were read."""
 
     rows: list[Row]
+    rendered: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
         """A line that says how many prompts are not used because they are empty or have more than `tokens` ids, the
@@ -35,7 +43,7 @@ class PromptRows:
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
         reasons = [f"{long} are longer than {key}={tokens}"] * (long > 0)
         reasons += [f"{empty} are empty"] * (empty > 0)
-        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}: left out\n"
+        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}: left out"
         return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
@@ -62,6 +70,12 @@ class PromptRows:
     def each(self, tokens: int) -> list[list[int]]:
         """The prompt of each row, in order; empty for a row whose prompt is not used."""
         return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
+
+    def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
+        """The rows whose prompt is not `splits.shared` with those that are learnt."""
+        common = _common(self.each(tokens), learnt, tokens)
+        kept = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
+        return replace(self, rows=kept, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """All prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
@@ -96,6 +110,11 @@ class TextStarts:
     starts: datasets.Dataset
     texts: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
+    remarks: tuple[str, ...] = ()
+    rendered = False
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
         """Empty: long texts are used too, see `PromptRows.left_out`."""
@@ -120,6 +139,12 @@ class TextStarts:
         """The prompt of each text, in order."""
         return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
+    def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
+        """The same without texts whose prompt is `splits.shared` with those that are learnt."""
+        common = _common(self.each(tokens), learnt, tokens)
+        kept = self.starts.select([place for place, shared in enumerate(common) if not shared])
+        return replace(self, starts=kept, remarks=(*self.remarks, *_apart(common, tokens)))
+
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """The prompts of all texts, in random order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -135,6 +160,32 @@ class TextStarts:
         rows = self.starts
         documents = rows["document"] if "document" in rows.column_names else range(len(rows))
         return dict(zip(map(tuple, self.each(tokens)), documents, strict=True))
+
+
+Source = PromptRows | TextStarts
+
+
+def said(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_tokens") -> list[str]:
+    """Lines about how the data of splits were read, and what is left out of each."""
+    lines = [line for source in sources.values() for line in source.remarks]
+    left_out = (source.left_out(tokens, split, key) for split, source in sources.items())
+    return [*dict.fromkeys(lines), *filter(None, left_out)]
+
+
+def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
+    """Whether each prompt is shared with those that are learnt. Raises ValueError if all are."""
+    found = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
+    common = [tuple(prompt) in found for prompt in prompts]
+    if all(common):
+        raise ValueError(f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
+                         f"the model sees at most rollout.prompt_tokens={tokens} tokens: raise it, or give more "
+                         "texts")  # fmt: skip
+    return common
+
+
+def _apart(common: Sequence[bool], tokens: int) -> list[str]:
+    return [f"data.path: {sum(common)} of {len(common)} held-out prompts begin like ones that are learnt, of which the "
+            f"model sees at most rollout.prompt_tokens={tokens} tokens: left out"] * any(common)  # fmt: skip
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
@@ -171,9 +222,7 @@ def _lengths(prompts: PromptRows) -> list[list[int]]:
     return [sorted(each) for each in lengths.values()]
 
 
-def prompt_tokens(
-    train: PromptRows | TextStarts | None, room: int, others: Iterable[PromptRows | TextStarts] = ()
-) -> int:
+def prompt_tokens(train: Source | None, room: int, others: Iterable[Source] = ()) -> int:
     """The limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
 
     For whole prompts, the share `COVERED` of the training prompts of each domain does not exceed it; it is at least

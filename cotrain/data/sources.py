@@ -4,34 +4,40 @@ data.path is a file, a glob pattern, a folder of files, a saved data set, or a h
 name of an existing file is never treated as a pattern, even if it contains `*`, `?` or `[`.
 """
 
+import csv
 import glob
+import io
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import lzma
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.config.groups import Data
-from cotrain.data.conversations import Template, chats_of, cleaned, is_chat
+from cotrain.data.conversations import Template
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.fingerprints import contents, stamps
-from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_rows, start_token
+from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows, start_token
+from cotrain.data.rows import SOURCE, TEXT, Reader, Row, Skipped, nothing_skipped, of_one_kind, remarks
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import in_split
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-LINES = {".jsonl", ".ndjson"}
 SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
-UNREADABLE = (ValueError, OSError, EOFError, StopIteration, RuntimeError, datasets.exceptions.DatasetsError)
+READING = 2  # in fingerprints: how rows are read; a change that gives other prompts raises it
+UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, csv.Error, lzma.LZMAError, pyarrow.ArrowException,
+              datasets.exceptions.DatasetsError)  # fmt: skip
 
 
 def kind_of(path: Path) -> str | None:
@@ -66,8 +72,9 @@ def files_of(path: str) -> dict[str, Path]:
     return {}
 
 
-def read_rows(data: Data) -> datasets.Dataset:
-    """Read the rows of data.path, data.config and data.split; with data.streaming, the first data.take of them.
+def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
+    """Yield each row of data.path, data.config and data.split, with its place, such as "own.jsonl, line 3"; with
+    data.streaming, the first data.take of them. A line that is no JSON is yielded as text.
 
     Raises ValueError, naming the key to change, if they are missing or unreadable.
     """
@@ -77,15 +84,15 @@ def read_rows(data: Data) -> datasets.Dataset:
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
             raise ValueError(f"data.path: {path} is empty")
+    none = True
     try:
-        rows = _opened(data, files)
-        if isinstance(rows, datasets.IterableDataset):
-            rows = datasets.Dataset.from_list(list(rows.take(data.take)))
+        for row in islice(_rows(data, files), data.take if data.streaming else None):
+            none = False
+            yield row
     except UNREADABLE as error:
         raise unreadable(data, error) from error
-    if not len(rows):
+    if none:
         raise ValueError(f"data.path: {data.path} holds no rows")
-    return rows
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
@@ -99,6 +106,7 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
     files = files_of(data.path)
     held = stamps if data.streaming else contents
     return {
+        "rows": READING,
         "contents": held(files) if files else _revision(data),
         "config": data.config,
         "split": data.split,
@@ -118,35 +126,96 @@ def _revision(data: Data) -> str:
     return f"{data.path} {builder.config.name} {builder.hash}"
 
 
-def lines_of(data: Data) -> Iterator[dict[str, Any]] | None:
-    """The rows of JSON-lines files, each with only the keys that it has in the file (`datasets` would fill in the keys
-    of all rows). None if data.path is a folder or names other files."""
-    files = files_of(data.path or "")
-    if not files or {kind_of(path) for path in files.values()} - LINES or Path(data.path or "").is_dir():
-        return None
-    lines = datasets.load_dataset("text", data_files=_literal(files), split="train", streaming=True)
-    rows = (json.loads(line["text"]) for line in lines if line["text"].strip())
-    return islice(rows, data.take if data.streaming else None)
-
-
-def _literal(files: dict[str, Path]) -> list[str]:
-    """Paths with pattern characters escaped, since `datasets` expands patterns."""
-    return [glob.escape(str(file)) for file in files.values()]
-
-
-def _opened(data: Data, files: dict[str, Path]) -> datasets.Dataset | datasets.IterableDataset:
+def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
     path = str(data.path)
-    if any((Path(path) / name).is_file() for name in SAVED):
-        return _saved(data, path)
-    if not files or data.config:
-        return datasets.load_dataset(path, name=data.config, split=data.split, streaming=data.streaming)
-    loader = _loader(path, files)
-    if Path(path).is_dir():  # `datasets` derives splits from the names of its files
-        return datasets.load_dataset(loader, data_dir=glob.escape(path), split=data.split, streaming=data.streaming)
-    return datasets.load_dataset(loader, data_files=_literal(files), split="train", streaming=data.streaming)
+    saved = any((Path(path) / name).is_file() for name in SAVED)
+    if files and not saved and not data.config:
+        loader = _loader(path, files)
+        if Path(path).is_dir():  # `datasets` derives splits from the names of its files
+            splits = datasets.load_dataset_builder(loader, data_dir=glob.escape(path)).config.data_files
+            if data.split not in splits:
+                raise ValueError(f"no split {data.split!r}, it has {', '.join(map(str, splits))}: set data.split=")
+            files = {str(Path(file).relative_to(Path(path).absolute())): Path(file) for file in splits[data.split]}
+        yield from rows_in(files)
+        return
+    if saved:
+        rows = _saved(data, path)
+    else:
+        rows = datasets.load_dataset(path, name=data.config, split=data.split, streaming=data.streaming)
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", {name: _cleaned(value) for name, value in row.items()}
 
 
-def _loader(path: str, files: dict[str, Path]) -> str:
+def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of files with their places, see `read_rows`. Raises the errors in `UNREADABLE`."""
+    readers = {".csv": _csv, ".parquet": _parquet, ".json": _json}
+    for name, path in files.items():
+        for number, row in readers.get(kind_of(path) or "", _lines)(name, path):
+            yield f"{name}, {number}", row
+
+
+def _bytes(path: Path) -> Any:
+    """The decompressed bytes of a file."""
+    return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
+
+
+def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of JSON lines, or of lines of text; blank lines are no rows."""
+    with _bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{name}, line {number}, is not UTF-8 text: save it as UTF-8") from error
+            if text.strip():
+                yield f"line {number}", {TEXT: text} if kind_of(path) == ".txt" else _parsed(text)
+
+
+def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file that is a list of objects; or of JSON lines."""
+    with _bytes(path) as file:
+        try:
+            rows = json.loads(file.read().decode("utf-8-sig"))
+        except ValueError:  # not UTF-8, or not one value
+            rows = None
+    if not isinstance(rows, list):
+        yield from _lines(name, path)
+    for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
+        yield f"row {number}", row
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line
+
+
+def _csv(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    with io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        try:
+            for row in rows:
+                yield f"line {rows.line_num}", row
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}, after line {rows.line_num}, is not UTF-8 text: save it as UTF-8") from error
+
+
+def _parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+    batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        yield f"row {number}", {name: _cleaned(value) for name, value in row.items()}
+
+
+def _cleaned(value: Any) -> Any:
+    """Without the keys that are null: Arrow gives every row the keys of all rows."""
+    if isinstance(value, Mapping):
+        return {key: _cleaned(one) for key, one in value.items() if one is not None}
+    return [_cleaned(one) for one in value] if isinstance(value, list) else value
+
+
+def _loader(path: str, files: Mapping[str, Path]) -> str:
     """The name of the `datasets` loader for all of the files."""
     kinds = sorted({kind for kind in map(kind_of, files.values()) if kind})
     loaders = {LOADERS[kind] for kind in kinds}
@@ -168,41 +237,17 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     return saved.to_iterable_dataset() if data.streaming else saved
 
 
-def _not_utf8(files: dict[str, Path]) -> str | None:
-    """The first line of the files that is not UTF-8, as `file, line 6,`; None if there is none."""
-    for name, path in files.items():
-        if not kind_of(path) or path.suffix in {*COMPRESSED, ".parquet"}:
-            continue
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError:
-                    return f"{name}, line {number},"
-    return None
-
-
 def unreadable(data: Data, error: BaseException) -> ValueError:
     """The ValueError to raise for an error of `datasets`: it names the key and gives the reason."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 
 def _reason(data: Data, error: BaseException) -> str:
-    cause = error.__cause__ or error
-    if "codec can't decode" in str(cause) and (place := _not_utf8(files_of(str(data.path)))):
-        return f"{place} is not UTF-8 text: save it as UTF-8"
-    if isinstance(cause, StopIteration):
-        return "it holds no rows"
-    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    if "JSON parse error" in first:
-        return f"its lines are not JSON objects ({first}); a file of plain text, one prompt per line, must end in .txt"
+    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+    first = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
     if not files_of(str(data.path)):
         return f"there is no such file or folder, and the hub gave no data set of this name: {first}"
     return first
-
-
-PROMPT, TEXT = "prompt", "text"  # columns: of whole prompts; the default of data.column
-SOURCE = "source"  # column: of whole sources, which an encoder reads
 
 
 @dataclass
@@ -233,97 +278,82 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def texts_of(rows: datasets.Dataset, path: str, column: str = "text") -> datasets.Dataset:
-    """Turn rows that were read from `path` into rows (text, domain); rows without text are left out.
-
-    Raises ValueError, naming the key to change, if the column is missing, is not of strings, or has no text, and
-    UnicodeDecodeError for bytes that are not UTF-8.
-    """
-    if column not in rows.column_names:
-        raise ValueError(f"data.column: {path} has no column {column!r}; it has {rows.column_names}: name the one to "
-                         "read")  # fmt: skip
-    values = list(rows[column])
-    if not all(isinstance(value, str | None) for value in values):
-        raise ValueError(f"data.column: {column!r} of {path} holds {rows.features[column]}, not text")
-    domains = rows["domain"] if "domain" in rows.column_names else [None] * len(rows)
-    filled = [(text, domain) for text, domain in zip(values, domains, strict=True) if text and text.strip()]
-    if not filled:
-        raise ValueError(f"data.path: {path} holds no text in column {column!r}")
-    if len(filled) < len(values):
-        print(f"data.path: {len(values) - len(filled)} of {len(values)} rows of {path} hold no text: left out")
-    names = ["own" if domain is None else str(domain) for _, domain in filled]
-    return datasets.Dataset.from_dict({"text": [text for text, _ in filled], "domain": names})
+def source_of(data: Data, split: str, template: Template, encoder: bool = False) -> Source:
+    """The prompts of one split, see `sources_of`."""
+    return sources_of(data, (split,), template, encoder)[split]
 
 
-def source_of(
-    data: Data, split: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = frozenset(),
-    encoder: bool = False,
-) -> PromptRows | TextStarts:  # fmt: skip
-    """The prompts of one split of `splits.SPLITS`, as data.path and the other settings ask.
+def sources_of(data: Data, splits: Collection[str], template: Template, encoder: bool = False) -> dict[str, Source]:
+    """The prompts of some of `splits.SPLITS`, as data.path and the other settings ask.
 
     `splits.ALL_ROWS` stands for all rows. A hash assigns the user's rows to splits; the embedded corpora have no split
-    "final". If data.column is not set, rows with messages, or with a prompt and a response, are conversations, and rows
-    with a prompt alone are whole prompts. With data.chat each text becomes a user's message in the target's chat
-    template. ends: the target's end tokens. encoder: whether the target has an encoder. Each row is then a whole
-    source: its column "source", else "prompt" or "text"; those of the embedded corpora are of `sequence_tasks`. Raises
-    the errors of `read_rows`, `texts_of` and `chats_of`.
+    "final". Rows are read by `rows.Reader`. encoder: whether the target has an encoder. Each row is then a whole
+    source; those of the embedded corpora are of `sequence_tasks`. Raises the errors of `read_rows`, and ValueError if
+    more than a tenth of the rows cannot be read, or if a split has none.
     """
-    if data.path is None and encoder:
-        pairs = embedded_pairs(dict(data.bytes if split == "train" else data.held_out_bytes), split)
-        return prompt_rows(pairs.rename_column(SOURCE, TEXT), tokenizer)
     if data.path is None:
-        sizes = data.bytes if split == "train" else data.held_out_bytes
-        texts = embedded_texts(sizes, split)
-        return TextStarts(_cut(texts), texts, tokenizer)
-    rows, template = read_rows(data), Template(tokenizer, data.template, ends)
-    try:
-        if encoder:
-            return prompt_rows(_in_split(_column_of_sources(data, rows), split), tokenizer)
-        return _own(data, split, rows, template)
-    except UnicodeDecodeError as error:  # `datasets` decodes a row only when it is read
-        raise unreadable(data, error) from error
-
-
-def _own(data: Data, split: str, rows: datasets.Dataset, template: Template) -> PromptRows | TextStarts:
-    """The prompts of a split of the user's files: conversations, whole prompts or texts."""
-    columns, column, tokenizer = rows.column_names, data.column, template.tokenizer
-    if column == TEXT not in columns:  # no column was named
-        if is_chat(columns, rows[0]):
-            return chats_of(lines_of(data) or map(cleaned, rows), split, template)
-        column = PROMPT if PROMPT in columns else TEXT
-    texts = texts_of(rows, str(data.path), column)
-    if data.chat:
-        return chats_of(_asked(texts, template), split, template)
-    mine = _in_split(texts, split)
-    if column == PROMPT:
-        return prompt_rows(mine, tokenizer)
-    return TextStarts(mine, mine, tokenizer)
-
-
-def _column_of_sources(data: Data, rows: datasets.Dataset) -> datasets.Dataset:
-    """The sources of the user's rows, as rows (text, domain)."""
-    column = data.column
-    if column == TEXT:  # no other column was named
-        column = next((one for one in (SOURCE, PROMPT) if one in rows.column_names), TEXT)
-    return texts_of(rows, str(data.path), column)
-
-
-def _in_split(texts: datasets.Dataset, split: str) -> datasets.Dataset:
-    """The rows (text, domain) that are in a split. Raises ValueError if there is none."""
-    mine = texts.select(in_split(texts["text"], split))
-    if not len(mine):
-        raise ValueError(f"data.path: none of {len(texts)} texts falls to the split {split}: give more")
-    return mine
-
-
-def _asked(texts: datasets.Dataset, template: Template) -> Iterator[dict[str, Any]]:
-    """Yield each text as a conversation with one message of the user. Raises ValueError if the target has no chat
-    template."""
-    if template.tokenizer.chat_template is None:
+        return {split: _embedded(data, split, template.tokenizer, encoder) for split in splits}
+    templated = template.tokenizer.chat_template is not None
+    if data.chat and not templated:
         raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
                          "unchanged")  # fmt: skip
-    for row in texts:
-        yield {"messages": [{"role": "user", "content": row["text"]}], "domain": row["domain"]}
+    reader, skipped, rows, total = Reader(data.column, data.chat, templated, encoder), nothing_skipped(), list[Row](), 0
+    for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
+        try:
+            rows.append(reader.row(values, place))
+        except ValueError as error:
+            skipped.add(place, error)
+    key = "data.column" if data.column and not rows else "data.path"
+    rows = of_one_kind(rows, skipped)
+    skipped.refuse(f"{key}: {data.path}", total)
+    if not rows:
+        raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
+    lost, made = nothing_skipped(), dict[str, Source]()
+    for split in splits:
+        mine = [rows[place] for place in in_split([row.opening for row in rows], split)]
+        if not mine:
+            raise ValueError(f"data.path: none of {len(rows)} rows falls to the split {split}: give more")
+        made[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
+        skipped.refuse(f"data.path: {data.path}", total)
+        if not len(made[split]):
+            raise ValueError(f"data.path: no row of the split {split} can be read: {skipped.said()}")
+    said = remarks(rows, reader, skipped, total)
+    if lost.reasons:
+        said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
+                    f"{lost.said()}")  # fmt: skip
+    return {split: replace(source, remarks=tuple(said)) for split, source in made.items()}
+
+
+def _embedded(data: Data, split: str, tokenizer: PreTrainedTokenizerBase, encoder: bool) -> Source:
+    sizes = dict(data.bytes if split == "train" else data.held_out_bytes)
+    if encoder:
+        return prompt_rows(embedded_pairs(sizes, split).rename_column(SOURCE, TEXT), tokenizer)
+    texts = embedded_texts(sizes, split)
+    return TextStarts(_cut(texts), texts, tokenizer)
+
+
+def _texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> TextStarts:
+    texts = {"text": [row.text for row in rows], "domain": [row.domain for row in rows]}
+    whole = datasets.Dataset.from_dict(texts)
+    return TextStarts(whole, whole, tokenizer)
+
+
+def _turns(rows: Sequence[Row], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
+    """The prompts of rows with their completions. Rows that the chat template cannot render are `skipped`; of answers
+    that are `lost` only the prompt is read."""
+    made = list[dict[str, Any]]()
+    for unit, row in enumerate(rows):
+        try:
+            turns = list(template.turns(row))
+        except ValueError as error:
+            skipped.add(row.place, error)
+            continue
+        made += [{"domain": row.domain, "prompt": turn.prompt, "completion": turn.completion, "unit": unit}
+                 for turn in turns]  # fmt: skip
+        for turn in turns:
+            if turn.lost:
+                lost.add(row.place, turn.lost)
+    return PromptRows(made, rendered=any(row.messages for row in rows))
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:

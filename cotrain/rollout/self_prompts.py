@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from cotrain.console import Say
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import start_token
+from cotrain.data.rows import Reader
 from cotrain.data.splits import PERCENT, SPLITS, splits_of
 from cotrain.errors import UserError
 from cotrain.ranks import awaited, rank
@@ -234,7 +235,7 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
 
 def content(row: Mapping[str, Any]) -> str:
     """What the split of a row depends on, as for rows of data.path."""
-    return str(row["text"]) if "text" in row else json.dumps(row["messages"])
+    return Reader(templated="messages" in row).row(row).opening
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said
-from cotrain.data.prompt_rows import PromptRows, Row, TextStarts
+from cotrain.data.prompt_rows import PromptRows, Row
 from cotrain.data.texts import NO_ID, Texts
 from cotrain.errors import UserError
 from cotrain.paths import folder
@@ -24,8 +24,6 @@ from cotrain.rollout import samplers
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
 from inference.request import source_limits
-
-Source = PromptRows | TextStarts
 
 
 class HasPrompts(Protocol):
@@ -94,10 +92,6 @@ def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: S
 def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> list[Row]:
     """The rows of `logged`, whole."""
     rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
-    if any(token is None for row in rows for token in row["completion"][-1:]):
-        raise ValueError("target.path: its tokenizer has neither a chat template nor an end token, so completions have "
-                         "no end to learn: set eos_token in its tokenizer_config.json, or trainer.corpus_steps=0 "
-                         "data.on_target=false")  # fmt: skip
     if not rows:
         raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
                          f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "

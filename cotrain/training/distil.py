@@ -22,6 +22,7 @@ from cotrain.bench.planner import served_tree
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
 from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
+from cotrain.data.prompt_rows import Source
 from cotrain.data.splits import SPLITS, in_split, shared
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
@@ -29,15 +30,15 @@ from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
-from cotrain.rollout.training_texts import Sampled, Source, regime
+from cotrain.rollout.training_texts import Sampled, regime
 from cotrain.students.base import Student, student_class
 from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
 from cotrain.training.interrupts import Signals, listening
-from cotrain.training.job import Job, loss_name, models, objective, sample_prompts, settle, source
+from cotrain.training.job import Job, loss_name, models, objective, sample_prompts, settle
 from cotrain.training.module import Distillation, alpha_of
-from cotrain.training.preconditions import fill_prompt_tokens, refuse_run, require_texts
+from cotrain.training.preconditions import read_texts, refuse_run, require_texts
 from cotrain.training.progress import prompt_seconds
 from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
@@ -77,10 +78,8 @@ def _distilled(
         place, timed = Path(cfg.rollout.folder or folder / "rollouts"), cfg.bench.prompts * cfg.measure
         file = sample_prompts(cfg, target, tokenizer, place, timed, prompt_seconds(cfg))
         sampled_prompts = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
-        sources |= require_texts(cfg, target, tokenizer)
-    if cfg.data.path:
-        sources |= {split: source(cfg, split, target, tokenizer) for split in SPLITS if split not in sources}
-    fill_prompt_tokens(cfg, target, sources)
+        sources = require_texts(cfg, target, tokenizer)
+    sources = sources or read_texts(cfg, target, tokenizer)
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start,
               sampled_prompts=sampled_prompts,
               train_texts=train_texts(target, tokenizer) if train_texts else None)  # fmt: skip

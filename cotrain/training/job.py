@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,23 @@ from cotrain.config.settings import (
     learnt,
     sampling,
 )
-from cotrain.data.conversations import Chats, Template
+from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
-from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import pack, prompt_origin, source_of
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, Source, logged, start_of
+from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
 from cotrain.students.base import LAST, student_class
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_model import Head, Reader, load_pair, served
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import sampling_seconds
 from inference import Engine, load
+from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import OBJECTIVES
 from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
@@ -110,11 +112,11 @@ class Job:
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
-        """Return the user's texts of a split. They are read once."""
+        """Return the prompts of a split. They are read once. Held-out ones are none that the draft learns from."""
         if split not in self.sources:
-            texts = source(self.cfg, split, self.target, self.tokenizer)
-            self.sources[split] = texts
-            print(texts.left_out(self.cfg.rollout.prompt_tokens, split), end="")
+            made, tokens = source(self.cfg, split, self.target, self.tokenizer), self.cfg.rollout.prompt_tokens
+            learnt = self.source("train").each(tokens) if split == "held_out" else []
+            self.sources[split] = made.without(learnt, tokens) if learnt else made
         return self.sources[split]
 
     @property
@@ -130,7 +132,7 @@ class Job:
     @property
     def messages(self) -> bool:
         """Return whether the user's prompts are messages, which the target's chat template renders."""
-        return self.chats and isinstance(self.source("train"), Chats) and self.tokenizer.chat_template is not None
+        return self.chats and self.source("train").rendered
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -210,7 +212,11 @@ def sampled(
 
     Raises ValueError for a draft together with a server, which would not use the draft.
     """
-    rollout, source = cfg.rollout, {kind: prompt_origin(cfg.data, kind) for kind in ("train", "held_out")}
+    rollout, written = cfg.rollout, template_of(cfg, target, tokenizer)
+    dated = {"date": str(written.day)} if written.dated else {}
+    if written.dated:
+        write_atomic(_date_file(cfg), f"{written.day}\n")
+    source = {kind: prompt_origin(cfg.data, kind) | dated for kind in ("train", "held_out")}
     if rollout.url and draft_path:
         raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
     by: Callable[[], Sampler] | None = None
@@ -243,13 +249,27 @@ def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def source(
-    cfg: TrainConfig | RolloutConfig | BenchConfig,
+    cfg: TrainConfig | RolloutConfig,
     split: str,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Source:
-    """Return the user's texts of a split, see `data.prompt_rows`."""
-    return source_of(cfg.data, split, tokenizer, ends_of(target), target.config.is_encoder_decoder)
+    """Return the prompts of a split, see `data.prompt_rows`."""
+    return source_of(cfg.data, split, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder)
+
+
+def template_of(
+    cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Template:
+    """Return the target's chat template. If it writes the date, it is the one on which the texts of the run, or of
+    rollout.folder, were first sampled, so that a later command continues with the same prompts."""
+    file, anew = _date_file(cfg), getattr(cfg, "overwrite", False) and not cfg.rollout.folder
+    day = date.today() if anew or not file.is_file() else date.fromisoformat(file.read_text(encoding="utf-8").strip())
+    return Template(tokenizer, cfg.data.template, ends_of(target), day)
+
+
+def _date_file(cfg: TrainConfig | RolloutConfig) -> Path:
+    return Path(cfg.rollout.folder or cfg.output) / "date.txt"
 
 
 def sample_prompts(
@@ -266,7 +286,7 @@ def sample_prompts(
     `SelfPrompts.file`."""
     ask = cfg.rollout
     own = SelfPrompts(
-        Template(tokenizer, cfg.data.template, ends_of(target)),
+        template_of(cfg, target, tokenizer),
         folder,
         identity(target, tokenizer),
         needed(ask.texts, ask.held_out_texts, timed),

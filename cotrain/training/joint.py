@@ -35,7 +35,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.board.curves import others
 from cotrain.config.groups import Joint, Loss
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt, sampling
-from cotrain.data.splits import SPLITS, shared
+from cotrain.data.prompt_rows import Source
+from cotrain.data.splits import shared
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError, user_errors
 from cotrain.evaluation.held_out import HeldOut, Scores
@@ -44,7 +45,7 @@ from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, figures, mov
 from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Own, Sampler
-from cotrain.rollout.training_texts import Sampled, Source
+from cotrain.rollout.training_texts import Sampled
 from cotrain.students.base import Student, student_class
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates
@@ -54,9 +55,9 @@ from cotrain.training.distil import distil, unmeasured
 from cotrain.training.distributed import StepCounts
 from cotrain.training.fit import fit, phases_of
 from cotrain.training.interrupts import listening
-from cotrain.training.job import Job, models, sample_prompts, sampled, settle, source
+from cotrain.training.job import Job, models, sample_prompts, sampled, settle
 from cotrain.training.module import Distillation
-from cotrain.training.preconditions import RunOutline, require_texts
+from cotrain.training.preconditions import RunOutline, read_texts, require_texts
 from inference import Engine
 from inference.drafts import moved_target
 from inference.drafts.atomic import new_folder, write_atomic
@@ -396,8 +397,9 @@ def move(cfg: TrainConfig, folder: Path) -> None:
     with listening() as signals, others(stage, place) as loggers:
         settle(stage.trainer.threads, stage.trainer.seed)
         target, tokenizer = models(stage)
-        sources = {split: source(stage, split, target, tokenizer) for split in SPLITS} if stage.data.path else {}
-        job = Job(stage, place, target, tokenizer, sources, signals=signals, loggers=loggers)
+        job = Job(
+            stage, place, target, tokenizer, read_texts(stage, target, tokenizer), signals=signals, loggers=loggers
+        )
         _ = job.identity  # that of the original, also for texts that are sampled later
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
             stored = replace(sampled(cfg, target, tokenizer, rollouts(cfg, folder)), identity=job.identity)

@@ -5,6 +5,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,15 +23,14 @@ from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
-from cotrain.data.conversations import Chats, Template
-from cotrain.data.prompt_rows import PromptRows, prompt_tokens
+from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
-from cotrain.data.sources import refuse_short
+from cotrain.data.sources import refuse_short, sources_of
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import SELF, opening, unended
-from cotrain.rollout.training_texts import Source, Start, completed, start_of
+from cotrain.rollout.training_texts import Start, completed, start_of
 from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.independent import CACHED, refuse_fewer
@@ -38,7 +38,7 @@ from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
-from cotrain.training.job import Job, asked, reads_given, source
+from cotrain.training.job import Job, asked, reads_given, source, template_of
 from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
@@ -52,12 +52,13 @@ from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
-from inference.request import ends_of
 from inference.servers.openai_client import Client
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CHOSEN = "num_experts_per_tok"
 LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # set by launchers of several machines
+SHOWN, CHARACTERS = 3, 300  # prompts that are shown, and characters from either end of one
+OFTEN = 10  # a line says that texts are read so many times, or more
 HALF = ("16", "16-mixed")  # Lightning's names of float16
 
 
@@ -85,7 +86,7 @@ def require(cfg: TrainConfig) -> RunOutline:
         _target(cfg, target, tokenizer)
         draft = _draft(cfg, target, tokenizer)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
-            template = Template(tokenizer, cfg.data.template, ends_of(target))
+            template = template_of(cfg, target, tokenizer)
             _refuse_template(cfg, opening(template).chat)
             _shares(cfg, target, {})
             if end := unended(template):
@@ -105,8 +106,7 @@ def require(cfg: TrainConfig) -> RunOutline:
 def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
     """Read and check the user's texts, and set `rollout.prompt_tokens` by them. Returns them by split, {} for the
     embedded corpora. Raises UserError or ValueError naming the key."""
-    sources = _sources(cfg, target, tokenizer)
-    fill_prompt_tokens(cfg, target, sources)
+    sources = read_texts(cfg, target, tokenizer)
     _texts(cfg, target, tokenizer, sources)
     _shares(cfg, target, sources)
     return sources | given(cfg, target, tokenizer, sources)
@@ -442,9 +442,18 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
                             "draft must be the smaller model")  # fmt: skip
 
 
-def _sources(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Return the user's texts by split, read as the run reads them. Return {} for the embedded corpora."""
-    return {split: source(cfg, split, target, tokenizer) for split in SPLITS} if cfg.data.path else {}
+def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
+    """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
+    draft learns from. Return {} for the embedded corpora."""
+    sources = {}
+    if cfg.data.path:
+        template = template_of(cfg, target, tokenizer)
+        sources = sources_of(cfg.data, SPLITS, template, target.config.is_encoder_decoder)
+    fill_prompt_tokens(cfg, target, sources)
+    if sources:
+        tokens = cfg.rollout.prompt_tokens
+        sources["held_out"] = sources["held_out"].without(sources["train"].each(tokens), tokens)
+    return sources
 
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
@@ -458,19 +467,39 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mappi
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
 
 
+def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
+    """Return lines with the first prompts, as the target reads them, with special tokens."""
+    lines = []
+    for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
+        text = str(tokenizer.decode(ids))
+        text = text if len(text) <= 2 * CHARACTERS else f"{text[:CHARACTERS]} ... {text[-CHARACTERS:]}"
+        lines.append(f"prompt        of {len(ids)} tokens, as the target reads it: {text!r}")
+    return lines
+
+
+def _counts(cfg: TrainConfig, source: Source) -> list[str]:
+    """Return lines that say if there are fewer prompts than asked for, and how often each text is read."""
+    ask, given = cfg.rollout, cfg.data.on_target and isinstance(source, PromptRows)
+    prompts = source.prompts(ask.texts, ask.prompt_tokens, ask.seed)
+    fewer = max(Counter(domain for domain, _ in prompts).values()) < ask.texts
+    lines = [f"rollout.texts={ask.texts}: data.path has {len(prompts)} prompts to learn from"] * fewer
+    if not student_class(cfg.draft.kind).trained:
+        return lines
+    texts = len(prompts) if given else len(prompts) * len(learnt(cfg))
+    each = (cfg.trainer.steps - cfg.trainer.corpus_steps) * cfg.trainer.batch * cfg.trainer.accumulate / texts
+    limit = " at most, in the time allowed" * time_limited(cfg)
+    return [*lines, f"{texts} texts are learnt from, each about {each:.0f} times{limit}"] if each >= OFTEN else lines
+
+
 def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
     """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
     if not sources:
         refuse_given(cfg, stages(cfg.loss))
         return
-    ask, chats = cfg.rollout, isinstance(sources["train"], Chats)
-    _refuse_template(cfg, chats or cfg.data.chat)
-    if chats and tokenizer.chat_template is None:
-        print("warning: the target's tokenizer has no chat template, so the user's messages are used as prompts "
-              "without one",
-              file=sys.stderr)  # fmt: skip
-    for split, texts in sources.items():
-        print(texts.left_out(ask.prompt_tokens, split), end="")
+    ask = cfg.rollout
+    _refuse_template(cfg, sources["train"].rendered)
+    lines = said(sources, ask.prompt_tokens)
+    print(*lines, *shown(cfg, sources["train"], tokenizer), *_counts(cfg, sources["train"]), sep="\n")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
         if not (cfg.data.on_target and isinstance(sources[split], PromptRows)):
             sources[split].prompts(count, ask.prompt_tokens, ask.seed)

@@ -19,26 +19,23 @@ import torch
 from transformers import PretrainedConfig
 
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt
-from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
-from cotrain.training.job import source
-from cotrain.training.preconditions import RunOutline, domains, ids_of, size_of
+from cotrain.training.job import source, template_of
+from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
 from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
-from inference.request import ends_of
 
 WEIGHT_BYTES = {"int8": 1.0, "int8_rows": 1.0, "fp8": 1.0, "nf4": 0.5, "fp4": 0.5, "awq": 0.5, "gptq": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
-SHOWN = 300  # characters shown from either end of a prompt
 REACHED = 1 / 3  # speed of whole models, as a share of the speed of one large product
 ARMS = 4.0  # how often the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
 COUNTED = 32  # rows of the passes that are not timed: those for the taus of the plan and for the parity check
@@ -103,7 +100,7 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
                                            "rollout.rows, or set quantisation=nf4")  # fmt: skip
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
-    return [*lines, _prompt(cfg, known)]
+    return [*lines, *_prompts(cfg, known)]
 
 
 def _lines(estimated: Durations) -> list[str]:
@@ -120,18 +117,16 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{max(math.ceil(seconds), 1)} seconds"
 
 
-def _prompt(cfg: TrainConfig, known: RunOutline) -> str:
-    """Return a line with the first prompt for sampling, as the target gets it, with special tokens."""
+def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
+    """Return lines with the first prompts of the embedded corpora, or with what the target continues."""
     if from_target(cfg.data):
-        ends = ends_of(known.target)
-        ids = opening(Template(known.tokenizer, cfg.data.template, ends)).ids
-        return f"prompts       sampled from the target itself, which begins after {str(known.tokenizer.decode(ids))!r}"
-    split = "train" if known.sources else "held_out"
-    texts = known.sources.get(split) or source(cfg, split, known.target, known.tokenizer)
-    ((_, ids), *_) = texts.prompts(1, cfg.rollout.prompt_tokens, cfg.rollout.seed)
-    text = str(known.tokenizer.decode(ids))
-    shown = text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} ... {text[-SHOWN:]}"
-    return f"prompt        of {len(ids)} tokens, as the target reads it: {shown!r}"
+        ids = opening(template_of(cfg, known.target, known.tokenizer)).ids
+        return [
+            f"prompts       sampled from the target itself, which begins after {str(known.tokenizer.decode(ids))!r}"
+        ]
+    if known.sources:
+        return []  # `preconditions.require` has printed them
+    return shown(cfg, source(cfg, "held_out", known.target, known.tokenizer), known.tokenizer)
 
 
 # --- memory and disk

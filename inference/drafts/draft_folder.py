@@ -98,7 +98,7 @@ class ServedAs:
     verify: the verification rule of chains; a planned tree has its own. dtype: of the target; "auto" for the
     checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
     longest prompts that were measured. messages: whether prompts are messages. template: arguments of the chat template
-    that renders these. chat: whether rows of plain text are rendered too, each as a message.
+    that renders these. chat: `data.chat`, whether rows without messages are rendered too, each as a message.
     """
 
     verify: str = "token"
@@ -107,7 +107,7 @@ class ServedAs:
     prompt_tokens: int = 48
     messages: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
-    chat: bool = False
+    chat: bool | None = None
 
     def __post_init__(self) -> None:
         rule_of(self.verify)
@@ -119,8 +119,11 @@ class ServedAs:
         names = {item.name for item in fields(cls)}
         if not isinstance(values, Mapping) or set(values) - names:
             raise ValueError(f"served must hold {', '.join(names)}, not {values!r}")
+        given = {key: value for key, value in values.items() if value is not None}
+        if given.get("messages") and given.get("chat") is False:  # the default of older versions
+            del given["chat"]
         try:
-            return cls(**{key: value for key, value in values.items() if value is not None})
+            return cls(**given)
         except ValueError as error:
             raise ValueError(f"served.{error}") from error
 

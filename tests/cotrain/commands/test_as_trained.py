@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from cotrain.commands import bench, generate, plan, serve_check
 from cotrain.commands.served_pair import KNOWN, UNSAID, as_trained, stored
+from cotrain.config.ranges import change
 from cotrain.config.settings import BenchConfig, TrainConfig, checked, register
 from cotrain.paths import folder
 from cotrain.plan.policy_file import content
@@ -110,6 +111,16 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     assert served_as(cfg, True) == made().served
     assert {name for name, _ in KNOWN.values()} == set(TRAINED) == set(UNSAID)
     assert stored(made()) == TRAINED
+
+
+def test_a_folder_of_an_older_version_that_learnt_from_messages_leaves_the_template_to_the_target() -> None:
+    for messages, wanted in ((True, None), (False, False)):
+        cfg, metadata = settings("bench"), made()
+        metadata = replace(metadata, served=ServedAs.read({"chat": False, "messages": messages}))
+        as_trained(cfg, metadata)
+        assert cfg.data.chat is wanted
+    assert change("data.chat", False, None) == change("data.column", "text", None) == "free"
+    assert change("data.chat", True, None) == change("data.column", "prompt", None) == "other"
 
 
 # --- a folder of odd values, in every command

@@ -1,12 +1,16 @@
 """Prompts that `cotrain generate` reads of a file."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cotrain.cli import main
 from inference import Engine, Sampling
 from tests.cotrain.commands.test_cli import saved
+from tests.cotrain.data.test_inputs import templated
 
 
 def test_prompts_of_a_file_keep_their_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +23,26 @@ def test_prompts_of_a_file_keep_their_spaces(tmp_path: Path, capsys: pytest.Capt
     arguments = [f"target.path={target}", f"prompts={tmp_path / 'prompts'}", "max_new_tokens=6", "regime=t0"]
     assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == "".join(f"{one}\n" for one in plain) and plain != other
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_are_read_as_for_training(
+    chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, read = saved(tmp_path / "target"), list[Any]()
+    words = templated()
+    words.save_pretrained(target)
+    messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    rows = [{"prompt": "p", "completion": "c"}, {"messages": messages}, {"text": "t"}, *[{"prompt": "q"}] * 9, {"x": 1}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = SimpleNamespace(text=["said"], errors=[None])
+    engine = SimpleNamespace(generate=lambda prompts, **_: read.extend(prompts) or out)
+    monkeypatch.setattr("cotrain.commands.generate._engine", lambda _: engine)
+    command = ["generate", f"target.path={target}", f"prompts={tmp_path / 'own.jsonl'}", f"chat={str(chat).lower()}"]
+    assert main(command) == 0
+    shown = [one if isinstance(one, str) else words.decode(one) for one in read]
+    asked = ["<user>p<assistant>", "<user>t<assistant>", "<user>q<assistant>"] if chat else ["p", "t", "q"]
+    assert shown == [asked[0], "<user>u<assistant>a<user>u<assistant>", asked[1], *[asked[2]] * 9]
+    assert "1 rows are skipped: 1, the first " in (said := capsys.readouterr().err) and "own.jsonl, line 13" in said
+    (tmp_path / "own.jsonl").write_text("plain\ntext\n")
+    assert main(command) == 1 and "it is no JSON object" in capsys.readouterr().err

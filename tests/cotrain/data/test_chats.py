@@ -10,12 +10,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
-from cotrain.data.conversations import Chats, Template, chats_of
+from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.sources import source_of
+from cotrain.data.rows import Reader
 from cotrain.data.splits import SPLITS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
+from tests.cotrain.data.test_inputs import source_of
 from tests.folders import tokenizer
 
 END = "<|endoftext|>"
@@ -46,19 +47,10 @@ def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
 
 
 def turns(template: Template, *rows: dict[str, Any]) -> list[tuple[str, str]]:
-    """(prompt, completion) as text, of all splits."""
-    found = []
-    for row in rows:
-        for split in SPLITS:
-            try:
-                made = chats_of([row], split, template).rows
-            except ValueError as error:
-                if "falls to the split" not in str(error):
-                    raise
-            else:
-                decode = template.tokenizer.decode
-                found += [(str(decode(one["prompt"])), str(decode(one["completion"]))) for one in made]
-    return found
+    """(prompt, completion) as text."""
+    reader, decode = Reader(templated=template.tokenizer.chat_template is not None), template.tokenizer.decode
+    made = [turn for row in rows for turn in template.turns(reader.row(row))]
+    return [(str(decode(one.prompt)), str(decode(one.completion))) for one in made]
 
 
 def test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token() -> None:
@@ -77,9 +69,9 @@ def test_the_content_of_a_message_is_text_its_text_parts_or_nothing_where_it_cal
     for template in (of(PLAIN), of(None)):
         assert turns(template, {"messages": parts}) == turns(template, chat("1+1", "2"))
         for wrong in (None, 3, [], [{"type": "image", "url": "a.png"}], {"text": "a"}):
-            with pytest.raises(ValueError, match="row 1: message 1: the content of a message is text"):
+            with pytest.raises(ValueError, match="message 1: the content of a message is text"):
                 turns(template, {"messages": [{"role": "user", "content": wrong}, answer]})
-        with pytest.raises(ValueError, match="row 1: message 1: the content of a message is text .* not None"):
+        with pytest.raises(ValueError, match="message 1: the content of a message is text .* not None"):
             turns(template, {"messages": [{"role": "user"}, answer]})  # null keys are dropped from files
         with pytest.raises(ValueError, match="message 1: the content of a message is text"):
             turns(template, {"messages": [{"role": "user", "content": None, "tool_calls": [{}]}, answer]})
@@ -87,9 +79,9 @@ def test_the_content_of_a_message_is_text_its_text_parts_or_nothing_where_it_cal
     with pytest.raises(ValueError, match="not \\[.*\\]") as error:
         turns(of(PLAIN), {"messages": [long, answer]})
     assert len(str(error.value)) < 400
-    with pytest.raises(ValueError, match="row 1: message 2 calls tools, which only a chat template can render"):
+    with pytest.raises(ValueError, match="message 2 calls tools, which only a chat template can render"):
         turns(of(None), {"messages": [parts[0], {"role": "assistant", "content": None, "tool_calls": [{}]}]})
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    calls: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     [(_, completion)] = turns(of(PLAIN.replace("m.content", "m.content or 'calls'")), {"messages": [parts[0], calls]})
     assert completion == f"calls{END}"
 
@@ -110,7 +102,7 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     source = source_of(settings(path), "train", of(TOOLS).tokenizer)
-    assert isinstance(source, Chats)
+    assert source.rendered
     starts = {str(tokenizer().decode(row["prompt"])).split("<")[0] for row in source.rows}
     assert starts == {'[a {"x": 1}]', '[b {"y": null}]'}
 
@@ -128,24 +120,35 @@ def test_prompt_and_response_are_rendered_or_without_a_template_taken_as_they_ar
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("", chat("Hi", "Yes?"), "row 1: the target's chat template renders nothing"),
-        ("{{ messages[0].content }}", chat("Hi", "Yes?"), "row 1: the target's chat template renders nothing"),
-        ("{{ messages | length }}{{ messages }}", chat("Hi", "Yes?"), "renders what is before message 2 otherwise"),
-        ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), "row 1: .* template fails: no system"),
-        ("{% for %}", chat("Hi", "Yes?"), "row 1: .* template fails"),
+        ("", chat("Hi", "Yes?"), "the target's chat template renders nothing"),
+        ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
+        ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
         (None, chat("Hi", "Yes?", "More", "No"), "has no chat template"),
-        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "row 1: role 'bot' is none of system"),
-        (PLAIN, {"messages": ["Hi"]}, "row 1: it holds no list of messages"),
-        (PLAIN, {"messages": []}, "row 1: it holds no list of messages"),
+        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot' is none of system"),
+        (PLAIN, {"messages": ["Hi"]}, "it holds no list of messages"),
+        (PLAIN, {"messages": []}, "it holds no list of messages"),
     ],
 )
-def test_what_cannot_be_rendered_names_the_row(template: str | None, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"data.path: .*{message}"):
+def test_what_cannot_be_rendered_says_why(template: str | None, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         turns(of(template), row)
 
 
-def settings(path: Path, column: str = "text") -> Data:
-    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, {}, None, False, False, 1000, False)
+@pytest.mark.parametrize(
+    ("template", "answer", "reason"),
+    [
+        ("{{ messages[0].content }}", "Yes?", "nothing is rendered"),
+        ("{{ messages | length }}{{ messages }}", "Yes?", "renders what is before an answer otherwise once it is"),
+        (PLAIN, " ", "it is empty"),
+    ],
+)
+def test_of_an_answer_that_cannot_be_learnt_the_prompt_is_read(template: str, answer: str, reason: str) -> None:
+    [turn] = of(template).turns(Reader(templated=True).row(chat("Hi", answer)))
+    assert turn.prompt and not turn.completion and reason in turn.lost
+
+
+def settings(path: Path, column: str | None = None) -> Data:
+    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, {}, None, None, False, 1000, False)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -157,7 +160,7 @@ def test_files_of_conversations_are_known_by_their_columns(tmp_path: Path, endin
     else:
         datasets.Dataset.from_list(rows).to_parquet(str(path))
     parts = [source_of(settings(path), split, of(PLAIN).tokenizer) for split in SPLITS]
-    found = [part.rows for part in parts if isinstance(part, Chats)]
+    found = [part.rows for part in parts if part.rendered]
     assert sum(map(len, found)) == 60 and {row["domain"] for row in found[0]} == {"a", "b"}
     assert len({tuple(row["prompt"]) for rows in found for row in rows}) == 60
 
@@ -166,7 +169,7 @@ def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat("the same", f"answer {i}") for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with pytest.raises(ValueError, match="none of 60 conversations falls to the split"):
+    with pytest.raises(ValueError, match="none of 60 rows falls to the split"):
         for split in ("train", "held_out"):
             source_of(settings(path), split, of(PLAIN).tokenizer)
 
@@ -175,11 +178,11 @@ def test_a_column_of_text_that_is_named_is_text(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"number {i}", "response": "b"}) + "\n" for i in range(40)))
     found = source_of(settings(path, "prompt"), "train", tokenizer())
-    assert isinstance(found, PromptRows) and not isinstance(found, Chats)
+    assert isinstance(found, PromptRows) and not found.rendered
 
 
-def chats(lengths: dict[str, list[int]]) -> Chats:
-    return Chats(
+def chats(lengths: dict[str, list[int]]) -> PromptRows:
+    return PromptRows(
         [{"domain": domain, "prompt": [2] * n, "completion": [3] * n} for domain in lengths for n in lengths[domain]]
     )
 

@@ -4,16 +4,18 @@ import bz2
 import copy
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
-from cotrain.data.conversations import Chats
-from cotrain.data.sources import prompt_origin, read_rows, source_of
+from cotrain.data.conversations import Template
+from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import prompt_origin, read_rows, sources_of
 from cotrain.data.splits import SPLITS
 from tests.folders import tokenizer
 
@@ -21,7 +23,7 @@ from tests.folders import tokenizer
 def given(path: Path | str, **changed: object) -> Data:
     settings = {
         "path": str(path),
-        "column": "text",
+        "column": None,
         "split": "train",
         "bytes": {},
         "held_out_bytes": {},
@@ -31,7 +33,7 @@ def given(path: Path | str, **changed: object) -> Data:
         "shares": {},
         "embedded_shares": {},
         "config": None,
-        "chat": False,
+        "chat": None,
         "streaming": False,
         "take": 1000,
         "from_target": False,
@@ -44,7 +46,14 @@ def lines(*texts: str) -> str:
 
 
 def texts(path: Path | str, **changed: object) -> list[str]:
-    return list(read_rows(given(path, **changed))["text"])
+    return [row["text"] for _, row in read_rows(given(path, **changed))]
+
+
+def source_of(
+    data: Data, split: str, words: PreTrainedTokenizerFast, ends: Collection[int] = (), encoder: bool = False
+) -> Any:
+    """The prompts of a split, for a target of this tokenizer."""
+    return sources_of(data, (split,), Template(words, data.template, ends), encoder)[split]
 
 
 def templated() -> PreTrainedTokenizerFast:
@@ -138,9 +147,9 @@ def test_a_data_set_of_several_configs_is_asked_for_one(tmp_path: Path) -> None:
 
 
 def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
-    """What lies behind them, here no JSON at all, is never parsed."""
+    """What lies behind them, here no text at all, is never read."""
     path = tmp_path / "large.jsonl"
-    path.write_text(lines(*("x" * 1000 + str(i) for i in range(40_000))) + "no JSON\n")
+    path.write_text(lines(*("x" * 1000 + str(i) for i in range(40_000))) + "\0\xff\n", encoding="latin-1")
     assert len(texts(path, streaming=True, take=50)) == 50
     with pytest.raises(ValueError, match="data.path: .* cannot be read"):
         texts(path)
@@ -154,7 +163,7 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
         (
             "own.jsonl",
             b"Tell me a joke\nAnd one more\n",
-            "lines are not JSON objects .*; a file of plain text.* in .txt",
+            "2 of 2 rows .* line 1: it is no JSON object; a file of plain text.* in .txt",
         ),
         ("own.docx", b"PK", "ends in none of .jsonl, .ndjson"),
         ("own.csv", b"", "is empty"),
@@ -163,18 +172,18 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"data.path: .*{name}.*({message})") as raised:
-        read_rows(given(tmp_path / name))
+        source_of(given(tmp_path / name), "train", tokenizer())
     assert "\n" not in str(raised.value)
 
 
 def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
     for path in ("none.jsonl.gz", "./none", str(tmp_path / "none"), "a/b/c"):
         with pytest.raises(ValueError, match=f"data.path: no such file: {path}"):
-            read_rows(given(path))
+            texts(path)
 
 
 def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
-    for ask in (read_rows, lambda data: prompt_origin(data, "train")):
+    for ask in (lambda data: list(read_rows(data)), lambda data: prompt_origin(data, "train")):
         with pytest.raises(ValueError, match="data.path: promtps cannot be read: there is no such file or folder, and"):
             ask(given("promtps"))
 
@@ -188,7 +197,7 @@ def test_conversations_are_found_in_each_kind_of_file(tmp_path: Path) -> None:
     for name in ("a.jsonl.gz", "folder"):
         for streaming in (False, True):
             found = source_of(given(tmp_path / name, streaming=streaming), "train", templated())
-            assert isinstance(found, Chats) and 40 < len(found.rows) < 60
+            assert isinstance(found, PromptRows) and found.rendered and 40 < len(found.rows) < 60
 
 
 def test_a_stream_counts_by_size_and_time_files_by_their_contents(tmp_path: Path) -> None:
@@ -213,7 +222,7 @@ def test_a_stream_of_conversations_ends_where_it_is_asked_to(ending: str, tmp_pa
 
     def count(**changed: object) -> int:
         parts = [source_of(given(path, **changed), split, templated()) for split in SPLITS]
-        assert all(isinstance(part, Chats) for part in parts)
-        return sum(len(part.rows) for part in parts if isinstance(part, Chats))
+        assert all(part.rendered for part in parts)
+        return sum(len(part.rows) for part in parts)
 
     assert (count(), count(streaming=True, take=20), count(streaming=True)) == (60, 20, 60)

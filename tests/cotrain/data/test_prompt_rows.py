@@ -14,17 +14,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.commands import served_pair
-from cotrain.data.conversations import Chats
 from cotrain.data.corpora import PIECE, pieces
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import pack, prompt_origin, source_of
+from cotrain.data.sources import pack, prompt_origin
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Learnt, joined
 from cotrain.rollout.samplers import Ask, Own
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
-from tests.cotrain.data.test_inputs import given, templated
+from tests.cotrain.data.test_inputs import given, source_of, templated
 from tests.folders import few_files, network, tokenizer
 
 START = 1  # id of the token that a text begins with
@@ -75,7 +74,7 @@ def test_a_text_that_is_longer_is_begun_and_a_prompt_is_dropped(tmp_path: Path) 
     text, prompt = (
         source_of(given(rows(tmp_path / f"{name}.jsonl", name, TEXTS)), "train", words) for name in ("text", "prompt")
     )
-    assert isinstance(text, TextStarts) and isinstance(prompt, PromptRows) and not isinstance(prompt, Chats)
+    assert isinstance(text, TextStarts) and isinstance(prompt, PromptRows) and not prompt.rendered
     whole = [words(one)["input_ids"] for one in text.texts["text"]]
     long = sum(len(ids) > limit for ids in whole)
     assert 0 < long < len(whole) and sorted(text.several(limit, 0)) == sorted(ids[:limit] for ids in whole)
@@ -119,7 +118,7 @@ def test_texts_are_shown_as_a_users_where_that_is_asked(tmp_path: Path) -> None:
     for column in ("text", "prompt"):
         path = rows(tmp_path / f"{column}.jsonl", column, TEXTS)
         raw, shown = (source_of(given(path, chat=chat), "train", words) for chat in (False, True))
-        assert isinstance(shown, Chats) and not isinstance(raw, Chats)
+        assert shown.rendered and not raw.rendered
         starts = {words.decode(ids) for ids in shown.several(1000, 0)}
         assert len(starts) > 60 and starts <= {f"<user>{text}<assistant>" for text in TEXTS}
         assert {words.decode(ids) for ids in raw.several(1000, 0)} <= set(TEXTS)
@@ -176,8 +175,9 @@ def test_bench_counts_the_prompts_that_are_too_long_by_its_own_setting(
         split: [{"domain": "own", "prompt": [first + n] * n, "completion": []} for n in (2, 3, 9)]
         for split, first in (("held_out", 0), ("final", 20))
     }
-    monkeypatch.setattr("cotrain.commands.served_pair.source_of", lambda data, split, *_: PromptRows(rows[split]))
-    size, data = SimpleNamespace(prompt_tokens=8, seed=0), SimpleNamespace(path="own.jsonl")
+    monkeypatch.setattr("cotrain.commands.served_pair.sources_of",
+                        lambda data, splits, *_: {split: PromptRows(rows[split]) for split in splits})  # fmt: skip
+    size, data = SimpleNamespace(prompt_tokens=8, seed=0), SimpleNamespace(path="own.jsonl", template={})
     found = served_pair.prompts(cast(Any, data), cast(Any, size), network(), cast(Any, None))
     assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [2, 3]
     said = capsys.readouterr()

@@ -11,9 +11,8 @@ from cotrain.data import sequence_tasks
 from cotrain.data.corpora import Document, records, shipped, shipped_ids
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sequence_tasks import TASKS, embedded_pairs, functions, sentence, sentences
-from cotrain.data.sources import source_of
 from cotrain.data.splits import SPLITS, shared
-from tests.cotrain.data.test_inputs import given
+from tests.cotrain.data.test_inputs import given, source_of
 from tests.folders import few_files, tokenizer
 
 CODE = '''
@@ -115,13 +114,15 @@ class TestRows:
     @pytest.mark.parametrize(
         ("row", "column", "wanted"),
         [
-            ({"source": "a b", "text": "c", "prompt": "d"}, "text", "a b"),
-            ({"prompt": "d", "text": "c"}, "text", "d"),
-            ({"text": "c"}, "text", "c"),
+            ({"source": "a b", "text": "c", "prompt": "d"}, None, "a b"),
+            ({"prompt": "d", "text": "c"}, None, "d"),
+            ({"text": "c"}, None, "c"),
             ({"source": "a b", "note": "e"}, "note", "e"),
         ],
     )
-    def test_a_row_is_a_whole_source(self, tmp_path: Path, row: dict[str, str], column: str, wanted: str) -> None:
+    def test_a_row_is_a_whole_source(
+        self, tmp_path: Path, row: dict[str, str], column: str | None, wanted: str
+    ) -> None:
         long = {key: value * 40 for key, value in row.items()}
         (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(long) + "\n")
         data = given(tmp_path / "own.jsonl", column=column)

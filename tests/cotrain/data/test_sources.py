@@ -16,15 +16,16 @@ from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest, records
 from cotrain.data.prompt_rows import TextStarts
-from cotrain.data.sources import SeededOrder, embedded_texts, pack, read_rows, source_of, texts_of
+from cotrain.data.sources import SeededOrder, embedded_texts, pack
 from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
+from tests.cotrain.data.test_inputs import source_of
 from tests.folders import few_files, tokenizer
 
 CAP = 40_000
 
 
-def read_texts(path: str, column: str = "text") -> datasets.Dataset:
-    return texts_of(read_rows(settings(path)), path, column)
+def read_texts(path: str, column: str | None = None) -> datasets.Dataset:
+    return source_of(dataclasses.replace(settings(path), column=column), "all", tokenizer()).texts
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +119,22 @@ def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
     [
         ("none.jsonl", None, "data.path: no such file"),
         ("folder", None, "data.path: .*folder.* cannot be read"),
-        ("own.jsonl", b'{"body": "a"}\n', r"data.column: .* no column 'text'; it has \['body'\]"),
-        ("own.jsonl", b'{"text": 3}\n', r"data.column: 'text' of .* holds .*int64.*, not text"),
-        ("own.jsonl", b'{"text": [{"role": "user"}]}\n', "data.column: 'text' .* not text"),
+        (
+            "own.jsonl",
+            b'{"body": "a"}\n',
+            "line 1: it has no column .* or 'text', but body: name another by data.column",
+        ),
+        ("own.jsonl", b'{"text": 3}\n', "data.path: .*own.jsonl: 1 of 1 rows .* line 1: column 'text' holds int, not"),
+        ("own.jsonl", b'{"text": [{"role": "user"}]}\n', "line 1: message 1: the content of a message is text"),
         ("own.txt", b"caf\xe9\n", "data.path: .* cannot be read"),
-        ("own.jsonl", b'{"text": \n', "data.path: .* cannot be read"),
+        ("own.jsonl", b'{"text": \n', "data.path: .* cannot be read: .*line 1: it is no JSON object"),
         ("own.parquet", b"no parquet", "data.path: .* cannot be read"),
         ("own.jsonl", b"", "data.path: .* is empty"),
-        ("own.jsonl", b'{"text": " "}\n{"text": ""}\n', "data.path: .* holds no text in column 'text'"),
+        (
+            "own.jsonl",
+            b'{"text": " "}\n{"text": ""}\n',
+            "data.path: .* holds no text: 2, the first own.jsonl, line 1: ",
+        ),
     ],
 )
 def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -138,7 +147,7 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
-    return Data(path, "text", "train", sizes, sizes, block, {}, False, {}, {}, None, False, False, 1000, False)
+    return Data(path, None, "train", sizes, sizes, block, {}, False, {}, {}, None, None, False, 1000, False)
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": "b"}, {"messages": []}])
@@ -172,12 +181,12 @@ def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
     one = own(tmp_path, {"text": "ab"})
-    with pytest.raises(ValueError, match="data.path: none of 1 texts falls to the split held_out"):
+    with pytest.raises(ValueError, match="data.path: none of 1 rows falls to the split held_out"):
         source_of(settings(one), "held_out", tokenizer())
     with pytest.raises(ValueError, match="data.block: 1 texts make less than one block of 64"):
         pack(source_of(settings(one), "train", tokenizer()).texts, tokenizer(), 64)
     with pytest.raises(ValueError, match="data.block: 0 texts"):
-        pack(read_texts(one).filter(lambda _: False), tokenizer(), 8)
+        pack(source_of(settings(one), "train", tokenizer()).texts.filter(lambda _: False), tokenizer(), 8)
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

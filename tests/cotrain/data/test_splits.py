@@ -73,11 +73,11 @@ def test_a_run_with_own_data_times_on_prompts_of_no_other_split(tmp_path: Path, 
     """Every row comes twice, so that no order and no index could keep them apart."""
     path = tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind) * 2), encoding="utf-8")
-    data = given(path, column="text", block=16)
-    ask = SimpleNamespace(prompt_tokens=40 if kind == "conversations" else 16, seed=0)
+    data = given(path, block=16)
+    ask = SimpleNamespace(prompt_tokens=40 if kind == "conversations" else 16, seed=0, folder=None)
     config = SimpleNamespace(eos_token_id=None, is_encoder_decoder=False)
     target = SimpleNamespace(generation_config=None, config=config)
-    job = Job(SimpleNamespace(data=data, rollout=ask), tmp_path, target, tokenizer())  # type: ignore[arg-type]
+    job = Job(SimpleNamespace(data=data, rollout=ask, output=str(tmp_path)), tmp_path, target, tokenizer())  # type: ignore[arg-type]
     found, learnt = job.prompts, job.source("train").several(ask.prompt_tokens, 0)
     assert found.source == "own" and found.ranking and found.final
     assert not shared(found.final, found.ranking) and not shared(found.final, learnt)

@@ -94,10 +94,10 @@ def grown(data: Data) -> Data:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: replace(d, column="other"), "source.column was 'text', now 'other'"),
+        (lambda d: replace(d, column="other"), "source.column was None, now 'other'"),
         (lambda d: replace(d, split="test"), "source.split was 'train', now 'test'"),
         (lambda d: replace(d, template={"enable_thinking": False}), "source.template"),
-        (lambda d: replace(d, chat=True), "source.chat was False, now True"),
+        (lambda d: replace(d, chat=True), "source.chat was None, now True"),
         (lambda d: replace(d, streaming=True), "source.take was None, now 1000"),
         (rewritten, "source.contents differs"),
         (grown, "source.contents differs"),

@@ -250,7 +250,7 @@ class TestFile:
         wanted = needed(30, 6, 4)
         path = asked(tmp_path, wanted).file(Scripted(messages(900)).by(), say=print)
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
-        sources = [source_of(data_of(path), split, CHAT.tokenizer, CHAT.ends) for split in SPLITS]
+        sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
         sizes = [len(source.prompts(10**6, 99, 0)) for source in sources]
         assert sizes == [counts["splits"][split] for split in SPLITS] and sum(sizes) == counts["kept"]
         assert all(size >= wanted[split] for size, split in zip(sizes, SPLITS, strict=True))
@@ -336,6 +336,6 @@ class TestFile:
 
 
 def data_of(path: Path) -> Data:
-    return Data(path=str(path), from_target=True, column="text", split="train", bytes={}, held_out_bytes={}, block=64,
+    return Data(path=str(path), from_target=True, column=None, split="train", bytes={}, held_out_bytes={}, block=64,
                 template={}, on_target=False, shares={}, embedded_shares={}, config=None, chat=False, streaming=False,
                 take=1)  # fmt: skip

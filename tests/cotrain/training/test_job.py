@@ -15,8 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cotrain import losses
 from cotrain.config.settings import register
-from cotrain.data.conversations import Chats
-from cotrain.data.sources import texts_of
+from cotrain.data.prompt_rows import PromptRows, said
 from cotrain.data.texts import Texts
 from cotrain.losses.spec import LossSpec
 from cotrain.paths import folder
@@ -116,24 +115,14 @@ def test_shares_of_embedded_domains_do_not_apply_to_own_texts(monkeypatch: pytes
     assert shares(monkeypatch, "data.path=own.jsonl", "+data.shares.records=0.2") == {"records": 0.2}
 
 
-def test_prompts_that_are_left_out_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_are_left_out_are_counted() -> None:
     rows = [{"domain": "own", "prompt": [1] * n, "completion": []} for n in (3, 9, 0, 4, 12)]
-    monkeypatch.setattr("cotrain.training.job.source", lambda *_: Chats(rows))
-    cfg: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_tokens=8))
-    job = Job(cfg, Path(), network(), tokenizer())
-    job.source("train")
-    job.source("train")
-    assert capsys.readouterr().out == (
-        "data.path: of 5 prompts of the split train, 2 are longer than rollout.prompt_tokens=8 "
-        "and 1 are empty: left out\n"
-    )
-    assert sorted(map(len, Chats(rows).several(8, 0))) == [3, 4] and Chats(rows[:1]).left_out(8, "train") == ""
-    import datasets
-
-    texts_of(datasets.Dataset.from_dict({"text": ["a", " ", "", None]}), "own.jsonl")
-    assert capsys.readouterr().out == "data.path: 3 of 4 rows of own.jsonl hold no text: left out\n"
+    source = PromptRows(rows, remarks=("as read",))
+    assert said({"train": source, "final": source}, 8) == ["as read", *(
+        f"data.path: of 5 prompts of the split {split}, 2 are longer than rollout.prompt_tokens=8 "
+        "and 1 are empty: left out" for split in ("train", "final")
+    )]  # fmt: skip
+    assert sorted(map(len, source.several(8, 0))) == [3, 4] and PromptRows(rows[:1]).left_out(8, "train") == ""
 
 
 FREED = """

@@ -181,7 +181,7 @@ def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: 
     assert (
         main(command(mistakes, f"data.path={mistakes / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
     )
-    assert "no chat template, so the user's messages are used as prompts without one" in capsys.readouterr().err
+    assert "no chat template, so the user's messages are used as prompts without one" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8_rows"])

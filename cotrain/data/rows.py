@@ -1,0 +1,261 @@
+"""What a row of the user's data holds: a conversation, a whole prompt, or a text that begins with a prompt; with a
+completion if it has one. A row that cannot be read is skipped with a reason, and each column is read or counted.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from inference.request import content_of
+
+Message = dict[str, Any]
+ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
+         "gpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool"}  # fmt: skip
+CONVERSATION, PROMPT, INSTRUCTION, TEXT, SOURCE = (
+    ("messages", "conversations"), "prompt", "instruction", "text", "source",
+)  # fmt: skip
+COMPLETION = ("completion", "response", "output")
+COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT)  # one of them must be in a row; the first that is there is read
+NAMES = {"from": "role", "value": "content"}  # of ShareGPT
+REASONS = 4  # as many are listed
+BLANK = "it holds no text"  # as many rows of a corpus: these do not stop a run
+
+
+@dataclass(frozen=True)
+class Row:
+    """place: where the row is, for messages. messages: to be rendered; without them, prompt and completion, or a text,
+    are used as they are. columns: those that were read. unread: the other columns that have a value."""
+
+    place: str
+    columns: tuple[str, ...]
+    unread: tuple[str, ...]
+    domain: str = "own"
+    messages: tuple[Message, ...] = ()
+    tools: Any = None
+    prompt: str = ""
+    completion: str = ""
+    text: str = ""
+
+    @cached_property
+    def opening(self) -> str:
+        """What opens the row, up to the first answer. It decides the split."""
+        roles = [one["role"] for one in self.messages]
+        asked = self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
+        return json.dumps(asked) if self.messages else self.prompt or self.text
+
+    @property
+    def content(self) -> str:
+        """All that is read of the row."""
+        return json.dumps([self.messages, self.tools, self.prompt, self.completion, self.text])
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads rows. column: the column of the conversation, prompt or text; None: the first of `COLUMNS`. chat: whether
+    a prompt or text becomes a message of a user; None: a prompt does, if the target has a chat template. templated:
+    whether it has one. encoder: whether rows are sources of an encoder."""
+
+    column: str | None = None
+    chat: bool | None = None
+    templated: bool = False
+    encoder: bool = False
+
+    def row(self, values: Any, place: str = "") -> Row:
+        """Read a row. Raises ValueError with the reason for which it is skipped."""
+        if not isinstance(values, Mapping):
+            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt")
+        if None in values:  # `csv.DictReader`
+            raise ValueError("it has more cells than the first line: quote cells that contain commas")
+        left = {name: value for name, value in values.items() if not _blank(value)}
+        domain = str(left.pop("domain", "own"))
+        found = self._read(self._column(values, left), left)
+        read = tuple(name for name in values if name not in left and not _blank(values[name]) and name != "domain")
+        return Row(place, read, tuple(left), domain, **found)
+
+    def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:
+        """The column that holds the conversation, prompt or text."""
+        names = (self.column,) if self.column else (SOURCE, PROMPT, TEXT) if self.encoder else COLUMNS
+        for name in names:
+            if name in left:
+                return name
+        if any(name in values for name in names):
+            raise ValueError(BLANK)
+        named = "" if self.column else ": name another by data.column="
+        raise ValueError(f"it has no column {' or '.join(map(repr, names))}, but {', '.join(left) or 'none'}{named}")
+
+    def _read(self, name: str, left: dict[str, Any]) -> dict[str, Any]:
+        value = left.pop(name)
+        if not self.encoder and (name in CONVERSATION or isinstance(value, list)):
+            return self._conversation(conversation(value), left)
+        text = _text(name, value)
+        if self.encoder:
+            return {"prompt": text}
+        if name == INSTRUCTION and "input" in left:
+            text += "\n" + _text("input", left.pop("input"))
+        prompt = name in (PROMPT, INSTRUCTION)
+        if self.chat or (self.chat is None and prompt and self.templated):
+            return self._conversation([{"role": "user", "content": text}], left)
+        if not prompt:
+            return {"text": text}
+        said = _answer(left)
+        return {"prompt": text, "completion": said[0]["content"] if said else ""}
+
+    def _conversation(self, messages: list[Message], left: dict[str, Any]) -> dict[str, Any]:
+        if messages[-1]["role"] != "assistant":
+            messages = messages + _answer(left)
+        if not any(one["role"] == "user" for one in messages):
+            raise ValueError("it has no message of a user")
+        if not self.templated:
+            return _plain(messages)
+        if "system" in left and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": _text("system", left.pop("system"))}, *messages]
+        return {"messages": tuple(messages), "tools": decoded("tools", left.pop("tools", None))}
+
+
+def conversation(value: Any) -> list[Message]:
+    """The messages of a conversation, of the keys and roles of OpenAI's API or of ShareGPT, with tool calls whose
+    arguments are objects. Raises ValueError for other values."""
+    value = decoded("messages", value)
+    if not isinstance(value, list) or not value or not all(isinstance(one, Mapping) for one in value):
+        raise ValueError("it holds no list of messages, each with role and content")
+    return [_message(f"message {place}", one) for place, one in enumerate(value, 1)]
+
+
+def _message(who: str, given: Mapping[str, Any]) -> Message:
+    names = {} if "role" in given else NAMES
+    one = {names.get(key, key): value for key, value in given.items() if value is not None}
+    role = one.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
+    call = decoded(who, one.pop("function_call", None))  # of OpenAI's first API
+    calls = decoded(who, one.pop("tool_calls", None)) or ([{"type": "function", "function": call}] if call else [])
+    if not isinstance(calls, list):
+        raise ValueError(f"{who}: tool_calls holds no list")
+    one |= {"role": ROLES[role]} | ({"tool_calls": [_call(who, each) for each in calls]} if calls else {})
+    return one | {"content": content_of(who, one) or ""}
+
+
+def _call(who: str, call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    arguments = decoded(who, function.get("arguments")) if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments or {}, Mapping):
+        raise ValueError(f"{who}: a tool call needs a name, and arguments that are a JSON object")
+    function = {**function, "arguments": arguments or {}}
+    return {**call, "function": function} if "function" in call else function
+
+
+def decoded(who: str, value: Any) -> Any:
+    """The value of JSON text; other values, and None for blank text or an empty object, as they are."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{who}: {error.args[0]}: it is text, but no JSON") from error
+    return None if value in ({}, []) or _blank(value) else value
+
+
+def _answer(left: dict[str, Any]) -> list[Message]:
+    """The messages of the completion, without its column; [] if there is none."""
+    given = {name: left[name] for name in COMPLETION if name in left}
+    for name in given:
+        del left[name]
+    first, *others = given.items() or [("", "")]
+    if differs := [name for name, value in others if value != first[1]]:
+        raise ValueError(f"its columns {first[0]} and {differs[0]} differ: leave one out")
+    name, value = first
+    if isinstance(value, list):
+        return conversation(value)
+    return [{"role": "assistant", "content": _text(name, value)}] if value else []
+
+
+def _plain(messages: list[Message]) -> dict[str, Any]:
+    """A prompt and its answer, for a target without a chat template."""
+    if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
+        raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
+                         "without its answer, can be read")  # fmt: skip
+    if any("tool_calls" in one for one in messages):
+        raise ValueError("message 2 calls tools, which only a chat template can render, and the target's tokenizer has "
+                         "none")  # fmt: skip
+    prompt, *said = (one["content"] for one in messages)
+    return {"prompt": prompt, "completion": said[0] if said else ""}
+
+
+def _blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"column {name!r} holds {type(value).__name__}, not text")
+    return content_of(f"column {name!r}", {"content": value}) or ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Rows, or answers, that are left out: the reason of each, and where the first of a reason is."""
+
+    reasons: Counter[str]
+    first: dict[str, str]
+
+    def add(self, place: str, reason: Exception | str) -> None:
+        self.reasons[str(reason)] += 1
+        self.first.setdefault(str(reason), place)
+
+    def said(self) -> str:
+        """The reasons, the most frequent first, each with its count and its first row."""
+        listed = [f"{count}, the first {self.first[reason]}: {reason}" for reason, count in self.reasons.most_common()]
+        return "; ".join(listed[:REASONS] + ["other reasons"] * (len(listed) > REASONS))
+
+    def refuse(self, setting: str, total: int) -> None:
+        """Raise ValueError, naming the setting, if more than a tenth of the rows are skipped."""
+        count = self.reasons.total() - self.reasons[BLANK]
+        if 10 * count > total:
+            raise ValueError(f"{setting}: {count} of {total} rows cannot be read: {self.said()}")
+
+
+def nothing_skipped() -> Skipped:
+    return Skipped(Counter(), {})
+
+
+def remarks(rows: Sequence[Row], reader: Reader, skipped: Skipped, total: int) -> list[str]:
+    """Lines about which columns were read, what became of prompts, and what was left out. total: the number of rows."""
+    read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
+    ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
+    lines = [f"data.path: {total - skipped.reasons.total()} of {total} rows are read, columns "
+             f"{_counted(read, len(rows))}{ignored}"]  # fmt: skip
+    if skipped.reasons:
+        lines += [f"data.path: {skipped.reasons.total()} of {total} rows are skipped: {skipped.said()}"]
+    repeated = len(rows) - len({row.content for row in rows})
+    lines += [f"data.path: {repeated} of {len(rows)} rows are repetitions of others"] * bool(repeated)
+    return lines if reader.encoder else [*lines, _rendered(rows, reader)]
+
+
+def _rendered(rows: Sequence[Row], reader: Reader) -> str:
+    if rows[0].messages:
+        return "data.path: prompts are messages, rendered by the target's chat template" + (
+            "" if {*rows[0].columns} & {*CONVERSATION} else "; data.chat=false uses them as they are")  # fmt: skip
+    if not reader.templated:
+        said = ", so the user's messages are used as prompts without one" * bool({*rows[0].columns} & {*CONVERSATION})
+        return f"data.path: prompts are used as they are: the target's tokenizer has no chat template{said}"
+    return "data.path: prompts are used as they are; data.chat=true makes each a user's message in the target's chat " \
+           "template"  # fmt: skip
+
+
+def _counted(columns: Mapping[str, int], rows: int) -> str:
+    """The names of columns, with their counts if they are not in all rows."""
+    return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
+
+
+def of_one_kind(rows: Iterable[Row], skipped: Skipped) -> list[Row]:
+    """The rows, without texts among prompts, which are skipped."""
+    rows = list(rows)
+    if all(row.text for row in rows):
+        return rows
+    for row in rows:
+        if row.text:
+            skipped.add(row.place, "it is a text, but other rows are prompts: name one column by data.column=")
+    return [row for row in rows if not row.text]

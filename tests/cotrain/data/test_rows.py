@@ -1,0 +1,191 @@
+"""Rows of any shape: each column is read or named, and what cannot be read is skipped with a reason."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+
+from cotrain.data.conversations import Template
+from cotrain.data.rows import Reader
+from cotrain.data.sources import sources_of
+from cotrain.data.splits import ALL_ROWS
+from tests.cotrain.data.test_inputs import given, source_of, templated
+from tests.folders import tokenizer
+
+USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CALL = {"name": "f", "arguments": '{"x": 1}'}
+CHAT = Reader(templated=True)
+
+
+@pytest.mark.parametrize("reader", [CHAT, Reader(), Reader(chat=True, templated=True), Reader(encoder=True)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "T", "messages": [USER, SAID], "id": 3, "tools": []},
+        {"prompt": "P", "completion": "C", "score": 1.0, "domain": "D", "system": "S", "blank": " "},
+        {"prompt": "P", "response": "C", "tools": [{"name": "F"}]},
+        {"instruction": "I", "input": "J", "output": "C", "text": "T"},
+        {"messages": [USER], "completion": "C", "system": "S"},
+        {"text": "T", "completion": "C", "system": "S", "source": "U"},
+        {"prompt": [USER], "completion": [SAID], "chosen": "X", "source": "U"},
+    ],
+)
+def test_a_column_is_read_or_named(row: dict[str, Any], reader: Reader) -> None:
+    if reader.encoder and not {"source", "text"} & {*row} and not isinstance(row.get("prompt"), str):
+        with pytest.raises(ValueError, match="it has no column 'source'"):
+            reader.row(row)
+        return
+    found = reader.row(row)
+    filled = {name for name, value in row.items() if name != "domain" and value != " "}
+    assert sorted([*found.columns, *found.unread]) == sorted(filled) and found.domain == row.get("domain", "own")
+    read = json.dumps([found.messages, found.tools, found.prompt, found.completion, found.text])
+    for name, value in row.items():
+        if name in filled and isinstance(value, str):
+            assert (value in read) == (name in found.columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([], "it is no JSON object"),
+        ("text", "it is no JSON object; a file of plain text"),
+        ({}, "it has no column"),
+        ({"prompt": "a", None: ["b"]}, "more cells than the first line"),
+        ({"prompt": 3}, "column 'prompt' holds int, not text"),
+        ({"prompt": "a\ud800"}, "no valid Unicode"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "its columns completion and response differ"),
+        ({"messages": "no JSON"}, "messages: .*it is text, but no JSON"),
+        ({"messages": [USER, {"role": "function_call", "content": "x"}]}, "role 'function_call' is none of"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"role \['user'\] is none of"),
+        ({"messages": [SAID]}, "no message of a user"),
+        ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, "but no JSON"),
+        ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "JSON object"),
+        ({"messages": [USER, SAID | {"tool_calls": ["f"]}]}, "a tool call needs a name"),
+        ({"messages": [USER, SAID | {"tool_calls": {"f": 1}}]}, "tool_calls holds no list"),
+        ({"messages": [USER], "tools": "no JSON"}, "tools: .*but no JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_read_has_a_reason(row: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        CHAT.row(row)
+
+
+def calls(message: dict[str, Any]) -> Any:
+    return CHAT.row({"messages": [USER, message]}).messages[1]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, "", "{}", None])
+def test_a_tool_call_is_the_same_as_text_and_as_values(arguments: Any) -> None:
+    function = {"name": "f", "arguments": arguments}
+    wanted = {"name": "f", "arguments": {"x": 1} if arguments and arguments != "{}" else {}}
+    call = {"type": "function", "function": function}
+    for message in ({"tool_calls": [call]}, {"tool_calls": json.dumps([call])}, {"function_call": function}):
+        found = calls({"role": "assistant", "content": None, **message})
+        assert found == {"role": "assistant", "content": "", "tool_calls": [call | {"function": wanted}]}
+    assert calls({"role": "assistant", "content": "", "tool_calls": [function]})["tool_calls"] == [wanted]
+
+
+@pytest.mark.parametrize("nothing", ["", "{}", "[]", [], {}, None])
+def test_no_tools_are_no_tools(nothing: Any) -> None:
+    assert CHAT.row({"messages": [USER], "tools": nothing}).tools is None
+    assert calls(SAID | {"tool_calls": nothing, "function_call": None}) == SAID
+    tools = [{"name": "f", "parameters": {"x": None}}]
+    assert CHAT.row({"messages": [USER], "tools": json.dumps(tools)}).tools == tools
+
+
+@pytest.mark.parametrize("chat", [None, True, False])
+def test_a_named_column_may_hold_anything(chat: bool | None) -> None:
+    named = Reader(column="own", chat=chat, templated=True)
+    assert named.row({"own": [USER, SAID], "prompt": "p"}).messages == (USER, SAID)
+    one = named.row({"own": "a", "prompt": "p"})
+    assert (one.text, one.messages) == (("", (USER,)) if chat else ("a", ()))
+    assert Reader(column="prompt", chat=chat, templated=True).row({"prompt": "a", "text": "b"}).text == ""
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_tenth_may_be_skipped(tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {i}"} for i in range(36)]
+    odd = ["{\n", {"prompt": 3}, {"other": "a"}, {"text": "a"}]
+    found = source_of(given(write(tmp_path / "own.jsonl", [*rows, *odd])), ALL_ROWS, templated())
+    assert len(found.rows) == 36 and "36 of 40 rows are read" in found.remarks[0]
+    assert (
+        "4 of 40 rows are skipped" in found.remarks[1] and "1, the first own.jsonl, line 37: it is" in found.remarks[1]
+    )
+    with pytest.raises(ValueError, match="data.path: .*own.jsonl: 5 of 41 rows cannot be read: ") as error:
+        source_of(given(write(tmp_path / "own.jsonl", [*rows, *odd, 7])), ALL_ROWS, templated())
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_a_folder_may_have_other_columns(tmp_path: Path) -> None:
+    for name, row in (("a", {"prompt": "p", "score": 1}), ("b", {"prompt": "q", "score": "x", "completion": "c"})):
+        write(tmp_path / f"{name}.jsonl", [row])
+    packed = gzip.compress(b'{"prompt": "r"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(packed)
+    with pyarrow.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as file:
+        file.write(b'{"prompt": [{"role": "user", "content": "s"}]}\n')
+    found = source_of(given(tmp_path), ALL_ROWS, tokenizer())
+    assert [tokenizer().decode(row["prompt"]) for row in found.rows] == ["p", "q", "r", "s"]
+
+
+DAMAGED = {
+    "cut.jsonl.gz": gzip.compress(b'{"prompt": "r"}\n' * 1000)[:50],
+    "no.jsonl.gz": b"no gzip",
+    "no.jsonl.zst": b"no zst",
+    "no.jsonl.xz": b"no xz",
+    "no.jsonl.bz2": b"no bz2",
+    "no.parquet": b"PAR1 no",
+    "utf16.jsonl": '{"prompt": "r"}\n'.encode("utf-16"),
+    "zero.jsonl": b"\0" * 100,
+    "deep.jsonl": b"[" * 200_000 + b"\n",
+    "list.json": b"[1, 2, 3]",
+    "value.json": b"3",
+    "columns.json": b'{"text": ["a", "b"]}',
+    "half.json": b'[{"text": "a"}, {"te',
+    "latin.csv": "prompt\ncafé\n".encode("latin-1"),
+    "cells.csv": b"prompt\nHello, world\n",
+    "quote.csv": b'prompt\n"never closed\n',
+    "head.csv": b"prompt\n",
+    "zero.csv": b"pro\0mpt\nx\n",
+    "number.jsonl": b'{"prompt": NaN}\n',
+    "null.jsonl": b"null\nnull\n",
+    "lone.jsonl": b'{"text": "\\ud800"}\n',
+    "latin.txt": "café\n".encode("latin-1"),
+    "unknown.docx": b"PK",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_line_that_names_the_key(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(DAMAGED[name])
+    if name in ("quote.csv", "zero.csv"):  # read, or refused, by Python's version
+        return
+    with pytest.raises(ValueError, match=f"data.path: .*{name}") as error:
+        sources_of(given(tmp_path / name), (ALL_ROWS,), Template(tokenizer(), {}, ()))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("columns", ["text", "prompt"])
+def test_held_out_prompts_are_none_that_are_learnt(columns: str, tmp_path: Path) -> None:
+    """By what the model sees: the first ids of a text."""
+    rows = [{columns: f"start {i % 60} " + "x" * 40 * (columns == "text") + f"{i}" * (columns == "text")}
+            for i in range(400)]  # fmt: skip
+    made = sources_of(given(write(tmp_path / "own.jsonl", rows)), ("train", "held_out"), Template(tokenizer(), {}, ()))
+    train, held_out = made["train"], made["held_out"]
+    seen = {tuple(ids) for ids in train.each(12)}
+    common = sum(tuple(ids) in seen for ids in held_out.each(12))
+    if columns == "prompt":  # equal ones are in one split
+        assert common == 0
+        return
+    assert common > 5
+    with pytest.raises(ValueError, match=r"all \d+ held-out prompts begin like ones that are learnt"):
+        held_out.without(train.each(12), 12)
+    some = held_out.without(train.each(12)[:30], 12)
+    assert 0 < len(some) < len(held_out) and "held-out prompts begin like ones that are learnt" in some.remarks[-1]
+    assert not {tuple(ids) for ids in some.each(12)} & {tuple(ids) for ids in train.each(12)[:30]}
