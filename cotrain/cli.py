@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cotrain import __version__
 from cotrain.config.overrides import explain, flat, is_setting, literal, quote
+from cotrain.config.overrides import flag as no_flag
+from cotrain.config.settings import register
 from cotrain.errors import Interrupted, UserError
 from cotrain.paths import draft_folder, folder
 from inference.measure.contention import set_waiting
@@ -79,7 +81,8 @@ def _command(name: str, arguments: list[str]) -> int:
     who = f"cotrain {name}"
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
-            return _say(who, f"no flag {flag}: settings are key=value, as in {flag.lstrip('-')}=...", 2)
+            register()
+            return _say(who, no_flag(flag, name), 2)
     set_waiting()  # sets environment variables that torch reads when it is imported
     try:
         status = _hydra(name, arguments)
@@ -98,8 +101,6 @@ def _command(name: str, arguments: list[str]) -> int:
 def _hydra(name: str, arguments: list[str]) -> int:
     """Run the command through Hydra, and return the highest status of its jobs."""
     import hydra
-
-    from cotrain.config.settings import register
 
     register()
     quoted, statuses, outputs = quote(arguments), [0], list[str]()

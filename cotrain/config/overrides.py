@@ -1,8 +1,10 @@
 """Command-line overrides. This module quotes free text for Hydra, and rewords Hydra's errors for the user."""
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 from cotrain.paths import folder
@@ -12,8 +14,43 @@ TEXT = frozenset({"prompt"})
 FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache", "output", "log", "url", "check",
                     "report", "export", "vllm", "page", "push_to_hub",
                     "baseline"}  # fmt: skip
+_NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?|true|false", re.IGNORECASE)
+MAIN = {"data": "path", "target": "path", "draft": "path", "regime": "temperature", "policy": "k"}  # of a group
 LISTS = frozenset({"run"})  # keys that may be typed several times: the values become one list
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
+# Names of other programs -> the settings that do the same here, of which a command has at most one
+ALIASES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr", "pretraining.lr")),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "num_train_steps", "train_steps",
+                     "steps"), ("trainer.steps", "pretraining.steps")),
+    **dict.fromkeys(("batch", "batch_size", "train_batch_size", "per_device_train_batch_size"),
+                    ("trainer.batch", "bench.rows", "pretraining.batch", "rollout.rows")),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("trainer.accumulate",)),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), ("optimizer.warmup", "pretraining.warmup")),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), ("trainer.clip",)),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "precision"), ("trainer.precision", "pretraining.precision")),
+    **dict.fromkeys(("seed", "random_seed"), ("trainer.seed", "bench.seed", "rollout.seed", "pretraining.seed")),
+    **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval"), ("trainer.validations",)),
+    **dict.fromkeys(("save_steps", "save_interval"), ("trainer.checkpoint_minutes",)),
+    **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node"), ("trainer.devices",)),
+    **dict.fromkeys(("report_to", "wandb"), ("trainer.logger",)),
+    **dict.fromkeys(("output_dir", "out", "save_path"), ("output",)),
+    **dict.fromkeys(("model", "model_name", "model_name_or_path", "model_path", "target_model", "base_model"),
+                    ("target.path",)),
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model", "draft_path"), ("draft.path",)),
+    **dict.fromkeys(("dataset", "dataset_name", "data_path", "train_file", "data_file", "path"), ("data.path",)),
+    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens", "speculative_num_steps", "num_draft_tokens",
+                     "gamma", "k"), ("policy.k", "k", "bench.depths")),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), ("quantisation",)),
+    **dict.fromkeys(("torch_dtype", "dtype"), ("target.dtype",)),
+    **dict.fromkeys(("max_tokens", "max_length", "max_new_tokens"), ("max_new_tokens", "bench.new_tokens", "new_tokens",
+                                                                    "rollout.new_tokens")),
+    **dict.fromkeys(("temp", "sampling_temperature"), ("regime.temperature",)),
+    **dict.fromkeys(("num_layers", "num_hidden_layers", "draft_layers"), ("draft.layers", "shape.layers")),
+    **dict.fromkeys(("hidden_size", "draft_width"), ("draft.width", "shape.width")),
+    "resume": ("output",),
+    "rank": ("draft.rank",),
+}  # fmt: skip
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -48,6 +85,8 @@ def is_setting(argument: str) -> bool:
 
 def _quoted(argument: str) -> str:
     setting = _SETTING.fullmatch(argument)
+    if setting is not None and _NUMBER.fullmatch(setting["value"]) and (folder("conf") / setting["key"]).is_dir():
+        return f"{setting['key']}={literal(setting['value'])}"  # an option's name, which Hydra wants to be no number
     if setting is not None and not setting["sign"] and _opens(setting["key"], setting["value"]):
         return f"++{argument}"
     if setting is None or not _literal(setting["key"], setting["value"]):
@@ -86,19 +125,34 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
     keys = _keys(command, settings)
     typed = {setting["key"]: setting["value"] for setting in settings}
     return (
-        _folder_for_group(typed, keys)
+        _path_for_group(typed, keys)
+        or _several(typed, command, keys, error)
         or _unparsed(error)
-        or _no_option(error)
+        or _no_option(error, keys)
         or _no_key(error, command, keys)
         or _no_value(error, typed, keys)
         or _first(error)
     )
 
 
-def _folder_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | None:
+def _path_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | None:
     for key, value in typed.items():
-        if "/" in value and f"{key}.path" in keys:
-            return f"{key}={value}: {key}= cannot be a folder: write {key}.path={value} instead"
+        if f"{key}.path" in keys and not _NUMBER.fullmatch(value) and ("/" in value or os.path.splitext(value)[1]):
+            return f"{key}={value}: {key}= cannot be a path: write {key}.path={value} instead"
+    return None
+
+
+def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object], error: Exception) -> str | None:
+    """Return the error message for several values of one setting without -m, and for one value of a list."""
+    for key, value in typed.items():
+        said = f"{key}={value}: "
+        if isinstance(keys.get(key), list) and "is not a ListConfig" in str(error.__cause__) and value[:1] != "[":
+            return f"{said}it is a list: write {key}=[{value}]"
+        if str(error).startswith("Ambiguous value") and f"'{key}={value}'" in str(error):
+            if key not in keys:
+                return unknown(key, command, keys)
+            many = f"write {key}=[{value}]" if isinstance(keys.get(key), list) else f"give {key}= one value"
+            return f"{said}several values: {many}, or add -m to run once for each"
     return None
 
 
@@ -112,13 +166,18 @@ def _unparsed(error: Exception) -> str | None:
     return f"{error.override!r} cannot be read: {_first(error)}; quote the value, as in key='\"a, b\"'"
 
 
-def _no_option(error: Exception) -> str | None:
+def _no_option(error: Exception, keys: Collection[str]) -> str | None:
     from hydra.errors import MissingConfigException
 
     if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
         return None
     group, _, option = error.missing_cfg_file.partition("/")
-    return f"{group}={option}: {group} is one of {', '.join(error.options)}" if error.options else None
+    if not error.options:
+        return None
+    main = f"{group}.{MAIN.get(group)}"
+    number = _NUMBER.fullmatch(option) is not None
+    hint = f"; a value of your own is {main}={option}" if main in keys and number != main.endswith(".path") else ""
+    return f"{group}={option}: {group} is one of {', '.join(error.options)}{hint}"
 
 
 def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None:
@@ -133,9 +192,31 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
     """Return the error message for an unknown key; it names the most similar known key."""
-    near = nearest(key, keys)
-    hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
+    same = sorted(other for other in keys if "." not in key and other.rpartition(".")[2] == key)
+    if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
+        hint = f"the nearest is {typo[0]!r}"
+    elif known := alias(key, keys):
+        hint = f"the setting is {known}="
+    elif len(same) > 1:
+        hint = f"the settings of this name are {', '.join(f'{other}=' for other in same)}"
+    else:
+        near = nearest(key, keys)
+        hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
     return f"no key {key!r}; {hint}"
+
+
+def alias(key: str, keys: Collection[str]) -> str | None:
+    """Return the setting that does what `key` does in other programs, if the command has one."""
+    return next((known for known in ALIASES.get(key.rpartition(".")[2], ()) if known in keys and key != known), None)
+
+
+def flag(name: str, command: str) -> str:
+    """Return the error message for a flag, such as --learning_rate, that is no flag here."""
+    key = name.lstrip("-").replace("-", "_")
+    keys = _keys(command, [])
+    if key not in keys:
+        key = alias(key, keys) or nearest(key, keys) or key
+    return f"no flag {name}: settings are key=value, as in {key}=..."
 
 
 def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str]) -> str | None:
@@ -162,14 +243,15 @@ def _first(error: Exception) -> str:
 def nearest(key: str, keys: Collection[str]) -> str | None:
     """Return the key most similar to `key`. Among similar keys, those with the same last part are preferred."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.5)
+    near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
     return near[0] if near else None
 
 
-def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
-    """Return every key of the command's configuration with the group options that the user typed. Return an empty set
-    if Hydra cannot compose the configuration."""
+def _keys(command: str, settings: Iterable[re.Match[str]]) -> dict[str, object]:
+    """Return every key of the command's configuration with the group options that the user typed, and its value.
+    Return nothing if Hydra cannot compose the configuration."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -178,11 +260,12 @@ def _keys(command: str, settings: Iterable[re.Match[str]]) -> set[str]:
     typed = [(setting["key"], setting["value"]) for setting in settings]
     options = [f"{group}={option}" for group, option in typed if (conf / group / f"{option}.yaml").is_file()]
     try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
+        began = GlobalHydra.instance().is_initialized()  # by a command that reads settings of another
+        with nullcontext() if began else initialize_config_dir(str(conf), version_base="1.3"):
             config = OmegaConf.to_container(compose(command, overrides=options))
     except (HydraException, OmegaConfBaseException):
-        return set()
-    return {key for key, _ in flat(config)}
+        return {}
+    return dict(flat(config))
 
 
 def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from cotrain.config.settings import from_target
 from cotrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 MOST_NODES = 62  # of inference.verify.tree, a test compares them
 OF_STEPS = ("steps", "corpus_steps", "batch", "validations", "checkpoint_minutes", "top", "accumulate", "clip", "ema",
-            "minutes", "remember_mb")  # fmt: skip
+            "minutes", "remember_mb", "cache", "precision", "strategy")  # fmt: skip
+OF_TEXTS = ("texts", "held_out_texts", "new_tokens", "temperatures", "train_temperatures", "rows", "rounds", "url")
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 
 
@@ -192,6 +194,11 @@ def _one_split(cfg: Any, _: Any = None) -> bool:
     return cfg.data.path is None or (not cfg.data.config and _is_file(cfg))
 
 
+def _same_exit(cfg: Any) -> bool:
+    """Return whether the draft is an early exit without a change of its layers."""
+    return "kind" in cfg.draft and cfg.draft.kind == "early_exit" and not cfg.draft.rank
+
+
 UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
     "data": (
         Unread(("data.take",), lambda cfg, _: not cfg.data.streaming, "it applies to streams only: set "
@@ -202,15 +209,16 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
         Unread(("data.config",), _is_file, "it applies to data sets with several configurations, and a file has none: "
                                            "leave it out"),
     ),
-    "init": (
-        Unread(
-            ("draft.width", "draft.layers", "draft.intermediate", "draft.head_dim", "draft.kv_heads"),
-            lambda cfg, kind: kind().sized and cfg.init.kind != "scratch",
-            "it applies to drafts with random weights: set init=scratch, or choose layers of the target with "
-            "init.layers=",
-        ),
+    "draft": (
+        Unread(("draft.depths",), lambda cfg, _: _same_exit(cfg), "with draft.rank=0 an exit drafts alike at every "
+                                                                  "depth: leave it out, or set draft.rank=16"),
     ),
     "loss": (
+        Unread(
+            ("loss.decay",),
+            lambda cfg, kind: kind().trained and ("depths" not in kind().takes or _same_exit(cfg)),
+            "this draft has one distribution for all depths: leave it out",
+        ),
         Unread(("loss.then",), lambda cfg, _: cfg.loss.switch >= 1, "the loss never switches: set loss.switch=0.5"),
         Unread(("loss.switch",), lambda cfg, _: cfg.loss.then is None, "no second loss is set: set loss.then=tv"),
     ),
@@ -223,6 +231,11 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
             lambda cfg, kind: "kind" in cfg.draft and not kind().trained,
             "this kind of draft is not trained", False,
         ),
+        Unread(
+            tuple(f"rollout.{name}" for name in OF_TEXTS),
+            lambda cfg, kind: not from_target(cfg.data) and "kind" in cfg.draft and not kind().trained,
+            "this kind of draft is not trained", False,
+        ),
         Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it applies to measured runs only: set "
                                                                       "measure=true"),
     ),
@@ -233,12 +246,32 @@ def refuse_unread(cfg: "DictConfig", typed: Iterable[str], student_class: Callab
     """Raise UserError for the first setting, `key=value`, that the user typed and nothing reads in this run. The values
     null and 0 are always accepted. student_class: a function from the name of a kind of draft to its class."""
     values = {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in typed)}
+    if "init" in cfg:
+        _refuse_by_init(cfg, values, student_class)
     for unread in (unread for group in UNREAD if group in cfg for unread in UNREAD[group]):
         keys = [key for key, value in values.items() if unread.names(key) and value not in ("null", "0")]
         if not keys or not unread.when(cfg, lambda: student_class(cfg.draft.kind)):
             continue
         said = f"{', '.join(f'{key}={values[key]}' for key in keys)}: the setting has no effect here: {unread.instead}"
         if unread.fatal:
+            raise UserError(said)
+        print(said, file=sys.stderr)
+
+
+def _refuse_by_init(cfg: "DictConfig", values: Mapping[str, str], student_class: Callable[[str], Any]) -> None:
+    """Raise UserError for the first setting of draft.* that this kind does not read with this init=, see
+    `Student.read_with`. For those of init.* only a line is printed, because a sweep over kinds gives them to all."""
+    for key in (key for key, value in values.items() if value not in ("null", "[]")):
+        if not key.startswith(("draft.", "init")):
+            continue
+        inits = student_class(cfg.draft.kind).read_with.get(key.removesuffix(".kind"))
+        if inits is None or cfg.init.kind in inits:
+            continue
+        only = f"read it only with {' or '.join(f'init={init}' for init in inits)}" if inits else "do not read it"
+        if key in ("init", "init.kind"):
+            only = "begin in one way, unless init=pretrained"
+        said = f"{key}={values[key]}: the setting has no effect here: {cfg.draft.kind} drafts {only}"
+        if key.startswith("draft."):
             raise UserError(said)
         print(said, file=sys.stderr)
 

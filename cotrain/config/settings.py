@@ -263,12 +263,15 @@ def checked(name: str, cfg: "DictConfig") -> "DictConfig":
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError
 
+    from cotrain.config.overrides import flat, unknown
     from cotrain.config.ranges import refuse
 
     try:
         typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
     except ConfigKeyError as error:
-        raise UserError(f"no key {str(error.full_key)!r}") from error
+        wrong = str(error.full_key)
+        keys = {key for key, _ in flat(OmegaConf.to_container(cfg)) if key != wrong}
+        raise UserError(unknown(wrong, name, keys)) from error
     assert isinstance(typed, DictConfig)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "Trials", "refuse_mixed", "student_class"]
 
 DEFAULT = "independent"  # the kind of a draft folder without metadata
+NEW = ("scratch", "target_layers")  # the kinds of init= that make a new draft
 KINDS = {  # kind -> module:class, imported on first use
     DEFAULT: "cotrain.students.independent:IndependentStudent",
     "conditioned": "cotrain.students.conditioned:ConditionedStudent",
@@ -45,8 +46,9 @@ KINDS = {  # kind -> module:class, imported on first use
     "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }
 
+SHAPE = ("width", "layers", "intermediate", "head_dim", "kv_heads")  # of draft.*
 # settings that only some kinds have, see `Student.takes`, with the value that means unset
-OPTIONAL: dict[str, Any] = {
+OPTIONAL: dict[str, Any] = dict.fromkeys(SHAPE) | {
     "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "head_rank": None, "bits": None,
     "encoder_layers": None, "inner": None, "temperatures": [], "mask": None, "markov": None, "confidence": None,
 }  # fmt: skip
@@ -75,6 +77,7 @@ class Student(Protocol):
     shared with the draft. `vocabulary` is the number of ids that can have mass (None: all ids of the head).
 
     takes: the settings of `OPTIONAL` that this kind has; other settings of `OPTIONAL` raise an error.
+    read_with: for settings that not every init= reads, the kinds of init= that do.
     reads: the layers of the target's states that it reads. LAST is always available, because losses read it.
     trained: False for kinds that are measured and exported without training.
     open_layers: whether draft.layers may be null. Measurements before training then choose the layers.
@@ -82,7 +85,6 @@ class Student(Protocol):
     rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
     begins_with: other kinds whose folders init=pretrained accepts, because their weights have the same meaning.
     fresh: tensors that those folders lack; they are initialised as for a new draft.
-    sized: whether draft.width and the other sizes are read only with init=scratch.
     features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () if there are
     none.
     parallel: whether one pass drafts all tokens of a round.
@@ -93,6 +95,7 @@ class Student(Protocol):
 
     kind: str
     takes: tuple[str, ...] = ()
+    read_with: Mapping[str, tuple[str, ...]] = {"init": ("pretrained",), "init.layers": ()}
     reads: tuple[int, ...] = ()
     trained: bool = True
     open_layers: bool = False
@@ -100,7 +103,6 @@ class Student(Protocol):
     rounds_target: bool = False
     begins_with: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
-    sized: bool = False
     features: tuple[str, ...] = ()
     parallel: bool = False
     sourced: bool = False

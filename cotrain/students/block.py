@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import NEW, Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
 from cotrain.students.parallel import KEEP, starts
 from inference.proposers.block import Block, BlockNetwork
@@ -34,7 +34,8 @@ class BlockStudent(EagleStudent):
     """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
-    takes = ("depths", "head_rank", "vocabulary", "mask", "markov", "confidence")
+    takes = ("layers", *EagleStudent.takes, "mask", "markov", "confidence")
+    read_with = {f"draft.{key}": NEW for key in ("intermediate", "head_dim", "kv_heads")} | {"init.layers": ()}
     features = ("dflash",)
     parallel = True
     network: BlockNetwork

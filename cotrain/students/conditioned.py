@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import SHAPE, Guess, Seen
 from cotrain.students.independent import HEAD, IndependentStudent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
 
@@ -21,7 +21,7 @@ class ConditionedStudent(IndependentStudent):
 
     kind = "conditioned"
     sourced = False
-    takes = ("temperatures", *HEAD)
+    takes = ("temperatures", *SHAPE, *HEAD)
     begins_with = ("independent", "hybrid", "parallel")
 
     @classmethod

@@ -40,7 +40,10 @@ class EagleStudent(Student):
     """Trains the draft that `inference.proposers.eagle` serves."""
 
     kind = "eagle"
-    takes: tuple[str, ...] = ("depths", "head_rank", "vocabulary")
+    takes: tuple[str, ...] = ("intermediate", "head_dim", "kv_heads", "depths", "head_rank", "vocabulary")
+    read_with = {f"draft.{key}": ("scratch",) for key in ("intermediate", "head_dim", "kv_heads")} | {
+        "init.layers": ("target_layers",)
+    }
     features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork

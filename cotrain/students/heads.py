@@ -15,14 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import LAST, Guess, Seen, Student, refuse_keys
+from cotrain.students.base import LAST, NEW, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
 from cotrain.students.markov import after_tokens
 from cotrain.teacher.target_model import halves
 from inference.proposers import kind_of
-
-UNUSED = ("width", "intermediate", "head_dim", "kv_heads")  # settings for drafts that are complete models
 
 
 class MedusaStudent(Student):
@@ -30,7 +28,8 @@ class MedusaStudent(Student):
     Their logits come from the target's own head, which is frozen."""
 
     kind = "medusa"
-    takes: tuple[str, ...] = ("depths", "markov")
+    takes: tuple[str, ...] = ("layers", "depths", "markov")
+    read_with = {**Student.read_with, "draft.layers": NEW, "draft.depths": NEW}
     sourced = True
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
@@ -48,7 +47,6 @@ class MedusaStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return untrained heads, which predict the same token as the target's head (init=scratch or target_layers).
         With init=pretrained, return the heads of the folder draft.path. Raises ValueError naming the key to change."""
-        refuse_keys(draft, *UNUSED)
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
             network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
@@ -104,7 +102,7 @@ class HydraStudent(MedusaStudent):
     training those drafts are the tokens of the text."""
 
     kind = "hydra"
-    takes = ("depths",)
+    takes = ("layers", "depths")
     sourced = False
     layouts: Mapping[str, str] = {}
 

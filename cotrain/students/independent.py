@@ -28,8 +28,8 @@ from transformers import (
 
 from cotrain.config.groups import Draft, Init
 from cotrain.losses.guess import Pruned
-from cotrain.students.base import ANY, DEFAULT, Guess, Seen, Student, pruned_to, refuse_keys
-from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split
+from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, pruned_to, refuse_keys
+from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
@@ -58,9 +58,9 @@ class IndependentStudent(Student):
     distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
-    takes: tuple[str, ...] = (*HEAD, "encoder_layers")
+    takes: tuple[str, ...] = (*SHAPE, *HEAD, "encoder_layers")
+    read_with = {f"draft.{key}": ("scratch",) for key in SHAPE} | {"init.layers": ("target_layers",)}
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
-    sized = True
     sourced = True
 
     def __init__(
@@ -154,7 +154,7 @@ class IndependentStudent(Student):
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
     """Return the size arguments of `scratch`. Raises ValueError for a size that is not set."""
-    sizes = {key: getattr(draft, key) for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")}
+    sizes = {key: getattr(draft, key) for key in SHAPE}
     for key, size in sizes.items():
         if size is None:
             raise ValueError(f"draft.{key}: a draft with random weights needs it, for example draft.width=128")
@@ -380,8 +380,7 @@ def _config(path: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"draft.path: {path} is no model folder, and the hub has no such model: {reason}") from error
+        raise ValueError(f"draft.path: {path} is no model folder, and {unavailable(error)}") from error
     return config
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import SHAPE, Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import HEAD, IndependentStudent
 from cotrain.students.markov import after_tokens
@@ -42,7 +42,7 @@ class ParallelStudent(IndependentStudent):
 
     kind = "parallel"
     sourced = False
-    takes = ("depths", *HEAD, "markov")
+    takes = ("depths", *SHAPE, *HEAD, "markov")
     begins_with = ("independent", "hybrid")
     parallel = True
 
@@ -168,7 +168,7 @@ class PEagleStudent(EagleStudent):
     """
 
     kind = "p_eagle"
-    takes = ("depths", "head_rank", "vocabulary", "markov")
+    takes = (*EagleStudent.takes, "markov")
     begins_with = ("eagle",)
     fresh = frozenset({"mask_hidden"})
     parallel = True

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.students.base import Guess, Seen, Student, Trials, refuse_keys
+from cotrain.students.base import SHAPE, Guess, Seen, Student, Trials, refuse_keys
 from cotrain.students.independent import HEAD, IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
@@ -43,11 +43,14 @@ class RetrievalStudent(Student):
 
 
 def lookup(draft: Draft) -> dict[str, Any]:
-    """Return the look-up settings of a draft's configuration. Raises FileNotFoundError or ValueError if draft.datastore
-    is a folder without a datastore."""
+    """Return the look-up settings of a draft's configuration. Raises ValueError if draft.datastore is a folder without
+    a datastore."""
     folder = str(Path(draft.datastore).resolve()) if draft.datastore else None
     settings = {"datastore": folder, "shortest": draft.shortest}
-    Retrieval.of_settings(settings)
+    try:
+        Retrieval.of_settings(settings)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"draft.datastore={draft.datastore}: {error}") from error
     return settings
 
 
@@ -58,7 +61,7 @@ class HybridStudent(IndependentStudent):
 
     kind = "hybrid"
     sourced = False
-    takes = ("datastore", *HEAD, "shortest")
+    takes = ("datastore", *SHAPE, *HEAD, "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True
     layouts: Mapping[str, str] = LAYOUTS

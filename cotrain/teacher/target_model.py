@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -150,7 +151,12 @@ def load_config(
     Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
     """
     tokenizer = load_words(path, trust_remote_code, key)
-    return AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code), tokenizer
+    config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
+    try:
+        auto_class(config)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    return config, tokenizer
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
@@ -177,8 +183,14 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key}: {name} is no folder, and the hub has no such model: {reason}") from error
+        raise ValueError(f"{key}: {name} is no folder, and {unavailable(error)}") from error
+
+
+def unavailable(error: Exception) -> str:
+    """Return in words why a model of the hub could not be read. error: that of transformers."""
+    if constants.HF_HUB_OFFLINE:
+        return "the hub cannot be reached, nor is the model in its cache: give an existing folder"
+    return f"the hub has no such model: {str(error).strip().splitlines()[0]}"
 
 
 def load_pair(

@@ -4,15 +4,22 @@
 
 import os
 import re
+import sys
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from ssl import SSLError
+from typing import Any, cast
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 
 from inference.drafts.gguf_target import PACKAGED, dequantised, gguf_file
 
 NAME = "bundled"
 BUNDLED = {NAME: "target", "bundled_t5": "target_t5"}  # name -> folder in data/; the second is an encoder-decoder
+SECONDS = 10  # to wait for the hub's answer
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or a data set on the hub
 
 
@@ -34,7 +41,8 @@ def resolve(path: str, key: str = "target.path") -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError if `path` does not exist and is not taken for a repository of the hub. No request is sent to it.
+    """Raise ValueError if `path` does not exist and is not taken for a repository of the hub. For such a repository,
+    find out whether the hub can be reached, see `reach_hub`.
 
     A path that is no valid hub name is refused. A valid name is taken for a mistyped path if its first part is an
     existing folder or if a similar path exists, unless its config.json is in the hub's cache. The message names the key
@@ -46,6 +54,7 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     if hub and (isinstance(try_to_load_from_cache(path, "config.json"), str) or not (
         near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir())
     )):  # fmt: skip
+        reach_hub()
         return
     message = f"{key}: {path} is no {what}"
     message += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"
@@ -53,6 +62,22 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     message += "; the shell did not expand ~; write the path in full" if path.startswith("~") else ""
     message += "; to load a repository of the hub by this name, work in another folder" if hub else ""
     raise ValueError(f"{message}: give {key} an existing path")
+
+
+@cache
+def reach_hub() -> None:
+    """Set HF_HUB_OFFLINE if the hub cannot be reached, so that its cache is read at once. Otherwise huggingface_hub
+    repeats each request for half a minute."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=SECONDS).close()  # through the proxies that are set
+    except OSError as error:
+        if not isinstance(error, HTTPError) and not isinstance(getattr(error, "reason", error), SSLError):
+            os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that this one starts
+            constants.HF_HUB_OFFLINE = True
+            if datasets := cast(Any, sys.modules.get("datasets.config")):
+                datasets.HF_HUB_OFFLINE = True
 
 
 def _nearest(path: str) -> str | None:

@@ -61,8 +61,11 @@ class TextCheck:
 
     def line(self) -> str:
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
-        return (f"coupled text equals plain text: {self.equal} of {self.prompts} prompts, {self.ties} ties, "
-                f"{self.unexplained} unexplained (gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
+        others, differences = self.prompts - self.equal, self.ties + self.unexplained
+        words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
+        said = f"{self.equal} of {self.prompts} prompts{f'; {words}' if others else ''}"
+        return (f"coupled text equals plain text: {said} "
+                f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
                 f"{self.limit:.2g}){share}")  # fmt: skip
 
 

@@ -57,11 +57,15 @@ def _auto_class_at(path: str, trust_remote_code: bool) -> Any:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that makes the language model of a config."""
-    if not config.is_encoder_decoder:
-        return AutoModelForCausalLM
+    """Return the class of transformers that makes the language model of a config. Raises ValueError for a config of
+    another model, such as one of images."""
     spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-    return AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
+    sequences = AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
+    made: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in made._model_mapping and made.__name__ not in (getattr(config, "auto_map", None) or {}):
+        raise ValueError(f"{config.name_or_path} is a model of type {config.model_type}, which writes no text: name a "
+                         "causal language model, or an encoder-decoder that writes text")  # fmt: skip
+    return made
 
 
 # Dtypes and quantisation

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main, quiet
-from cotrain.config.overrides import nearest, quote
+from cotrain.config.overrides import ALIASES, _keys, nearest, quote
 from cotrain.config.settings import SCHEMAS, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
@@ -150,11 +150,11 @@ def test_settings_are_shown_without_a_run(
         (["seed=null"], "seed=null: field 'seed' is not Optional"),
         (["regime=warm"], "regime=warm: regime is one of as_trained, nucleus, t0, t03, t05, t07, t1"),
         (["-m", "regime=t0,warm"], "regime=warm: regime is one of as_trained, nucleus, t0, t03, t05, t07, t1"),
-        (["target=/a b/c"], "target=/a b/c: target= cannot be a folder: write target.path=/a b/c instead"),
+        (["target=/a b/c"], "target=/a b/c: target= cannot be a path: write target.path=/a b/c instead"),
         (["target=x"], "target= is a group of settings: set target.path="),
         (["seed"], "'seed' is not a setting: write key=value"),
         (["verify=[a"], "'verify=[a' cannot be read"),
-        (["--temperature", "1"], "no flag --temperature: settings are key=value, as in temperature=..."),
+        (["--temperature", "1"], "no flag --temperature: settings are key=value, as in regime.temperature=..."),
     ],
 )
 def test_a_wrong_setting_is_named(
@@ -165,6 +165,97 @@ def test_a_wrong_setting_is_named(
     assert said.startswith(f"cotrain generate: {message}")
     assert "\n" not in said
     assert ran == []
+
+
+# what users of other programs type -> what the one line says, and what it must not say
+MISTAKES: dict[str, tuple[str, str]] = {
+    "train lr=1e-3": ("no key 'lr'; the setting is optimizer.lr=", "joint.lr"),
+    "train learning_rate=1e-3": ("the setting is optimizer.lr=", "joint"),
+    "train +lr=1e-3": ("no key 'lr'; the setting is optimizer.lr=", "joint"),
+    "train trainer.lr=1e-3": ("no key 'trainer.lr'; the setting is optimizer.lr=", "joint"),
+    "train epochs=3": ("no key 'epochs'; the setting is trainer.steps=", "bench"),
+    "train num_train_epochs=3": ("the setting is trainer.steps=", "nearest"),
+    "train max_steps=100": ("the setting is trainer.steps=", "joint"),
+    "train steps=100": ("the setting is trainer.steps=", "joint.steps"),
+    "train batch_size=8": ("the setting is trainer.batch=", "nearest"),
+    "train per_device_train_batch_size=8": ("the setting is trainer.batch=", "nearest"),
+    "train gradient_accumulation_steps=4": ("the setting is trainer.accumulate=", "nearest"),
+    "train seed=1": ("the setting is trainer.seed=", "rollout"),
+    "train bf16=true": ("the setting is trainer.precision=", "nearest"),
+    "train load_in_4bit=true": ("the setting is quantisation=", "nearest"),
+    "train num_speculative_tokens=5": ("the setting is policy.k=", "nearest"),
+    "train gamma=5": ("the setting is policy.k=", "nearest"),
+    "train model=gpt2": ("the setting is target.path=", "nearest"),
+    "train model_name_or_path=gpt2": ("the setting is target.path=", "nearest"),
+    "train dataset=a.jsonl": ("the setting is data.path=", "nearest"),
+    "train path=a.jsonl": ("the setting is data.path=", "nearest"),
+    "train temperature=0.7": ("'regime.temperature'", "temperatures"),
+    "train top_p=0.9": ("'regime.top_p'", "bench"),
+    "train output_dir=x": ("the setting is output=", "nearest"),
+    "train texts=9": ("'rollout.texts'", "plan"),
+    "train layers=3": ("the settings of this name are draft.layers=, init.layers=", "nearest"),
+    "train rollout.temperature=[0.5]": ("the nearest is 'rollout.temperatures'", "regime"),
+    "train trainer.stepps=9": ("the nearest is 'trainer.steps'", "joint"),
+    "train quxx=1": ("no key 'quxx'; `cotrain train --cfg job` shows all", "nearest"),
+    "train data=prompts.jsonl": ("data= cannot be a path: write data.path=prompts.jsonl", "embedded"),
+    "train data=../x/prompts.jsonl": ("write data.path=../x/prompts.jsonl instead", "embedded"),
+    "train target=org/model": ("target= cannot be a path: write target.path=org/model", "folder"),
+    "train draft=nope": ("draft=nope: draft is one of block, ", "Could not"),
+    "train draft=my_draft": ("a value of your own is draft.path=my_draft", "folder"),
+    "train regime=0.7": ("regime=0.7: regime is one of as_trained, nucleus, t0, t03, t05, t07, t1; a value of your own "
+                         "is regime.temperature=0.7", "override"),
+    "train policy=4": ("a value of your own is policy.k=4", "override"),
+    "train quantisation=4": ("quantisation=4: quantisation is one of ", "override"),
+    "train init.layers=0,-1": ("init.layers=0,-1: several values: write init.layers=[0,-1], or add -m", "mbiguous"),
+    "train init.layers=0": ("init.layers=0: it is a list: write init.layers=[0]", "ListConfig"),
+    "train trainer.steps=10,20": ("trainer.steps=10,20: several values: give trainer.steps= one value, or add -m", "["),
+    "train trainer.steps=many": ("trainer.steps=many: Value 'many' of type 'str' could not be", "nearest"),
+    "train trainer=9": ("trainer=9: trainer is one of cpu, ", "override"),
+    "train draft.layers": ("'draft.layers' is not a setting: write key=value", "Error"),
+    "train --lr 1e-3": ("no flag --lr: settings are key=value, as in optimizer.lr=", "as in lr"),
+    "train --learning-rate=1e-3": ("no flag --learning-rate: settings are key=value, as in optimizer.lr=", "in learn"),
+    "train --model gpt2": ("as in target.path=", "as in model"),
+    "train --bf16": ("as in trainer.precision=", "as in bf16"),
+    "train --trainer.steps 9": ("as in trainer.steps=", "joint"),
+    "train data=self data.column": ("'data.column' is not a setting", "Error"),
+    "bench model=x": ("the setting is target.path=", "nearest"),
+    "bench batch_size=8": ("the setting is bench.rows=", "matrix"),
+    "bench num_speculative_tokens=4": ("the setting is bench.depths=", "nearest"),
+    "bench max_new_tokens=9": ("the setting is bench.new_tokens=", "nearest"),
+    "bench --draft_model x": ("as in draft.path=", "as in draft_model"),
+    "generate max_tokens=9": ("the setting is max_new_tokens=", "nearest"),
+    "generate assistant_model=x": ("the setting is draft.path=", "nearest"),
+    "generate k=4": ("the setting is policy.k=", "nearest"),
+    "generate draft=runs/1": ("write draft.path=runs/1 instead", "folder"),
+    "generate temperature=0,1": ("no key 'temperature'", "mbiguous"),
+    "export num_speculative_tokens=4": ("the setting is k=", "nearest"),
+    "export --output x": ("as in output=", "nearest"),
+    "plan batch=4": ("the setting is bench.rows=", "pretraining"),
+    "plan temperature=1": ("the nearest is 'temperatures'", "bench"),
+    "serve_check temperature=0.7": ("'regime.temperature'", "top"),
+    "rollout batch_size=4": ("the setting is rollout.rows=", "nearest"),
+    "pretrain lr=1e-3": ("the setting is pretraining.lr=", "embedding"),
+    "datastore dataset=a.jsonl": ("the setting is data.path=", "nearest"),
+    "compare runs=x": ("no key 'runs'", "nearest"),
+    "report output=x": ("no key 'output'", "nearest"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_what_users_mistype_points_to_the_right_setting(
+    typed: str, ran: list[DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *arguments = typed.split()
+    assert main([command, *arguments]) in (1, 2)
+    said, (right, wrong) = capsys.readouterr().err, MISTAKES[typed]
+    assert said.startswith(f"cotrain {command}: ") and said.count("\n") == 1 and len(said) < 300
+    assert right in said and wrong not in said
+    assert ran == [] and list(tmp_path.iterdir()) == []
+
+
+def test_every_name_of_another_program_is_a_setting_of_some_command() -> None:
+    keys = {key for name in COMMANDS for key in _keys(name, [])}
+    assert {known for settings in ALIASES.values() for known in settings} <= keys
 
 
 def test_the_nearest_key_shares_its_last_name() -> None:

@@ -1,15 +1,21 @@
 """A path that is not there is named with the working directory; the hub is asked only for what may be a repository."""
 
+import os
 import socket
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import pytest
+from huggingface_hub import constants
+from transformers import ViTConfig
 
 from cotrain.cli import main
 from cotrain.config.settings import SCHEMAS
 from inference.drafts import bundled_target
-from inference.drafts.bundled_target import refuse_missing
+from inference.drafts.bundled_target import reach_hub, refuse_missing
+from inference.models.pretrained import auto_class
 from tests.cotrain.commands.test_output_inputs import texts_of
 
 PATHS = [(command, key) for command, schema in SCHEMAS.items() for key in texts_of(schema)
@@ -62,3 +68,38 @@ def test_a_repository_that_was_fetched_is_used_whatever_is_here(monkeypatch: pyt
     refuse_missing("target.path", "models/mien")
     with pytest.raises(ValueError, match="is no folder"):
         refuse_missing("target.path", "./models/mien")
+
+
+@pytest.mark.parametrize(("error", "offline"), [
+    (URLError(socket.gaierror("no such host")), True), (TimeoutError(), True),
+    (HTTPError("https://hub", 503, "busy", Message(), None), False),
+])  # fmt: skip
+def test_a_hub_that_does_not_answer_is_asked_once(
+    error: OSError, offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def answer(request: object, timeout: float) -> None:
+        asked.append(timeout)
+        raise error
+
+    monkeypatch.setattr(bundled_target, "urlopen", answer)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    reach_hub.cache_clear()
+    for _ in range(2):
+        refuse_missing("target.path", "org/mine")
+    assert asked == [bundled_target.SECONDS]
+    assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (offline, "1" if offline else "")
+    reach_hub.cache_clear()
+    if offline:
+        assert main(["train", "target.path=org/mine", "check=true"]) == 1
+        said = capsys.readouterr().err
+        assert "target.path: org/mine is no folder, and the hub cannot be reached" in said and said.count("\n") == 1
+
+
+def test_a_model_of_images_is_named_in_short() -> None:
+    with pytest.raises(ValueError, match="is a model of type vit, which writes no text: name a causal") as refused:
+        auto_class(ViTConfig())
+    assert len(str(refused.value)) < 200

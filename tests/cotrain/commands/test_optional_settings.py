@@ -1,34 +1,44 @@
 """Settings that only some kinds of draft have: who takes which, and that nobody ignores one."""
 
+import copy
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from cotrain.config.groups import Init
-from cotrain.students.base import KINDS, OPTIONAL, student_class
+from cotrain.config.groups import Draft, Init
+from cotrain.config.ranges import refuse_unread
+from cotrain.students.base import KINDS, NEW, OPTIONAL, SHAPE, student_class
 from cotrain.training import assembly
+from cotrain.training.fit import _rounded
+from inference.models.pretrained import load_model
 from tests.cotrain.config.test_settings_reach import composed
+from tests.draft_folders import draft_folder
+from tests.folders import target_folder
 from tests.tiny import tiny
 
 TAKES = {
-    "independent": {"vocabulary", "head_rank"},
-    "conditioned": {"temperatures", "vocabulary", "head_rank"},
-    "eagle": {"depths", "vocabulary", "head_rank"},
-    "p_eagle": {"depths", "vocabulary", "head_rank", "markov"},
-    "block": {"depths", "vocabulary", "head_rank", "mask", "markov", "confidence"},
-    "early_exit": {"rank", "depths"},
-    "parallel": {"depths", "vocabulary", "head_rank", "markov"},
-    "medusa": {"depths", "markov"},
-    "hydra": {"depths"},
+    "independent": {*SHAPE, "vocabulary", "head_rank"},
+    "conditioned": {*SHAPE, "temperatures", "vocabulary", "head_rank"},
+    "eagle": {"intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "head_rank"},
+    "p_eagle": {"intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "head_rank", "markov"},
+    "block": {*SHAPE, "depths", "vocabulary", "head_rank", "mask", "markov", "confidence"} - {"width"},
+    "early_exit": {"layers", "rank", "depths"},
+    "parallel": {*SHAPE, "depths", "vocabulary", "head_rank", "markov"},
+    "medusa": {"layers", "depths", "markov"},
+    "hydra": {"layers", "depths"},
     "retrieval": {"datastore", "shortest"},
-    "hybrid": {"datastore", "shortest", "vocabulary", "head_rank"},
+    "hybrid": {*SHAPE, "datastore", "shortest", "vocabulary", "head_rank"},
     "quantised": {"bits"},
     "two_levels": {"bits", "inner"},
 }
 VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocabulary": 9, "head_rank": 5,
           "encoder_layers": 1, "bits": 8,
-          "inner": 2, "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
+          "inner": 2, "width": 256, "layers": 2, "intermediate": 96, "head_dim": 32, "kv_heads": 2,
+          "temperatures": [0.0, 1.0], "mask": "causal", "markov": 3, "confidence": True}  # fmt: skip
 
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:
@@ -62,3 +72,103 @@ def test_where_weights_come_from_is_said_once(kind: str) -> None:
             kind, path="/nowhere"
         )
         assert "it is read only with" not in said(kind, "pretrained", path="/nowhere")
+
+
+# another value of every setting of draft.* and init.*, each typed alone
+CHANGED: dict[str, Any] = {f"draft.{key}": value for key, value in VALUES.items()} | {
+    "draft.quantisation": "int8", "draft.bits": 4, "draft.path": "/nowhere", "init.layers": [1],
+}  # fmt: skip
+ONE_GUESS = ("independent", "conditioned", "hybrid")  # by test_every_student: one guess, of depth ANY
+SIZES = {"width": 128, "layers": 1, "intermediate": 64, "head_dim": 64, "kv_heads": 1, "temperatures": [0.0, 0.7, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with two heads, and a draft folder of every kind that can begin with one."""
+    place = tmp_path_factory.mktemp("settings")
+    target_folder(place / "target", layers=3, hidden=128)
+    for kind in KINDS:
+        if student_class(kind).trained:
+            draft_folder(place / kind, place / "target", kind)
+    return place
+
+
+@pytest.fixture(scope="module")
+def target(folders: Path) -> Any:
+    return load_model(str(folders / "target"))
+
+
+def begun(kind: str, init: str, folders: Path) -> Any:
+    """Settings of a run of this kind that can begin."""
+    cfg = composed(f"draft={kind}")
+    for key in set(SIZES) & TAKES[kind]:
+        cfg.draft[key] = SIZES[key]
+    if init == "pretrained" or kind == "two_levels":
+        cfg.draft.path = str(folders / ("independent" if kind == "two_levels" else kind))
+    cfg.init.kind, cfg.init.layers = init, [0] if init == "target_layers" else []
+    return cfg
+
+
+def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str:
+    """What a run says against a setting that is typed, or else the draft that it makes and how it learns."""
+    group, _, name = key.rpartition(".")
+    of = cfg[group] if group else cfg
+    before, of[name] = copy.deepcopy(of[name]), value
+    torch.manual_seed(0)
+    try:
+        refuse_unread(cfg, [f"{key}={value}"], student_class)
+        network = assembly.initial(cfg, target)
+    except (ValueError, OSError) as error:
+        return f"refused: {error}"
+    finally:
+        rounded = [one.kind for one in _rounded(SimpleNamespace(cfg=cfg))]  # type: ignore[arg-type]
+        of[name] = before
+    weights = {name: (tuple(one.shape), float(one.double().norm())) for name, one in network.state_dict().items()}
+    return f"{network.config.to_json_string(use_diff=False)} {weights} {rounded}"
+
+
+@pytest.mark.parametrize("init", [*NEW, "pretrained"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_of_a_draft_changes_it_or_is_refused(
+    kind: str, init: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {f"draft.{one.name}" for one in fields(Draft)} | {f"init.{one.name}" for one in fields(Init)}
+    assert keys - set(CHANGED) == {"draft.kind", "init.kind", "init.cosine"}  # cosine: a loss
+    cfg = begun(kind, init, folders)
+    before = made(cfg, target)
+    if init == "pretrained" and not student_class(kind).trained:
+        assert "are not trained; set init=scratch" in before
+        return
+    assert not before.startswith("refused")
+    for key, value in CHANGED.items():
+        after = made(cfg, target, key, value)
+        if key == "init.layers" and after == before:  # a line, since a sweep over kinds gives it to all
+            assert f"{key}={value}: the setting has no effect here: {kind} drafts" in capsys.readouterr().err
+            continue
+        assert after != before, key
+        assert not after.startswith("refused") or f"{key}={value}" in after or f"{key}:" in after, after
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if student_class(kind).trained])
+def test_the_weights_of_depths_are_refused_where_one_distribution_serves_all(kind: str) -> None:
+    cfg, said = composed(f"draft={kind}"), ""
+    try:
+        refuse_unread(cfg, ["loss.decay=0.5"], student_class)
+    except ValueError as error:
+        said = str(error)
+    assert said.startswith("loss.decay=0.5: the setting has no effect here") == (kind in ONE_GUESS)
+    cfg.draft.rank = 0
+    if kind == "early_exit":
+        for key in ("loss.decay=0.5", "draft.depths=2"):
+            with pytest.raises(ValueError, match=f"{key}: the setting has no effect here"):
+                refuse_unread(cfg, [key], student_class)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ways_to_begin_differ_or_are_said_to_be_one(
+    kind: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = [made(begun(kind, init, folders), target) for init in NEW]
+    made(begun(kind, "scratch", folders), target, "init.kind", "scratch")
+    line = f"init.kind=scratch: the setting has no effect here: {kind} drafts begin in one way"
+    assert (line in capsys.readouterr().err) == (ways[0] == ways[1])
