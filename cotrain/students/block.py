@@ -35,7 +35,9 @@ class BlockStudent(EagleStudent):
 
     kind = "block"
     takes = ("layers", *EagleStudent.takes, "mask", "markov")
-    read_with = {f"draft.{key}": NEW for key in ("intermediate", "head_dim", "kv_heads")} | {"init.layers": ()}
+    read_with: Mapping[str, tuple[str, ...]] = {
+        f"draft.{key}": NEW for key in ("intermediate", "head_dim", "kv_heads")
+    } | {"init.layers": ()}
     features = ("dflash",)
     parallel = True
     network: BlockNetwork

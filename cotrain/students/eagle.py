@@ -41,9 +41,9 @@ class EagleStudent(Student):
 
     kind = "eagle"
     takes: tuple[str, ...] = ("intermediate", "head_dim", "kv_heads", "depths", "head_rank", "vocabulary")
-    read_with = {f"draft.{key}": ("scratch",) for key in ("intermediate", "head_dim", "kv_heads")} | {
-        "init.layers": ("target_layers",)
-    }
+    read_with: Mapping[str, tuple[str, ...]] = {
+        f"draft.{key}": ("scratch",) for key in ("intermediate", "head_dim", "kv_heads")
+    } | {"init.layers": ("target_layers",)}
     features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork

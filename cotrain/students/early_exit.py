@@ -34,7 +34,7 @@ class EarlyExitStudent(Student):
 
     kind = "early_exit"
     takes = ("layers", "rank", "depths")
-    read_with = {**Student.read_with, "draft.layers": NEW, "draft.rank": NEW}
+    read_with: Mapping[str, tuple[str, ...]] = {**Student.read_with, "draft.layers": NEW, "draft.rank": NEW}
     open_layers = True
     layouts: Mapping[str, str] = {}
     network: ExitNetwork

@@ -29,7 +29,7 @@ class MedusaStudent(Student):
 
     kind = "medusa"
     takes: tuple[str, ...] = ("layers", "depths", "markov")
-    read_with = {**Student.read_with, "draft.layers": NEW, "draft.depths": NEW}
+    read_with: Mapping[str, tuple[str, ...]] = {**Student.read_with, "draft.layers": NEW, "draft.depths": NEW}
     sourced = True
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any

@@ -67,7 +67,9 @@ class IndependentStudent(Student):
 
     kind = DEFAULT
     takes: tuple[str, ...] = (*SHAPE, *HEAD, "encoder_layers")
-    read_with = {f"draft.{key}": ("scratch",) for key in SHAPE} | {"init.layers": ("target_layers",)}
+    read_with: Mapping[str, tuple[str, ...]] = {f"draft.{key}": ("scratch",) for key in SHAPE} | {
+        "init.layers": ("target_layers",)
+    }
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
     sourced = True
 

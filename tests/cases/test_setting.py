@@ -120,6 +120,7 @@ def test_a_recurrent_target_is_refused_by_check(name: str, tmp_path: Path, capsy
 @case("layers of an eagle")
 def test_layers_of_an_eagle_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
+    capsys.readouterr()  # progress of writing it
     for kind in ("eagle", "p_eagle"):
         typed = [f"target.path={target}", f"draft={kind}", "draft.layers=5", f"output={tmp_path / 'out'}"]
         assert main(["train", *typed]) == 1
