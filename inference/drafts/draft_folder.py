@@ -29,7 +29,7 @@ from transformers import (
 from inference.drafts.atomic import new_folder
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import check_pair, hash_target, hash_tokenizer
-from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite, weight_files
+from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
 
@@ -41,7 +41,7 @@ PROMPTS = "prompts.jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 BEGINNINGS = ("decoder_start_token_id", "forced_bos_token_id", "forced_decoder_ids")  # of encoder-decoders
 OBJECTIVES = ("sampled", "greedy")
-LATER = {"tree", "served"}  # keys that older folders of this format lack
+LATER = {"tree"}  # keys that older folders of this format lack
 
 
 @dataclass(frozen=True)
@@ -94,49 +94,15 @@ class PlannedTree:
 
 
 @dataclass(frozen=True)
-class Served:
-    """How a draft was measured, and is served unless the caller says otherwise.
-
-    verify: the verification rule of chains; a planned tree has its own. dtype: of the target; "auto" for the
-    checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
-    longest prompts that were measured. messages: whether prompts are messages. template: arguments of the chat template
-    that renders these. chat: whether rows of plain text are rendered too, each as a message.
-    """
-
-    verify: str = "token"
-    dtype: str = "auto"
-    quantisation: str = "none"
-    prompt_tokens: int = 48
-    messages: bool = False
-    template: Mapping[str, Any] = field(default_factory=dict)
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        rule_of(self.verify)
-
-    @classmethod
-    def read(cls, values: Any) -> "Served":
-        """Return what the JSON `values` describe. Keys that older folders lack, or have as null, have the defaults.
-        Raises ValueError naming the key."""
-        names = {item.name for item in fields(cls)}
-        if not isinstance(values, Mapping) or set(values) - names:
-            raise ValueError(f"served must hold {', '.join(names)}, not {values!r}")
-        try:
-            return cls(**{key: value for key, value in values.items() if value is not None})
-        except ValueError as error:
-            raise ValueError(f"served.{error}") from error
-
-
-@dataclass(frozen=True)
 class Metadata:
-    """The contents of `cotrain.json`. Every command that decodes with the draft, and `inference.load`, reads it here.
+    """The contents of `cotrain.json`.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash}, see `hash_target`. k: planned draft
     length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q), "greedy" if trained for
     p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date, loss. kind: kind of
     proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured with weights rounded
     to 8 bits; if so, `inference.load` also rounds them on a CPU. tree: the tree to draft instead of a chain, None if
-    chains were faster. served: what else was measured.
+    chains were faster.
 
     Raises ValueError naming the key and its value.
     """
@@ -150,13 +116,7 @@ class Metadata:
     report: str | None = None
     int8: bool = False
     tree: PlannedTree | None = None
-    served: Served = Served()
     format: int = FORMAT
-
-    @property
-    def rule(self) -> str:
-        """Return the verification rule of what is drafted, the tree or a chain."""
-        return self.tree.rule if self.tree else self.served.verify
 
     def __post_init__(self) -> None:
         for name, value in (("target", self.target), ("regime", self.regime), ("origin", self.origin)):
@@ -316,24 +276,9 @@ def _metadata(file: Path) -> Metadata:
         if odd := (set(values) ^ names) - (LATER - set(values)):
             raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
-        served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
-        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": Served.read(served)})
+        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree"))})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-
-
-def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:
-    """Return the key `served` of an older folder: it is in `made`, and the rule of chains may be in the report alone."""
-    served: Mapping[str, Any] = values["origin"].get("served") or {} if isinstance(values["origin"], Mapping) else {}
-    if "verify" in served or values.get("tree") or not report.is_file():
-        return served
-    return {**served, "verify": (read_json(report).get("settings") or {}).get("verify")}
-
-
-def identity(folder: Path) -> str:
-    """Return a hash that tells a draft folder from others: of its metadata, or of its weights if it has none."""
-    files = [folder / METADATA] if (folder / METADATA).is_file() else weight_files(folder)
-    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
 def load_draft(

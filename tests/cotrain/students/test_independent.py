@@ -84,7 +84,9 @@ def test_shapes_that_do_not_fit_are_named(target: LlamaForCausalLM, change: dict
 
 
 @pytest.mark.parametrize("rows", [304, 320, 340])
-def test_a_sibling_that_is_padded_to_another_number_of_rows_is_learnt_as_it_is_served(tmp_path: Path, rows: int) -> None:
+def test_a_sibling_that_is_padded_to_another_number_of_rows_is_learnt_as_it_is_served(
+    tmp_path: Path, rows: int
+) -> None:
     """A tokenizer of 300 ids, and a target of 320 rows."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
              "num_key_value_heads": 1}  # fmt: skip

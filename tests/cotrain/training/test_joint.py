@@ -337,18 +337,23 @@ def test_texts_that_choose_the_scale_do_not_certify(place: Path, monkeypatch: py
 def test_texts_that_certify_share_no_conversation_or_document() -> None:
     """Nor a beginning: turns of one conversation, pieces of one document, and prompts that begin alike in full."""
     words = copy.deepcopy(tokenizer())
-    words.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{{ 'a' if add_generation_prompt }}"
+    words.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{{ 'a' if add_generation_prompt }}"
+    )
     one = [{"role": role, "content": f"{role}{n}"} for n in range(3) for role in ("user", "assistant")]
     two = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
     chats = chats_of([{"messages": one}, {"messages": two}], ALL_ROWS, Template(words, {}, ()))
     assert len(chats.rows) == 5 and independent([row["prompt"] for row in chats.rows][1:], chats, 99) == [0, 2]
 
-    corpus = Dataset.from_list([{"text": "a line of it\n" * 400, "domain": "a"}, {"text": "another", "domain": "a"}])
+    long = "".join(f"{n} is the number of this line\n" for n in range(400))
+    corpus = Dataset.from_list([{"text": long, "domain": "a"}, {"text": "another", "domain": "a"}])
     pieces = TextStarts(_cut(corpus), corpus, tokenizer())
     prompts = pieces.each(99)
     assert len(prompts) > 2 and independent(prompts, pieces, 99) == [0, len(prompts) - 1]
 
-    rows = PromptRows([{"prompt": ids, "domain": "a", "completion": []} for ids in ([1, 2], [1, 2, 3], [4], [1, 2], [5])])
+    rows = PromptRows(
+        [{"prompt": ids, "domain": "a", "completion": []} for ids in ([1, 2], [1, 2, 3], [4], [1, 2], [5])]
+    )
     assert independent([row["prompt"] for row in rows.rows], rows, 9) == [0, 2, 4]
     assert independent([[8], [9]], rows, 9) == [0, 1]  # shipped
 
@@ -530,7 +535,9 @@ def test_prompts_that_are_equal_count_once(place: Path, capsys: pytest.CaptureFi
     file = place / "equal.jsonl"
     file.write_text("".join(json.dumps({"text": f"def f(a): return {n}, {n * n} # {n}"}) + "\n" for n in range(80)))
     assert job(place, "equal", *SETTINGS, f"data.path={file}", "rollout.prompt_tokens=2") != 0
-    assert "there are 1 held-out texts of different conv" in (error := capsys.readouterr().err) and "at least 4" in error
+    assert (
+        "there are 1 held-out texts of different conv" in (error := capsys.readouterr().err) and "at least 4" in error
+    )
 
 
 def test_a_refused_setting_deletes_no_run(place: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
