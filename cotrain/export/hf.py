@@ -200,9 +200,10 @@ def check(folder: str | Path) -> list[str]:
     """The problems of a draft folder, each with file and key; empty if there are none.
 
     A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as
-    this package's engine loads it, so a folder that `train` wrote passes. Checks the required files, the keys of config.json and generation_config.json, names, shapes, dtypes and values of
-    the tensors, the tokenizer's size, and the hash of report.json. Tensors are loaded by transformers, since some model
-    families have other names on disk than in memory.
+    this package's engine loads it, so a folder that `train` wrote passes. Checks the required files, the keys of
+    config.json and generation_config.json, names, shapes, dtypes and values of the tensors, the tokenizer's size, and
+    the hash of report.json. Tensors are loaded by transformers, since some model families have other names on disk
+    than in memory.
     """
     try:
         draft = read(folder)

@@ -161,8 +161,8 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         asked = sources["held_out"].prompts(held, tokens, cfg.rollout.seed)
         count = len(independent([prompt for _, prompt in asked], sources["held_out"], tokens))
     if count < FEWEST:
-        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations or "
-                        f"documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
+        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations "
+                        f"or documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
                         "target: raise it, or give more prompts as data.path=")  # fmt: skip
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer

@@ -92,7 +92,8 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
         f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
-        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x {_longest(cfg, known)} tokens at most",
+        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x at most {_longest(cfg, known)} "
+        "tokens",
         *_lines(durations(cfg, known)),
     ]
     if need.memory > memory:

@@ -14,11 +14,12 @@ from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS
+from cotrain.evaluation.comparison import FIGURES
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cases import FILES, TEMPLATES, case
 from tests.cotrain.data.test_inputs import given
-from tests.folders import network, tokenizer
+from tests.folders import network, target_folder, tokenizer
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -284,3 +285,22 @@ def test_template_writes_the_date(
     assert kept == {file.name: file.read_bytes() for file in (tmp_path / "run" / "rollouts").iterdir()}
     assert main([*command, "overwrite=true"]) == 0  # a new run has its own date
     assert json.loads((tmp_path / "run" / "rollouts" / "train_T1.json").read_text())["source"]["date"] == "2026-03-02"
+
+
+SHORT = """rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=32 rollout.temperatures=[1.0] measure=false
+trainer.steps=2 trainer.batch=2 trainer.validations=1 policy.k=2 init=scratch""".split()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["draft=block draft.head_dim=64 loss=calls rollout.new_tokens=1",
+     "draft=medusa loss=calls_block data.on_target=true rollout.new_tokens=8",
+     "draft=early_exit draft.layers=1 draft.rank=2 loss=calls_tv rollout.new_tokens=2"],
+)  # fmt: skip
+@case("short answers")
+def test_answers_of_one_and_two_tokens_are_learnt_and_judged(settings: str, tmp_path: Path) -> None:
+    paths = [f"target.path={target_folder(tmp_path / 'target')}", f"data.path={FILES / 'short_answers.jsonl'}",
+             f"output={tmp_path / 'out'}"]  # fmt: skip
+    assert main(["train", *paths, *SHORT, *settings.split()]) == 0
+    tau = json.loads((tmp_path / "out" / FIGURES).read_text())["tau"]
+    assert tau == 1 if settings.endswith("new_tokens=1") else tau >= 1  # a text of one token takes one call

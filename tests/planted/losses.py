@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('depths_learnt_where_no_round_drafts', 'cotrain/losses/guess.py', 'draftable', 'mask & pad(mask, (depth, 0))[:, :-depth]', 'mask', ['tests/cotrain/students/test_every_student.py::test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it[eagle]'], 'first tokens of completions are learnt at depths at which no round drafts them'),
+    ('texts_of_one_token_without_a_gradient', 'cotrain/losses/batch.py', 'LossBatch.of_texts', ' + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()', '', ['tests/cotrain/students/test_every_student.py::test_answers_of_no_one_and_two_tokens_are_learnt_and_judged[hybrid]'], 'a batch of answers of one token ends the training'),
     ('terms_without_weights', 'cotrain/losses/chunked.py', 'chunked.part', '* weight[i] ', '', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 48),
     ('temperatures_of_rows_as_columns', 'cotrain/losses/chunked.py', 'over_positions', '= 1 else t', '= 1 and len(t) != shape[1] else t', ['tests/cotrain/losses/test_chunked.py::test_all_options_together_equal_whole_distributions'], 'texts are learnt at the temperatures of others'),
     ('rows_temperature_on_the_target_alone', 'cotrain/losses/chunked.py', '_Rows.distributions', '), self.temperature', '), 0 * self.temperature', ['tests/cotrain/losses/test_chunked.py::test_chunks_equal_whole_distributions[kl-4-False]'], 10),

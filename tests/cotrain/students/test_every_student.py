@@ -172,8 +172,9 @@ def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
             module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
             module.training_step(batch, 0)
         depths = 1 + max(depth for _, depth in counted)
-        expected = {(row * width + prompt - 1 + token, depth) for row, (prompt, length) in
-                    enumerate(zip(prompts, completions, strict=True)) for token, depth in drafted if token < length}  # fmt: skip
+        rows = enumerate(zip(prompts, completions, strict=True))
+        expected = {(row * width + prompt - 1 + token, depth) for row, (prompt, length) in rows
+                    for token, depth in drafted if token < length}  # fmt: skip
         if depths == 0:
             assert counted == {(at, ANY) for at, depth in expected if depth == 0}
         else:

@@ -345,7 +345,8 @@ def test_texts_that_certify_share_no_conversation_or_document() -> None:
     chats = chats_of([{"messages": one}, {"messages": two}], ALL_ROWS, Template(words, {}, ()))
     assert len(chats.rows) == 5 and independent([row["prompt"] for row in chats.rows][1:], chats, 99) == [0, 2]
 
-    corpus = Dataset.from_list([{"text": "a line of it\n" * 400, "domain": "a"}, {"text": "another", "domain": "a"}])
+    long = "".join(f"{n} is the number of this line\n" for n in range(400))
+    corpus = Dataset.from_list([{"text": long, "domain": "a"}, {"text": "another", "domain": "a"}])
     pieces = TextStarts(_cut(corpus), corpus, tokenizer())
     prompts = pieces.each(99)
     assert len(prompts) > 2 and independent(prompts, pieces, 99) == [0, len(prompts) - 1]

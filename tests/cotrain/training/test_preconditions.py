@@ -130,8 +130,8 @@ def test_check_refuses_the_texts_that_a_run_could_not_learn_from_once_it_has_sam
     sampled = padded([{"domain": "own", "prompt": [2, 3], "completion": [4]}])
     monkeypatch.setattr(Sampled, "texts", lambda *_, **__: sampled)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS[rows](n)) + "\n" for n in range(30)))
-    cfg = composed("draft=independent", "loss=kl", "measure=false", f"data.path='{tmp_path}/rows.jsonl'",
-                   "rollout.texts=8", "rollout.held_out_texts=2", "rollout.new_tokens=8", "rollout.prompt_tokens=64")  # fmt: skip
+    sizes = "rollout.texts=8", "rollout.held_out_texts=2", "rollout.new_tokens=8", "rollout.prompt_tokens=64"
+    cfg = composed("draft=independent", "loss=kl", "measure=false", f"data.path='{tmp_path}/rows.jsonl'", *sizes)
     target, outcomes = network(), set[bool]()
     for template, end in ((TEMPLATE, True), (None, True), (None, False)):
         words = copy.deepcopy(tokenizer())
