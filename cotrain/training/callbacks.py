@@ -37,7 +37,7 @@ Show = Callable[[PreTrainedModel], str]
 POINTS = 24  # number of points of a training
 TOKENS = 0.1  # tokens that all points score together, as a share of the tokens of training
 MOST = 2**14  # tokens that one point scores
-FIRST, LOOKED_AT = 20, 1024  # steps after which `Movement` looks at so many weights of each tensor
+FIRST, LOOKED_AT = 20, 1024  # steps after which `StandingWeights` looks at so many weights of each tensor
 MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 
@@ -282,7 +282,7 @@ class Learning(Callback):
         log(trainer, figures | own, trainer.global_step)
 
 
-class Movement(Callback):
+class StandingWeights(Callback):
     """Callback that prints a line if after `FIRST` steps most weights of the draft are still what they were: rounding
     loses an update that is small beside its weight.
 

@@ -30,8 +30,8 @@ from cotrain.training.callbacks import (
     HeldOutPoints,
     Learning,
     MeasureSpeed,
-    Movement,
     QuantisationAware,
+    StandingWeights,
     SwapWeights,
     part_of,
     showing,
@@ -117,7 +117,7 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     clock = Clock(progress, cfg.validations)
     rounded = _rounded(job)
     points = _points(job, module, clock, [*averaged, *rounded])
-    callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), Movement(), points]
+    callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
     trainer = _trainer(job, callbacks, phase, every, progress, done)
     sampler: Faster | None = None  # None: the target alone samples the phase's texts
     if phase.index and done == phase.first:  # otherwise an earlier call has sampled its texts

@@ -73,8 +73,8 @@ def hash_weights(path: str, adapter: str | None = None) -> str | None:
 
 def _weights(path: str) -> list[Path]:
     """Return the safetensors files of a model or an adapter. Raises OSError if there are none."""
-    found = (try_to_load_from_cache(path, name) for name in (CONFIG, ADAPTER[0]) if not Path(path).is_dir())
-    folder = next((Path(file).parent for file in found if isinstance(file, str)), Path(path))
+    cached = (try_to_load_from_cache(path, name) for name in (CONFIG, ADAPTER[0]) if not Path(path).is_dir())
+    folder = next((Path(file).parent for file in cached if isinstance(file, str)), Path(path))
     adapter = folder / ADAPTER[1]
     return [adapter] if adapter.is_file() else weight_files(folder)
 

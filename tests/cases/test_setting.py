@@ -20,7 +20,7 @@ from transformers import (
 
 from cotrain.cli import main
 from cotrain.errors import UserError
-from cotrain.training.callbacks import FIRST, Movement
+from cotrain.training.callbacks import FIRST, StandingWeights
 from cotrain.training.optim import HALVES, precision
 from tests.cases import case
 from tests.cotrain.training.conftest import mistakes as mistakes  # a fixture: a folder with a target and texts
@@ -58,7 +58,7 @@ def test_weights_that_stand_still_are_said_whatever_the_precision(
     strategy = SimpleNamespace(reduce=lambda counts, reduce_op: counts)
     trainer: Any = SimpleNamespace(global_step=3, strategy=strategy, optimizers=[optimizer])
     module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"))
-    movement = Movement()
+    movement = StandingWeights()
     movement.on_train_start(trainer, module)
     for _ in range(2 * FIRST):
         optimizer.zero_grad()
