@@ -48,7 +48,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTau:
     """What a plan forecast for its recommended draft. profiles: the share of rounds that accept each depth, by
     temperature, that of serving first. tau, errors: tokens per round at that temperature with their standard errors, by
     draft length."""
@@ -59,7 +59,7 @@ class Planned:
     errors: Sequence[float]
 
 
-def planned(file: Path) -> Planned:
+def planned(file: Path) -> PlannedTau:
     """Return what a plan.json forecast. Raises UserError for files that are missing or something else."""
     if not file.is_file():
         raise UserError(f"output: there is no {file}: make it with cotrain plan draft.path= of the served draft")
@@ -75,7 +75,7 @@ def planned(file: Path) -> Planned:
                     _numbers(_entry(cell, name), name, least) for name, least in (("tau", 1), ("tau_errors", 0))
                 )
                 if len(errors) == len(tau) > max(map(len, profiles.values())):
-                    return Planned(draft, profiles, tau, errors)
+                    return PlannedTau(draft, profiles, tau, errors)
         raise ValueError(f"no cell has tau and tau_errors of {draft} at the first temperature, for every draft length")
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"output: {file} is no plan of a draft: {error}; make it again with cotrain plan draft.path= "
@@ -151,7 +151,7 @@ def _impossible(one: Served) -> str | None:
     return None
 
 
-def drift(plan: Planned, counters: Served) -> Drift:
+def drift(plan: PlannedTau, counters: Served) -> Drift:
     """Compare counters with the recommended draft of a plan, at the plan's first temperature. Raises UserError if the
     server drafts more tokens than the plan forecast, or not equally many in all rounds, since the plan has no forecast
     for a mixture of lengths."""

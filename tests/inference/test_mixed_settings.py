@@ -19,7 +19,7 @@ from tests.tiny import near, tiny
 
 ENDS, PLAIN = [9, 6, 0], Sampling(0.75)
 MIXED = [one for number, odd in enumerate(grid(9, seed=8)) for one in
-         (replace(odd, stop=("bc", "f") if number % 3 == 0 else ()), PLAIN)]  # fmt: skip
+         (replace(odd, stop=("b.c", "f") if number % 3 == 0 else ()), PLAIN)]  # fmt: skip
 PROMPTS = [[1 + i % 7, 2 + i % 5, 3 + i % 11][: 1 + i % 3] for i in range(len(MIXED))]
 LIMITS = [4 + 3 * i % 8 for i in range(len(MIXED))]
 IDS = list(range(100, 100 + len(MIXED)))
@@ -27,7 +27,7 @@ SHAPES: dict[str, Any] = {"static": (-1, -1, 0, 0, 1)}
 
 
 class Letters:
-    """A tokenizer whose ids are letters."""
+    """A tokenizer whose ids are a letter and a dot, so that a stop string may end inside a token."""
 
     pad_token_id = None
 
@@ -35,7 +35,7 @@ class Letters:
         return {chr(97 + id): id for id in range(32)}
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + id) for id in ids)
+        return "".join(f"{chr(97 + id)}." for id in ids)
 
 
 def engine(target: Any, proposer: Any, rule: Any, made: type[Engine] = Engine) -> Engine:

@@ -92,6 +92,13 @@ def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
     assert gain.seeds == 2 and (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
 
 
+def test_runs_of_one_seed_are_pairs_of_their_own() -> None:
+    """Two runs of a seed on each side, in their order."""
+    runs = [run("kl", 0, 1.0), run("kl", 0, 2.0), run("tv", 0, 1 / 1.05), run("tv", 0, 2 / 1.05)]
+    gain = {g.label: g for g in compare({"kl": runs[:2], "tv": runs[2:]}, "kl")}["tv"]
+    assert gain.seeds == 2 and (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
+
+
 def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
     one = run("kl", 0, 1.0)
     calls = one["texts"]["1"]["calls"]["4"]  # type: ignore[index]

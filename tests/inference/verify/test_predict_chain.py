@@ -253,3 +253,11 @@ def test_call_weights_are_calls_saved():
         saved = (acceptance.calls(r, 4) - acceptance.calls(more, 4)) / 1e-6
         torch.testing.assert_close(weights[:, t], saved, atol=1e-5, rtol=0)
     assert (weights[:, -1] == 0).all()  # the last token comes with a call whether drafted or not
+
+
+def test_the_histogram_of_a_short_text_is_that_of_the_text_alone() -> None:
+    """Whatever stands after its end beside a longer text."""
+    r = torch.rand(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    padded = predict_chain.reach(torch.nn.functional.pad(r, (0, 9), value=0.5), 3, torch.tensor([4]))
+    alone = predict_chain.histogram_from(predict_chain.reach(r, 3))
+    torch.testing.assert_close(predict_chain.histogram_from(padded, torch.tensor([4])), alone)
