@@ -94,9 +94,10 @@ def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path
     """A finished run that names it is the same run; at another value it is another."""
     for key, removed in REMOVED.items():
         group, _, name = key.partition(".")
-        finished(tmp_path / key, **{group: {"first": "kl", name: removed.neutral}})
-        with claim(tmp_path / key, settings={group: {"first": "kl"}}) as run:
-            assert (run.state, run.changed) == ("finished", ()), key
+        for had in ({name: removed.neutral}, {}):
+            path = finished(tmp_path / f"{key} {len(had)}", **{group: {"first": "kl", **had}})
+            with claim(path, settings={group: {"first": "kl"}}) as run:
+                assert (run.state, run.changed) == ("finished", ()), key
     for number, settings in enumerate(
         ({"loss": "kl"}, {"loss": ["kl"]}, ["kl"], None)
     ):  # of other programs or versions
