@@ -299,11 +299,6 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
                          "unchanged")  # fmt: skip
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
     rows, total = list[DataRow](), 0
-        Reader(data.column, data.chat, templated, encoder),
-        nothing_skipped(),
-        list[DataRow](),
-        0,
-    )
     for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
         try:
             rows.append(reader.row(values, place))
