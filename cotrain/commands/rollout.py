@@ -65,9 +65,9 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
             asked.prompt_tokens = prompt_tokens(train, room - after, [texts[cfg.kind]] if train else [])
         fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room,
              start_of(target))  # fmt: skip
-        found = texts.get(cfg.kind) or source(cfg, cfg.kind, target, tokenizer)
+        prompts = texts.get(cfg.kind) or source(cfg, cfg.kind, target, tokenizer)
         if cfg.kind != "train":
             train = texts.get("train") or source(cfg, "train", target, tokenizer)
-            found = found.without(train.each(asked.prompt_tokens), asked.prompt_tokens)
-        print(*said({cfg.kind: found}, asked.prompt_tokens), sep="\n", file=sys.stderr)
-        return found
+            prompts = prompts.without(train.each(asked.prompt_tokens), asked.prompt_tokens)
+        print(*said({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
+        return prompts

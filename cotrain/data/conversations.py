@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.data.rows import Message, Row
+from cotrain.data.rows import DataRow, Message
 
 EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
 CLOCK = "strftime_now"  # what templates ask for the date
@@ -79,7 +79,7 @@ class Template:
         """The ids up to and including the first end token."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
-    def turns(self, row: Row) -> Iterator[Turn]:
+    def turns(self, row: DataRow) -> Iterator[Turn]:
         """Each turn of the assistant that follows one of a user, and of an open conversation also its last prompt.
         Raises ValueError if the template cannot render a prompt."""
         if not row.messages:

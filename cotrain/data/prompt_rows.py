@@ -74,8 +74,8 @@ class PromptRows:
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
         """The rows whose prompt is not `splits.shared` with those that are learnt."""
         common = _common(self.each(tokens), learnt, tokens)
-        kept = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
-        return replace(self, rows=kept, remarks=(*self.remarks, *_apart(common, tokens)))
+        rest = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
+        return replace(self, rows=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """All prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
@@ -142,8 +142,8 @@ class TextStarts:
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
         """The same without texts whose prompt is `splits.shared` with those that are learnt."""
         common = _common(self.each(tokens), learnt, tokens)
-        kept = self.starts.select([place for place, shared in enumerate(common) if not shared])
-        return replace(self, starts=kept, remarks=(*self.remarks, *_apart(common, tokens)))
+        rest = self.starts.select([place for place, shared in enumerate(common) if not shared])
+        return replace(self, starts=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
         """The prompts of all texts, in random order."""
@@ -174,8 +174,8 @@ def said(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_
 
 def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
     """Whether each prompt is shared with those that are learnt. Raises ValueError if all are."""
-    found = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
-    common = [tuple(prompt) in found for prompt in prompts]
+    both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
+    common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
         raise ValueError(f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
                          f"the model sees at most rollout.prompt_tokens={tokens} tokens: raise it, or give more "

@@ -25,7 +25,7 @@ BLANK = "it holds no text"  # as many rows of a corpus: these do not stop a run
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """place: where the row is, for messages. messages: to be rendered; without them, prompt and completion, or a text,
     are used as they are. columns: those that were read. unread: the other columns that have a value."""
 
@@ -63,7 +63,7 @@ class Reader:
     templated: bool = False
     encoder: bool = False
 
-    def row(self, values: Any, place: str = "") -> Row:
+    def row(self, values: Any, place: str = "") -> DataRow:
         """Read a row. Raises ValueError with the reason for which it is skipped."""
         if not isinstance(values, Mapping):
             raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt")
@@ -71,9 +71,9 @@ class Reader:
             raise ValueError("it has more cells than the first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = str(left.pop("domain", "own"))
-        found = self._read(self._column(values, left), left)
+        content = self._read(self._column(values, left), left)
         read = tuple(name for name in values if name not in left and not _blank(values[name]) and name != "domain")
-        return Row(place, read, tuple(left), domain, **found)
+        return DataRow(place, read, tuple(left), domain, **content)
 
     def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:
         """The column that holds the conversation, prompt or text."""
@@ -221,7 +221,7 @@ def nothing_skipped() -> Skipped:
     return Skipped(Counter(), {})
 
 
-def remarks(rows: Sequence[Row], reader: Reader, skipped: Skipped, total: int) -> list[str]:
+def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
     """Lines about which columns were read, what became of prompts, and what was left out. total: the number of rows."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
@@ -234,7 +234,7 @@ def remarks(rows: Sequence[Row], reader: Reader, skipped: Skipped, total: int) -
     return lines if reader.encoder else [*lines, _rendered(rows, reader)]
 
 
-def _rendered(rows: Sequence[Row], reader: Reader) -> str:
+def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
     if rows[0].messages:
         return "data.path: prompts are messages, rendered by the target's chat template" + (
             "" if {*rows[0].columns} & {*CONVERSATION} else "; data.chat=false uses them as they are")  # fmt: skip
@@ -250,7 +250,7 @@ def _counted(columns: Mapping[str, int], rows: int) -> str:
     return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
 
 
-def of_one_kind(rows: Iterable[Row], skipped: Skipped) -> list[Row]:
+def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
     """The rows, without texts among prompts, which are skipped."""
     rows = list(rows)
     if all(row.text for row in rows):

@@ -26,7 +26,7 @@ from cotrain.data.conversations import Template
 from cotrain.data.corpora import embedded, pieces
 from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows, start_token
-from cotrain.data.rows import SOURCE, TEXT, Reader, Row, Skipped, nothing_skipped, of_one_kind, remarks
+from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import in_split
 
@@ -297,7 +297,8 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     if data.chat and not templated:
         raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
                          "unchanged")  # fmt: skip
-    reader, skipped, rows, total = Reader(data.column, data.chat, templated, encoder), nothing_skipped(), list[Row](), 0
+    reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
+    rows, total = list[DataRow](), 0
     for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
         try:
             rows.append(reader.row(values, place))
@@ -308,20 +309,20 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     skipped.refuse(f"{key}: {data.path}", total)
     if not rows:
         raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
-    lost, made = nothing_skipped(), dict[str, Source]()
+    lost, sources = nothing_skipped(), dict[str, Source]()
     for split in splits:
         mine = [rows[place] for place in in_split([row.opening for row in rows], split)]
         if not mine:
             raise ValueError(f"data.path: none of {len(rows)} rows falls to the split {split}: give more")
-        made[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
+        sources[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
         skipped.refuse(f"data.path: {data.path}", total)
-        if not len(made[split]):
+        if not len(sources[split]):
             raise ValueError(f"data.path: no row of the split {split} can be read: {skipped.said()}")
     said = remarks(rows, reader, skipped, total)
     if lost.reasons:
         said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
                     f"{lost.said()}")  # fmt: skip
-    return {split: replace(source, remarks=tuple(said)) for split, source in made.items()}
+    return {split: replace(source, remarks=tuple(said)) for split, source in sources.items()}
 
 
 def _embedded(data: Data, split: str, tokenizer: PreTrainedTokenizerBase, encoder: bool) -> Source:
@@ -332,28 +333,28 @@ def _embedded(data: Data, split: str, tokenizer: PreTrainedTokenizerBase, encode
     return TextStarts(_cut(texts), texts, tokenizer)
 
 
-def _texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> TextStarts:
+def _texts(rows: Sequence[DataRow], tokenizer: PreTrainedTokenizerBase) -> TextStarts:
     texts = {"text": [row.text for row in rows], "domain": [row.domain for row in rows]}
     whole = datasets.Dataset.from_dict(texts)
     return TextStarts(whole, whole, tokenizer)
 
 
-def _turns(rows: Sequence[Row], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
+def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
     """The prompts of rows with their completions. Rows that the chat template cannot render are `skipped`; of answers
     that are `lost` only the prompt is read."""
-    made = list[dict[str, Any]]()
+    sources = list[dict[str, Any]]()
     for unit, row in enumerate(rows):
         try:
             turns = list(template.turns(row))
         except ValueError as error:
             skipped.add(row.place, error)
             continue
-        made += [{"domain": row.domain, "prompt": turn.prompt, "completion": turn.completion, "unit": unit}
-                 for turn in turns]  # fmt: skip
+        sources += [{"domain": row.domain, "prompt": turn.prompt, "completion": turn.completion, "unit": unit}
+                    for turn in turns]  # fmt: skip
         for turn in turns:
             if turn.lost:
                 lost.add(row.place, turn.lost)
-    return PromptRows(made, rendered=any(row.messages for row in rows))
+    return PromptRows(sources, rendered=any(row.messages for row in rows))
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:

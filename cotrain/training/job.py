@@ -114,9 +114,9 @@ class Job:
     def source(self, split: str) -> Source:
         """Return the prompts of a split. They are read once. Held-out ones are none that the draft learns from."""
         if split not in self.sources:
-            made, tokens = source(self.cfg, split, self.target, self.tokenizer), self.cfg.rollout.prompt_tokens
+            texts, tokens = source(self.cfg, split, self.target, self.tokenizer), self.cfg.rollout.prompt_tokens
             learnt = self.source("train").each(tokens) if split == "held_out" else []
-            self.sources[split] = made.without(learnt, tokens) if learnt else made
+            self.sources[split] = texts.without(learnt, tokens) if learnt else texts
         return self.sources[split]
 
     @property

@@ -83,7 +83,7 @@ ROWS_OF_BUGS = [
     ('prompts_of_chat_targets_stay_bare', 'cotrain/data/rows.py', 'Reader._read', 'self.chat is None and prompt and self.templated', 'False', ['tests/cases/test_data.py::test_plain_prompts'], 'a chat target continues texts without its template'),
     ('an_empty_thought_is_learnt', 'cotrain/data/conversations.py', 'Template._turn', 'said = said[thought.end() :]', 'pass', ['tests/cases/test_data.py::test_template_writes_an_empty_thought'], 'the draft learns what the target never writes'),
     ('the_date_is_that_of_the_clock', 'cotrain/training/job.py', 'template_of', 'if anew or not file.is_file() else', 'if True else', ['tests/cases/test_data.py::test_template_writes_the_date'], 'other texts on the next day'),
-    ('held_out_prompts_are_learnt', 'cotrain/data/prompt_rows.py', '_common', 'tuple(prompt) in found for', 'False for', ['tests/cotrain/data/test_rows.py::test_held_out_prompts_are_none_that_are_learnt'], 'held-out figures are of texts that were learnt'),
+    ('held_out_prompts_are_learnt', 'cotrain/data/prompt_rows.py', '_common', 'tuple(prompt) in both for', 'False for', ['tests/cotrain/data/test_rows.py::test_held_out_prompts_are_none_that_are_learnt'], 'held-out figures are of texts that were learnt'),
     ('skipped_without_end', 'cotrain/data/rows.py', 'Skipped.refuse', '10 * count > total', 'count >= total', ['tests/cotrain/data/test_rows.py::test_a_tenth_may_be_skipped'], 'most rows are lost and the run goes on'),
     ('the_first_texts_of_each_seed', 'cotrain/evaluation/comparison.py', '_aligned', 'rows[n * len(rows) // count]', 'rows[n]', ['tests/cotrain/evaluation/test_comparison.py::test_texts_are_those_that_every_pair_has_or_evenly_spaced'], 'one domain decides'),
 ]
