@@ -234,7 +234,7 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
         prompt_tokens=cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
         messages=messages,
         template=cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg.data.template))),
-        chat=bool(cfg.data.chat),
+        chat=cfg.data.chat,
     )
 
 

@@ -119,11 +119,8 @@ class ServedAs:
         names = {item.name for item in fields(cls)}
         if not isinstance(values, Mapping) or set(values) - names:
             raise ValueError(f"served must hold {', '.join(names)}, not {values!r}")
-        given = {key: value for key, value in values.items() if value is not None}
-        if given.get("messages") and given.get("chat") is False:  # the default of older versions
-            del given["chat"]
         try:
-            return cls(**given)
+            return cls(**{key: value for key, value in values.items() if value is not None})
         except ValueError as error:
             raise ValueError(f"served.{error}") from error
 
@@ -340,6 +337,8 @@ def _metadata(file: Path) -> Metadata:
 def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:
     """Return the key `served` of an older folder: it is in `made`, and the rule may be in the report alone."""
     served: Mapping[str, Any] = values["origin"].get("served") or {} if isinstance(values["origin"], Mapping) else {}
+    if served.get("messages") and served.get("chat") is False:  # its default then
+        served = {**served, "chat": None}
     if "verify" in served or values.get("tree") or not report.is_file():
         return served
     return {**served, "verify": (read_json(report).get("settings") or {}).get("verify")}

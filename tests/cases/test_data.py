@@ -188,7 +188,7 @@ def test_plain_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "prompts are messages, rendered by the target's chat template; data.chat=false uses them as they" in said
     assert "as the target reads it: '<|system|>Answer in French.<|endoftext|>\\n<|user|>Say hello" in said
-    served = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]["served"]
+    served = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["served"]
     assert (served["chat"], served["messages"]) == (None, True)
     for template, chat, wanted in ((PLAIN, False, "data.chat=true makes each"), (None, None, "has no chat template")):
         found, texts = read("system_column.jsonl", template, chat=chat)
@@ -230,7 +230,7 @@ def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert train(tmp_path, "bom.jsonl", TEMPLATES["r1"], "check=true") == 0
     assert "40 answers are not learnt from" in capsys.readouterr().out
     with pytest.raises(ValueError, match="hold no completion"):
-        logged(found, 9, Ask({"train": 9}, 99, 9), seed=0)
+        logged(found, Ask({"train": 9}, 99, 9), "train", seed=0)
 
 
 @case("template writes an empty thought")

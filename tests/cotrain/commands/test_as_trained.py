@@ -113,12 +113,7 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     assert stored(made()) == TRAINED
 
 
-def test_a_folder_of_an_older_version_that_learnt_from_messages_leaves_the_template_to_the_target() -> None:
-    for messages, wanted in ((True, None), (False, False)):
-        cfg, metadata = settings("bench"), made()
-        metadata = replace(metadata, served=ServedAs.read({"chat": False, "messages": messages}))
-        as_trained(cfg, metadata)
-        assert cfg.data.chat is wanted
+def test_what_older_runs_had_by_default_is_no_other_run() -> None:
     assert change("data.chat", False, None) == change("data.column", "text", None) == "free"
     assert change("data.chat", True, None) == change("data.column", "prompt", None) == "other"
 
@@ -237,6 +232,8 @@ def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tm
         (served, ServedAs(**served)),
         ({"verify": "match"}, ServedAs("match")),
         (None, ServedAs("coupled")),
+        ({"chat": False, "messages": True}, ServedAs("coupled", messages=True)),
+        ({"chat": False, "messages": False}, ServedAs("coupled", chat=False)),
     ):
         values["made"], values["tree"] = {"served": said}, None
         (path / "cotrain.json").write_text(json.dumps(values))
