@@ -133,7 +133,7 @@ def test_every_setting_of_a_draft_changes_it_or_is_refused(
     kind: str, init: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = {f"draft.{one.name}" for one in fields(Draft)} | {f"init.{one.name}" for one in fields(Init)}
-    assert keys - set(CHANGED) == {"draft.kind", "init.kind", "init.cosine"}  # cosine: a loss
+    assert keys - set(CHANGED) == {"draft.kind", "init.kind"}
     cfg = begun(kind, init, folders)
     before = made(cfg, target)
     if init == "pretrained" and not student_class(kind).trained:
