@@ -150,8 +150,9 @@ def claim(
     the run: "unfinished", to be resumed, or "finished".
 
     settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
-    same ones. kind: a function that says what a changed setting means. "free": it may change. "longer": it may change,
-    and a finished run becomes unfinished. "other": it may not change. None: no setting may change.
+    same ones. kind: a function that says what a changed setting means. "same": it has not changed. "free": it may
+    change. "longer": it may change, and a finished run becomes unfinished. "other": it may not change. None: no setting
+    may change.
 
     Raises UserError, naming the key to change, if another process uses the folder, or if a setting differs. It is also
     raised if the folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
@@ -270,8 +271,11 @@ def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: J
                 for values in (before, wanted))  # fmt: skip
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
+    kinds = {key: change for key, change in kinds.items() if change != "same"}
     if "other" in kinds.values():
-        changes = ", ".join(f"{key}={old.get(key)} (now {new.get(key)})" for key in keys if kinds[key] == "other")
+        changes = ", ".join(
+            f"{key}={old.get(key)} (now {new.get(key)})" for key, change in kinds.items() if change == "other"
+        )
         raise UserError(f"output={path} has a run with {changes}: name another folder, or set overwrite=true")
     # a free setting that is missing from the marker was added by a later version of cotrain: no change
     return {key: change for key, change in kinds.items() if key in old or change != "free"}

@@ -96,9 +96,9 @@ class Adaptive:
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
             here, ahead = (tuple(map(float, given["estimates"][name])) for name in ("here", "ahead"))
             deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
-            mean, draft = float(given["estimates"]["mean"]), given["identity"]
+            mean, draft = float(given["estimates"]["mean"]), given.get("identity")
             return cls(seconds, Estimates(mean, here, ahead), deciding, None if draft is None else str(draft))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"policy: {file} is no policy file of cotrain plan, or not of this version: {error!r}"
             ) from error

@@ -18,7 +18,8 @@ from cotrain.evaluation.comparison import FIGURES, compare, read
 from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
-from cotrain.run_folder import claim, finished, refuse
+from cotrain.run_folder import claim, finished, read_marker, refuse
+from cotrain.students.base import OPTIONAL, student_class
 from cotrain.training import joint
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
@@ -34,6 +35,7 @@ def run(cfg: TrainConfig) -> float | None:
 
     Returns tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and in
     all processes except the first."""
+    _go_on(cfg)
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
@@ -41,7 +43,8 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output):
             _trained(cfg, Path(cfg.output))
         return None
-    kinds = partial(change, rounds=cfg.rollout.rounds)
+    unread = {f"draft.{key}" for key in OPTIONAL.keys() - {*student_class(cfg.draft.kind).takes}}
+    kinds = partial(change, rounds=cfg.rollout.rounds, unread=unread)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
     known = None if state == "finished" and not cfg.check else require(cfg)  # fails before `claim` deletes a run
@@ -66,6 +69,13 @@ def run(cfg: TrainConfig) -> float | None:
               "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+
+
+def _go_on(cfg: TrainConfig) -> None:
+    """Read prompts as the run in `output` began to, which may be by an earlier version's default."""
+    marker = None if cfg.overwrite else read_marker(Path(cfg.output))
+    if marker and marker.get("command") == "train" and cfg.data.chat is None:
+        cfg.data.chat = marker["settings"]["data"]["chat"]
 
 
 def _trained(cfg: TrainConfig, *rest: Any) -> None:

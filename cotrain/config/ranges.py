@@ -3,11 +3,10 @@ the settings that change no weights, and those that extend the training."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from cotrain.config.settings import from_target
 from cotrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
         ),
         Unread(
             tuple(f"rollout.{name}" for name in OF_TEXTS),
-            lambda cfg, kind: not from_target(cfg.data) and "kind" in cfg.draft and not kind().trained,
+            lambda cfg, kind: (cfg.data.path or not cfg.data.from_target) and "kind" in cfg.draft and not kind().trained,
             "this kind of draft is not trained", False,
         ),
         Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it applies to measured runs only: set "
@@ -296,7 +295,7 @@ def _refuse(key: str, rule: Range, value: Any) -> None:
         raise UserError(f"{key}={value}: it must be {rule.words}")
 
 
-Change = Literal["free", "longer", "other"]
+Change = Literal["same", "free", "longer", "other"]
 
 
 class Removed(NamedTuple):
@@ -309,16 +308,13 @@ class Removed(NamedTuple):
 REMOVED = {
     "loss.hardest": Removed(1.0, "leave it out"),
     "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
-    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),
+    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),  # a run goes on without it
     "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }
 REMOVED_LOSSES = {
     "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
 }  # with what to use instead  # fmt: skip
-
-# Defaults of earlier versions, and those that replaced them
-DEFAULTS = (("data.chat", False, None), ("data.column", "text", None))
 
 # they decide how a run is measured and logged, how fast it is, and which folder stores its texts and states
 FREE = ("label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
@@ -329,15 +325,19 @@ BUDGETS = ("trainer.steps", "trainer.minutes", "minutes")
 BY_ROUNDS = ("trainer.validations", *BUDGETS)  # what decides which texts a step of several rounds learns from
 
 
-def change(key: str, old: Any, new: Any, rounds: int = 1) -> Change:
+def change(key: str, old: Any, new: Any, rounds: int = 1, unread: Collection[str] = ()) -> Change:
     """Return what a changed setting means: the weights of a run stay as they are ("free"), the training gets longer
-    ("longer"), or it is another run ("other"). rounds: rounds of sampling. A budget is a number, or None without a
-    limit."""
+    ("longer"), or it is another run ("other"). "same": an earlier version had another default that meant the same, or
+    read nothing of it. rounds: rounds of sampling. unread: the settings that the kind of draft
+    does not have. A budget is a number, or None without a limit."""
+    was_unread = new is None and key in unread
+    if was_unread or key == "init.cosine" or (key, old, new) == ("data.column", "text", None):
+        return "same"
     if rounds > 1 and key in BY_ROUNDS:
         return "other"
     if key == "measure":  # a finished training is measured when it is asked for
         return "longer" if new else "free"
-    if key in FREE or key.startswith(MEASURED) or (key, old, new) in DEFAULTS:
+    if key in FREE or key.startswith(MEASURED):
         return "free"
     if key in BUDGETS and old is not None and (new is None or new > old):
         return "longer"

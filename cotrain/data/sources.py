@@ -35,7 +35,6 @@ LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "pa
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
-READING = 2  # in fingerprints: how rows are read; a change that gives other prompts raises it
 UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, csv.Error, lzma.LZMAError, pyarrow.ArrowException,
               datasets.exceptions.DatasetsError)  # fmt: skip
 
@@ -106,11 +105,11 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
     files = files_of(data.path)
     held = stamps if data.streaming else contents
     return {
-        "rows": READING,
         "contents": held(files) if files else _revision(data),
         "config": data.config,
         "split": data.split,
-        "column": data.column,
+        # "text" was none in earlier versions
+        "column": {None: TEXT, TEXT: [TEXT]}.get(data.column, data.column),
         "chat": data.chat,
         "template": json.loads(json.dumps(dict(data.template), default=str)),
         "take": data.take if data.streaming else None,

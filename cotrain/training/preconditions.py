@@ -38,7 +38,7 @@ from cotrain.students.quantised import QUANTISATIONS, refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
-from cotrain.training.job import Job, asked, reads_given, source, template_of
+from cotrain.training.job import Job, asked, reads_given, template_of
 from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
@@ -107,27 +107,25 @@ def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenize
     """Read and check the user's texts, and set `rollout.prompt_tokens` by them. Returns them by split, {} for the
     embedded corpora. Raises UserError or ValueError naming the key."""
     sources = read_texts(cfg, target, tokenizer)
-    _texts(cfg, target, tokenizer, sources)
+    _texts(cfg, tokenizer, sources)
     _shares(cfg, target, sources)
-    return sources | given(cfg, target, tokenizer, sources)
+    if reads_given(cfg, isinstance(sources.get("train"), PromptRows)):
+        _refuse_given_texts(cfg, target, tokenizer, sources)
+    return sources
 
 
-def given(
+def _refuse_given_texts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]
-) -> dict[str, Source]:
-    """Check the texts that `Job.given` will make, and return their sources by split, {} if the run reads no such
-    texts. sources: those that have been read. Raises the errors of `logged` and `pack`."""
-    if not reads_given(cfg, isinstance(sources.get("train"), PromptRows)):
-        return {}
-    read = {split: sources.get(split) or source(cfg, split, target, tokenizer) for split in ("train", "held_out")}
-    for split, texts in read.items():
+) -> None:
+    """Raise the errors that `Job.given` will raise."""
+    for split in SPLITS[:2]:
+        texts = sources[split]
         if isinstance(texts, PromptRows):
             completed(texts, asked(cfg), split, cfg.rollout.seed)
             continue
         if cfg.data.block > (longest := holds(target.config)):
             raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
         refuse_short(texts.texts, tokenizer, cfg.data.block)
-    return read
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
@@ -444,11 +442,10 @@ def not_larger(origin: str, target: Size, draft: Size) -> None:
 
 def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
     """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
-    draft learns from. Return {} for the embedded corpora."""
-    sources = {}
-    if cfg.data.path:
-        template = template_of(cfg, target, tokenizer)
-        sources = sources_of(cfg.data, SPLITS, template, target.config.is_encoder_decoder)
+    draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
+    splits = SPLITS if cfg.data.path else SPLITS[:2] if reads_given(cfg, False) else ()
+    template = template_of(cfg, target, tokenizer)
+    sources = sources_of(cfg.data, splits, template, target.config.is_encoder_decoder) if splits else {}
     fill_prompt_tokens(cfg, target, sources)
     if sources:
         tokens = cfg.rollout.prompt_tokens
@@ -458,7 +455,7 @@ def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) 
 
 def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
-    if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not sources:
+    if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
         after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, timed(cfg.bench))
@@ -491,15 +488,16 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
     return [*lines, f"{texts} texts are learnt from, each about {each:.0f} times{limit}"] if each >= OFTEN else lines
 
 
-def _texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
+def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
     """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
-    if not sources:
+    if not cfg.data.path:
         refuse_given(cfg, stages(cfg.loss))
         return
     ask = cfg.rollout
     _refuse_template(cfg, sources["train"].rendered)
-    lines = said(sources, ask.prompt_tokens)
-    print(*lines, *shown(cfg, sources["train"], tokenizer), *_counts(cfg, sources["train"]), sep="\n")
+    if not rank():
+        lines = said(sources, ask.prompt_tokens)
+        print(*lines, *shown(cfg, sources["train"], tokenizer), *_counts(cfg, sources["train"]), sep="\n")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
         if not (cfg.data.on_target and isinstance(sources[split], PromptRows)):
             sources[split].prompts(count, ask.prompt_tokens, ask.seed)

@@ -345,9 +345,13 @@ def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]
 
 
 def identity(folder: Path) -> str:
-    """Return a hash that tells a draft folder from others: of its metadata, or of its weights if it has none."""
-    files = [folder / METADATA] if (folder / METADATA).is_file() else weight_files(folder)
-    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
+    """Return a hash that tells a draft from others, and that its exports share: of how it was trained, or of its files
+    if no metadata say that."""
+    metadata = read(folder).metadata
+    if metadata is None:
+        return hashlib.sha256("".join(map(digest, weight_files(folder))).encode()).hexdigest()
+    training = {key: value for key, value in metadata.origin.items() if key not in ("export", "adapter")}
+    return hashlib.sha256(json.dumps([metadata.kind, training], sort_keys=True).encode()).hexdigest()
 
 
 def load_draft(

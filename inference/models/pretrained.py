@@ -66,11 +66,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     another model, such as one of images."""
     spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     sequences = AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
-    made: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
-    if type(config) not in made._model_mapping and made.__name__ not in (getattr(config, "auto_map", None) or {}):
+    model_class: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in model_class._model_mapping and model_class.__name__ not in (
+        getattr(config, "auto_map", None) or {}
+    ):
         raise ValueError(f"{config.name_or_path} is a model of type {config.model_type}, which writes no text: name a "
                          "causal language model, or an encoder-decoder that writes text")  # fmt: skip
-    return made
+    return model_class
 
 
 # Dtypes and quantisation

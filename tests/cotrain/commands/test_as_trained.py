@@ -114,8 +114,10 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
 
 
 def test_what_older_runs_had_by_default_is_no_other_run() -> None:
-    assert change("data.chat", False, None) == change("data.column", "text", None) == "free"
-    assert change("data.chat", True, None) == change("data.column", "prompt", None) == "other"
+    assert change("data.column", "text", None) == change("init.cosine", 4.0, None) == "same"
+    assert change("draft.width", 256, None, unread={"draft.width"}) == "same"
+    assert {change("data.column", "prompt", None), change("data.chat", True, None), change("draft.width", 256, None),
+            change("draft.width", 256, 128, unread={"draft.width"})} == {"other"}  # fmt: skip
 
 
 # --- a folder of odd values, in every command

@@ -193,6 +193,7 @@ def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch
 # --- what made kept texts, and whether a run goes on
 
 OTHERS: dict[type, Any] = {int: 977, float: 0.37, bool: True, str: "other", type(None): "other"}
+OPEN = {"chat": True}  # may be null, and is no text
 FREE_DATA = {"from_target", "block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
 FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts"}
 
@@ -224,7 +225,7 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
             cfg = composed()
             cfg.data.path = str(tmp_path / "own.jsonl") if own else None
             before = manifest(cfg, target)
-            value = str(tmp_path / "other.jsonl") if name == "path" else other(cfg[group][name])
+            value = str(tmp_path / "other.jsonl") if name == "path" else OPEN.get(name) or other(cfg[group][name])
             OmegaConf.update(cfg, f"{group}.{name}", value, force_add=True)
             if manifest(cfg, target) == before:
                 free.add(name)

@@ -59,8 +59,6 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
         "adapter": "adapter", "gguf": None, "moved": None, "draft_quantisation": "int8",
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
-        "served": {"chat": None, "prompt_tokens": 48, "quantisation": "none", "template": {"thinking": False},
-                   "verify": "block", "messages": True},
         "init": {"kind": job.cfg.init.kind, "layers": [1]},
     }  # fmt: skip
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}

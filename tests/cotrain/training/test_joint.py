@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cotrain import losses
-from cotrain.data.conversations import Template, chats_of
+from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import _cut
-from cotrain.data.splits import ALL_ROWS
+from cotrain.data.rows import Reader, nothing_skipped
+from cotrain.data.sources import _cut, _turns
 from cotrain.evaluation.moved import CONFIDENCE, Movement, movement
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
@@ -342,8 +342,12 @@ def test_texts_that_certify_share_no_conversation_or_document() -> None:
     )
     one = [{"role": role, "content": f"{role}{n}"} for n in range(3) for role in ("user", "assistant")]
     two = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
-    chats = chats_of([{"messages": one}, {"messages": two}], ALL_ROWS, Template(words, {}, ()))
+    rendered = [Reader(templated=True).row({"messages": messages}) for messages in (one, two)]
+    chats = _turns(rendered, Template(words, {}, ()), nothing_skipped(), nothing_skipped())
     assert len(chats.rows) == 5 and independent([row["prompt"] for row in chats.rows][1:], chats, 99) == [0, 2]
+    words.chat_template = "{{ messages[-1].content }}"  # turns of one conversation that do not begin alike
+    apart = _turns(rendered, Template(words, {}, ()), nothing_skipped(), nothing_skipped())
+    assert len(apart.rows) == 5 and independent([row["prompt"] for row in apart.rows], apart, 99) == [0, 3]
 
     long = "".join(f"{n} is the number of this line\n" for n in range(400))
     corpus = Dataset.from_list([{"text": long, "domain": "a"}, {"text": "another", "domain": "a"}])

@@ -154,7 +154,7 @@ def test_check_refuses_the_texts_that_a_run_could_not_learn_from_once_it_has_sam
                 said[0] = said[1] and said[1]  # as they are longer than all of the user's
             assert said[0] == said[1]
             outcomes.add(said[0] is None)
-    assert False in outcomes
+    assert (False in outcomes) is (rows != "answers")
 
 
 def _read(job: Job) -> None:
