@@ -11,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.drafts.compatibility import bits, hash_tokenizer, some_bits
+from inference.drafts.compatibility import hash_tokenizer
 from inference.models.pretrained import quantised
 from inference.request import ends_of
 
@@ -57,16 +59,35 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash of the weights, which changes if the model is trained further or quantised.
 
     It covers `SAMPLE` values of each tensor, the sum of the bits of all its values, and the method of quantisation. The
-    same numbers in bfloat16 and in float32 have the same hash."""
+    same numbers in bfloat16 and in float32 have the same hash. The other hash of weights,
+    `inference.drafts.compatibility.hash_weights`, is of some bytes of files that need not be loaded. This one is of a
+    loaded target, quantised and with its adapter, since caches hold what that target computed."""
     digest = hashlib.blake2b(digest_size=16)
     for place, tensor in enumerate(model.state_dict().values()):
         flat = tensor.detach().flatten()
-        digest.update(some_bits(flat, place, SAMPLE))
-        total = sum(int(bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
+        digest.update(_some_bits(flat, place))
+        total = sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
         digest.update(f"{tuple(tensor.shape)} {total};".encode())
     how = quantised(model.config)
     digest.update(str(how and how.get("quant_method")).encode())
     return digest.hexdigest()
+
+
+def _some_bits(flat: Tensor, place: int) -> bytes:
+    """Return the bits of `SAMPLE` values of a tensor. They are pseudorandom, since a fixed stride could hit the same
+    column of each row. place: the number of the tensor in its model."""
+    size = flat.numel()
+    drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(SAMPLE, size))
+    chosen = torch.from_numpy((numpy.frombuffer(drawn, "<u8") % max(size, 1)).astype("int64"))
+    return _bits(flat[chosen.to(flat.device)]).cpu().numpy().tobytes()
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of floating-point numbers as integers, the same in bfloat16 and in float32; integers
+    unchanged."""
+    if values.dtype == torch.float64:
+        return values.view(torch.int64)
+    return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
 
 
 def contents(files: Mapping[str, Path]) -> str:

@@ -402,7 +402,7 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
 def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:
     """Print a line if the target's weights are not those that the draft of a folder was trained for. metadata: the
     folder's."""
-    if (changed := other_weights(metadata, target, adapter)) and not rank():
+    if not rank() and (changed := other_weights(metadata, target, adapter)):
         print(f"draft.path={draft}: {changed}", file=sys.stderr)
 
 

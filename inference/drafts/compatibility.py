@@ -4,23 +4,24 @@ of a pair.
 
 import hashlib
 import json
-from contextlib import ExitStack
+import re
+from collections import Counter
+from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import numpy
-import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.bundled_target import resolve
-from inference.drafts.weight_files import CONFIG, weight_files
+from inference.drafts.weight_files import CONFIG, WEIGHTS, weight_files
 from inference.models.pretrained import TIED, quantised
 
 ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
-FEW = 64  # values of each tensor that `hash_weights` reads: a file of many gigabytes is not read for it
+BLOCK, BLOCKS = 256, 4096  # bytes of a tensor, and tensors, that `hash_weights` reads
+LAYER, NUMBER = re.compile(r"\D*\d*"), re.compile(r"\d+")  # a tensor's name up to its layer's number, and others
 
 # The keys that a draft depends on. The hash does not include names, paths, versions, dtype, or keys of later versions
 # of transformers.
@@ -51,22 +52,28 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 def hash_weights(path: str, adapter: str | None = None) -> str | None:
-    """Return a hash of a target's weights, from its files, or None if there are no such files on this machine.
+    """Return a hash of a target's weights, from its files, or None if they cannot be read. It never raises: loading
+    says what is wrong with the files.
 
-    It covers the names and shapes of all tensors and `FEW` values of each, and does not depend on dtype or on how many
-    files there are. path: as in `resolve`; of a hub id, the files in the hub's cache. adapter: the folder or hub id of
-    a PEFT adapter, whose weights count too.
+    It covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of them, so
+    it takes less than a second for any size. It depends on the dtype of the files, and not on how many files there are.
+    `cotrain.data.fingerprints.fingerprint` is the other hash of weights: of a loaded target, quantised or adapted, of
+    which every value counts. This one is for commands that have not loaded the target, or never do. path: as in
+    `resolve`; of a hub id, the files in the hub's cache. adapter: the folder or hub id of a PEFT adapter, whose weights
+    count too.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
         for files in [_weights(resolve(path))] + ([_weights(adapter)] if adapter else []):
-            with ExitStack() as opened:
-                parts = [opened.enter_context(safe_open(file, "pt")) for file in files]
-                tensors = {name: part for part in parts for name in part.keys()}  # no mapping
-                for place, name in enumerate(sorted(tensors)):
-                    tensor = tensors[name].get_tensor(name)  # mapped, and read only where it is looked at
-                    digest.update(f"{name} {tuple(tensor.shape)};".encode() + some_bits(tensor, place, FEW))
-    except (OSError, ValueError, SafetensorError):  # loading says what is wrong with the files
+            stored = {file: _stored(file) for file in files}
+            chosen = _chosen(name for tensors in stored.values() for name in tensors)
+            read = {}
+            for file, tensors in stored.items():
+                with file.open("rb", buffering=0) as opened:
+                    for name, (about, begin, size) in tensors.items():
+                        read[name] = about + (_read(opened, begin, size) if name in chosen else b"")
+            digest.update(b"".join(read[name] for name in sorted(read)))
+    except Exception:  # beside OSError and ValueError: RuntimeError of a failing mmap, KeyError of a broken header, ...
         return None
     return digest.hexdigest()
 
@@ -75,25 +82,40 @@ def _weights(path: str) -> list[Path]:
     """Return the safetensors files of a model or an adapter. Raises OSError if there are none."""
     cached = (try_to_load_from_cache(path, name) for name in (CONFIG, ADAPTER[0]) if not Path(path).is_dir())
     folder = next((Path(file).parent for file in cached if isinstance(file, str)), Path(path))
-    adapter = folder / ADAPTER[1]
-    return [adapter] if adapter.is_file() else weight_files(folder)
+    return weight_files(folder, ADAPTER[1] if (folder / ADAPTER[1]).is_file() else WEIGHTS)
 
 
-def some_bits(tensor: Tensor, place: int, count: int) -> bytes:
-    """Return the bits of `count` values of a tensor. They are pseudorandom, since a fixed stride could hit the same
-    column of each row. place: the number of the tensor in its model."""
-    flat, size = tensor.detach().flatten(), tensor.numel()
-    drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(count, size))
-    chosen = torch.from_numpy((numpy.frombuffer(drawn, "<u8") % max(size, 1)).astype("int64"))
-    return bits(flat[chosen.to(flat.device)]).cpu().numpy().tobytes()
+def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Return the tensors of a safetensors file by name: what its header says of each, where the bytes to read begin and
+    how many they are. The file is not mapped, since of a mapped file the system reads many pages around each byte."""
+    with file.open("rb", buffering=0) as opened:
+        data = 8 + int.from_bytes(_read(opened, 0, 8), "little")
+        header = json.loads(_read(opened, 8, data - 8))
+    header.pop("__metadata__", None)
+    stored = {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        size = min(end - begin, BLOCK)
+        stored[name] = f"{name} {about['dtype']} {about['shape']};".encode(), data + (begin + end - size) // 2, size
+    return stored
 
 
-def bits(values: Tensor) -> Tensor:
-    """Return the bits of floating-point numbers as integers, the same in bfloat16 and in float32; integers
-    unchanged."""
-    if values.dtype == torch.float64:
-        return values.view(torch.int64)
-    return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
+def _read(opened: FileIO, begin: int, size: int) -> bytes:
+    opened.seek(begin)
+    if len(block := opened.read(size)) != size:
+        raise ValueError("the file ends too early")
+    return block
+
+
+def _chosen(names: Iterable[str]) -> set[str]:
+    """Return the names of at most `BLOCKS` tensors. The first are one of each projection of each layer, so that an
+    adapter merged into any of them is seen. Then follow the other experts of the layers, in pseudorandom order."""
+    ranks, seen = {}, Counter[str]()
+    for name in sorted(names, key=lambda name: (crc32(name.encode()), name)):
+        layer = LAYER.match(name)[0]  # type: ignore[index]  # it matches every name
+        seen[kind := layer + NUMBER.sub("", name[len(layer) :])] += 1
+        ranks[name] = seen[kind]
+    return set(sorted(ranks, key=ranks.__getitem__)[:BLOCKS])
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -189,15 +189,17 @@ class Metadata:
 
 
 def other_weights(metadata: Metadata | None, path: str, adapter: str | None = None) -> str | None:
-    """Return a sentence if a target's weights are not those that a draft was trained for, else None. path, adapter: see
-    `hash_weights`. There is none for a folder without a hash, and for a target whose adapter has been merged."""
+    """Return a sentence if a target's weights, or their dtype, are not those that a draft was trained for, else None.
+    path, adapter: see `hash_weights`. There is none for a folder without a hash, and for a target whose adapter has
+    been merged."""
     own = metadata.target.get("weights") if metadata else None
     if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
         return None
     if hash_weights(path, adapter) in (own, None):
         return None
-    return (f"the weights of the target {path} are not those that the draft was trained for: text stays exact, "
-            "acceptance may be lower; init=pretrained trains the draft further")  # fmt: skip
+    return (f"the weights of the target {path} are not those that the draft was trained for, or are the same in "
+            "another dtype: text stays exact, acceptance may be lower; init=pretrained trains the draft "
+            "further")  # fmt: skip
 
 
 @dataclass(frozen=True)

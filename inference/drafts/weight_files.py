@@ -71,19 +71,20 @@ def named(network: Any) -> str:
     return "a causal language model" if plain else f"weights of {network.__name__}"
 
 
-def weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
-    Raises FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged.
+    name: the file's name if there is only one. Raises FileNotFoundError if a file is absent, and ValueError if weights
+    are pickled or a file is damaged.
     """
-    index = path / f"{WEIGHTS}.index.json"
-    if not (path / WEIGHTS).is_file() and index.is_file():
+    index = path / f"{name}.index.json"
+    if not (path / name).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if not names or any(name != Path(name).name for name in names):
+        if not names or any(part != Path(part).name for part in names):
             raise ValueError(f"{index}: weight_map must name files of this folder, it names {names}")
-        files = [path / name for name in names]
+        files = [path / part for part in names]
     else:
-        files = [path / WEIGHTS]
+        files = [path / name]
     for file in files:
         _whole(file)
     return files

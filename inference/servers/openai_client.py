@@ -16,12 +16,16 @@ from inference.measure.arms import refuse
 from inference.sampling import Sampling
 
 UNTRANSLATED = ("banned", "banned_first", "processors")  # a request has no such fields
-LIKE_VLLM = ("vllm", "sglang")  # servers, by the owner of their models, that know vLLM's fields
+# servers, by the owner of their models: those that know vLLM's fields, and llama.cpp
+LIKE_VLLM, LLAMA_CPP = ("vllm", "sglang"), "llamacpp"
 # elsewhere: fields that are ignored, and penalties that llama.cpp counts over the prompt too
 LIKE_VLLM_ONLY = ("stop_ids", "min_new_tokens", "presence_penalty", "frequency_penalty")
 LARGEST_BIAS = 100.0  # servers clip what is above it
-LLAMA_CPP = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "repeat_last_n": -1, "mirostat": 0,
-             "dynatemp_range": 0.0}  # fmt: skip
+OF_LLAMA_CPP = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "repeat_last_n": -1, "mirostat": 0,
+                "dynatemp_range": 0.0}  # fmt: skip
+# fields that only some servers know, or whose empty values some reject, with their neutral values
+NOT_EVERYWHERE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0, "logit_bias": {},
+                  "stop": [], "ignore_eos": False}  # fmt: skip
 COUNTER = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 
@@ -110,7 +114,7 @@ class Client:
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
         """Return the settings with which the server samples if it is asked for these. None: it does not say them; only
         llama.cpp does."""
-        if self.owner != "llamacpp":
+        if self.owner != LLAMA_CPP:
             return None
         asked = self._request(sampling, 1, False)
         answer = json.loads(self._read("/completion", asked | {"prompt": "1", "seed": 1}))
@@ -125,7 +129,11 @@ class Client:
 
     def _request(self, sampling: Sampling, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return the fields of a request, those with neutral values too. If one is absent, the server takes the model's
-        generation config or a default of its own. Raises ValueError as `complete`."""
+        generation config or a default of its own. Raises ValueError as `complete`.
+
+        vLLM, SGLang and llama.cpp get their own fields. Any other server may reject fields that it does not know: it
+        gets OpenAI's, and those of `NOT_EVERYWHERE` only if they are not neutral, so it may fill in the others. It gets
+        a repetition penalty under both names."""
         like_vllm = self.owner in LIKE_VLLM
         refuse(sampling, *UNTRANSLATED, *(() if like_vllm else LIKE_VLLM_ONLY))
         biases = {str(token): bias for token, bias in (sampling.logit_bias or {}).items()}
@@ -147,13 +155,17 @@ class Client:
             "logit_bias": biases,
             "stop": list(sampling.stop),
             "ignore_eos": ignore_eos,
-            "skip_special_tokens": False,
         }
         if like_vllm:
+            fields["skip_special_tokens"] = False
             fields["stop_token_ids"] = list(sampling.stop_ids)
             fields["min_tokens"] = max_new_tokens if ignore_eos else sampling.min_new_tokens
         else:
-            fields |= LLAMA_CPP | {"repeat_penalty": sampling.repetition_penalty}
+            fields["repeat_penalty"] = sampling.repetition_penalty
+        if self.owner == LLAMA_CPP:
+            fields |= OF_LLAMA_CPP
+        elif not like_vllm:
+            fields = {name: value for name, value in fields.items() if (name, value) not in NOT_EVERYWHERE.items()}
         return fields | ({"return_token_ids": True} if self.sends_ids else {})
 
     def counted(self) -> Served | None:

@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
-from inference.drafts.compatibility import hash_weights
+from inference.drafts import compatibility
+from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, describe, other_weights, read
 from inference.models import packing
 from inference.models.pretrained import cast, load_model
@@ -112,20 +114,20 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(
     assert read(draft).metadata is not None and other_weights(read(draft).metadata, str(place)) is None
 
 
-def test_a_hash_of_weights_is_of_their_numbers_alone(tmp_path: Path) -> None:
-    """Not of dtype and shards; an adapter counts, and a hub id is one of the files in the hub's cache."""
+def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
+    """Not of shards; dtype and an adapter count, and a hub id is one of the files in the hub's cache."""
     model = halved(network(), torch.float32)
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     halved(model, torch.bfloat16).save_pretrained(tmp_path / "half")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     own = hash_weights(str(tmp_path / "one"))
-    assert own and {hash_weights(str(tmp_path / name)) for name in ("shards", "half")} == {own}
+    assert own and own == hash_weights(str(tmp_path / "shards")) != hash_weights(str(tmp_path / "half"))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    save_file({"a": torch.ones(3)}, adapter / "adapter_model.safetensors")
+    save_file({"a": torch.ones(3)}, adapter / ADAPTER[1])
     with_adapter = hash_weights(str(tmp_path / "one"), str(adapter))
-    save_file({"a": torch.zeros(3)}, adapter / "adapter_model.safetensors")
+    save_file({"a": torch.zeros(3)}, adapter / ADAPTER[1])
     assert len({own, with_adapter, hash_weights(str(tmp_path / "one"), str(adapter))}) == 3
     assert hash_weights(str(tmp_path / "nowhere")) is None and hash_weights("some/model") is None
     assert hash_weights("bundled") and hash_weights("bundled") != own
@@ -136,6 +138,84 @@ def test_a_hash_of_weights_is_of_their_numbers_alone(tmp_path: Path) -> None:
         other_weights(about, str(tmp_path / "one"), str(adapter))
         and not about.exported("y", None, None).target["weights"]
     )
+
+
+def test_a_hash_of_weights_reads_little_and_sees_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tensors than are read, too: one of each projection of each layer, and some of the experts."""
+    counted: list[int] = []
+
+    class Counted(FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size) or b""
+            counted.append(len(data))
+            return data
+
+    monkeypatch.setattr(Path, "open", lambda self, *_, **__: Counted(self))
+    monkeypatch.setattr(compatibility, "BLOCKS", blocks := 60)
+    layers, experts, size = 12, 40, 1000
+    each = ["self_attn.q_proj", "self_attn.v_proj", *(f"mlp.experts.{i}.up_proj" for i in range(experts))]
+    names = [f"model.layers.{layer}.{one}.weight" for layer in range(layers) for one in each]
+    values = torch.zeros(len(names), size)
+    file = tmp_path / "model.safetensors"
+
+    def seen(*changed: str) -> bool:
+        """Whether another value of these tensors gives another hash."""
+        values[[names.index(name) for name in changed]] = 1.0
+        save_file(dict(zip(names, values, strict=True)), file)
+        counted.clear()
+        hashed = hash_weights(str(tmp_path))
+        values.zero_()
+        assert hashed and len(counted) == 2 + blocks  # the header, in two reads
+        assert sum(counted) == int.from_bytes(file.read_bytes()[:STEP], "little") + STEP + blocks * compatibility.BLOCK
+        return hashed != own
+
+    own = None
+    seen()
+    own = hash_weights(str(tmp_path))
+    assert own and not seen()
+    assert all(seen(name) for name in names if "self_attn" in name)
+    for layer in range(layers):
+        assert seen(*(name for name in names if f".{layer}.mlp" in name))
+    assert sum(seen(*(name for name in names if f"experts.{i}.up" in name)) for i in range(experts)) > blocks // 4
+
+
+HEADER = b'{"a": {"dtype": "%s", "shape": [%s], "data_offsets": [0, %d]}}'
+
+
+@pytest.mark.parametrize("of_adapter", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"abc", (2**62).to_bytes(8, "little") + b"{}", b"[1]", b"{", b'{"a": 3}', b"\xff\xfe",
+     HEADER % (b"F32", b"9", 36), HEADER % (b"F32", b"1", -4), HEADER % (b"NONE", b"1", 4), HEADER % (b"F4", b"8", 4)],
+)  # fmt: skip
+def test_a_hash_of_weights_never_raises(
+    data: bytes, of_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files cut short, broken headers, dtypes that torch lacks, and files that cannot be mapped or read."""
+    target, adapter = tmp_path / "target", tmp_path / "adapter"
+    for place, name in ((target, "model.safetensors"), (adapter, ADAPTER[1])):
+        place.mkdir()
+        save_file({"a": torch.ones(3)}, place / name)
+    asked = (str(target), str(adapter)) if of_adapter else (str(target),)
+    own = hash_weights(*asked)
+    file = adapter / ADAPTER[1] if of_adapter else target / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(
+        data if len(data) < 4 or data[7:8] == b"\x40" else len(data).to_bytes(8, "little") + data + bytes(4)
+    )
+    hashed = hash_weights(*asked)
+    assert own and hashed != own and (hashed is None or b"F4" in data)
+    file.write_bytes(whole)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap 36 bytes: Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("inference.drafts.weight_files.safe_open", fails)
+        assert hash_weights(*asked) is None
+    file.unlink()
+    file.mkdir()
+    assert hash_weights(*asked) is None
 
 
 def aligned_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

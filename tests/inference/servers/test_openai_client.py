@@ -91,6 +91,8 @@ def test_other_servers_get_no_request_for_ids(url: str, monkeypatch: pytest.Monk
     assert result.ids is None and result.text == "x" and "return_token_ids" not in Lookalike.requests[0]
 
 
+OPENAI = {"model", "prompt", "n", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
+          "key"}  # fmt: skip
 OTHER = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
          "frequency_penalty": 0.4, "logit_bias": {3: -1.0}, "banned": ((1,),), "min_new_tokens": 2, "stop": ("a",),
          "stop_ids": (5,), "processors": (max,), "banned_first": (6,)}  # fmt: skip
@@ -101,7 +103,8 @@ OTHER = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition
 def test_a_setting_changes_the_request_or_is_refused(
     name: str, owner: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the other fields are sent as well, with neutral values."""
+    """And the other fields are sent as well, with neutral values. An unknown server may reject what it does not know:
+    it gets OpenAI's fields, and the one that is set."""
     monkeypatch.setattr(Lookalike, "owner", owner)
     client = Client(url)
     client.complete([[1]], 2, Sampling(), seeds=[1])
@@ -113,7 +116,11 @@ def test_a_setting_changes_the_request_or_is_refused(
         assert name in (*UNTRANSLATED, *(() if owner in ("vllm", "sglang") else LIKE_VLLM_ONLY))
         return
     (other,) = Lookalike.requests
-    assert other.keys() == neutral.keys() and other != neutral
+    unknown, added = owner == "somebody", other.keys() - neutral.keys()
+    assert other != neutral and not neutral.keys() - other.keys()
+    assert added <= ({name, "repeat_penalty"} if unknown else set())
+    assert neutral.keys() == OPENAI or not unknown
+    assert "samplers" in other if owner == "llamacpp" else "samplers" not in other
 
 
 def test_what_a_server_would_apply_otherwise_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
