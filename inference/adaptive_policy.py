@@ -98,9 +98,11 @@ class Adaptive:
             deciding = {int(rows): float(one) for rows, one in given["deciding"].items()}
             mean, draft = float(given["estimates"]["mean"]), given.get("identity")
             return cls(seconds, Estimates(mean, here, ahead), deciding, None if draft is None else str(draft))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except OSError as error:
+            raise ValueError(f"policy: {file} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
-                f"policy: {file} is no policy file of cotrain plan, or not of this version: {error!r}"
+                f"policy: {file} is no policy file, which cotrain plan writes as policy.json: {error!r}"
             ) from error
 
     @property

@@ -24,6 +24,7 @@ from cotrain.training import joint
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
+from inference.drafts.compatibility import hash_weights
 from inference.drafts.draft_folder import REPORT
 from inference.report.build import table
 from inference.report.table import comparison
@@ -39,6 +40,7 @@ def run(cfg: TrainConfig) -> float | None:
     settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
     for key in ("overwrite", "check", "output"):
         del settings[key]
+    settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output):
             _trained(cfg, Path(cfg.output))
@@ -60,6 +62,8 @@ def run(cfg: TrainConfig) -> float | None:
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
                   "again with cotrain bench, or continue the training with more trainer.steps=")  # fmt: skip
+        else:
+            print(f"output={cfg.output} was finished before; overwrite=true repeats it")
     report = folder.path / "draft" / REPORT
     if cfg.measure or report.exists():
         print(table(json.loads(report.read_text(encoding="utf-8"))))

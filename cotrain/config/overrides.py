@@ -50,6 +50,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("num_layers", "num_hidden_layers", "draft_layers"), ("draft.layers", "shape.layers")),
     **dict.fromkeys(("hidden_size", "draft_width"), ("draft.width", "shape.width")),
     "resume": ("output",),
+    "init.path": ("draft.path",),
     "rank": ("draft.rank",),
 }  # fmt: skip
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
@@ -180,6 +181,8 @@ def _no_option(error: Exception, keys: Collection[str]) -> str | None:
     main = f"{group}.{MAIN.get(group)}"
     number = _NUMBER.fullmatch(option) is not None
     hint = f"; a value of your own is {main}={option}" if main in keys and number != main.endswith(".path") else ""
+    if near := difflib.get_close_matches(option, error.options, n=1):
+        hint = f"; the nearest is {near[0]}"
     return f"{group}={option}: {group} is one of {', '.join(error.options)}{hint}"
 
 
@@ -212,7 +215,8 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 def alias(key: str, keys: Collection[str]) -> str | None:
     """Return the setting that does what `key` does in other programs, if the command has one."""
-    return next((known for known in ALIASES.get(key.rpartition(".")[2], ()) if known in keys and key != known), None)
+    settings = ALIASES.get(key) or ALIASES.get(key.rpartition(".")[2], ())
+    return next((known for known in settings if known in keys and key != known), None)
 
 
 def flag(name: str, command: str) -> str:

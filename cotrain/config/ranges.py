@@ -232,7 +232,9 @@ UNREAD: dict[str, tuple[Unread, ...]] = {  # by the group that it is about
         ),
         Unread(
             tuple(f"rollout.{name}" for name in OF_TEXTS),
-            lambda cfg, kind: (cfg.data.path or not cfg.data.from_target) and "kind" in cfg.draft and not kind().trained,
+            lambda cfg, kind: (
+                (cfg.data.path or not cfg.data.from_target) and "kind" in cfg.draft and not kind().trained
+            ),
             "this kind of draft is not trained", False,
         ),
         Unread(("trainer.patience",), lambda cfg, _: not cfg.measure, "it applies to measured runs only: set "
@@ -331,7 +333,8 @@ def change(key: str, old: Any, new: Any, rounds: int = 1, unread: Collection[str
     read nothing of it. rounds: rounds of sampling. unread: the settings that the kind of draft
     does not have. A budget is a number, or None without a limit."""
     was_unread = new is None and key in unread
-    if was_unread or key == "init.cosine" or (key, old, new) == ("data.column", "text", None):
+    unknown = key == "target.weights" and None in (old, new)  # of an earlier version, or not on this machine
+    if was_unread or unknown or key == "init.cosine" or (key, old, new) == ("data.column", "text", None):
         return "same"
     if rounds > 1 and key in BY_ROUNDS:
         return "other"

@@ -46,7 +46,7 @@ from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
-from inference.drafts.weight_files import weight_files
+from inference.drafts.weight_files import refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
@@ -148,6 +148,8 @@ def sketch(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     try:
         refuse_unsupported(model, model.config.get_text_config())
+        if folder.is_dir() and quantisation_of(model.config) == "none":  # others are packed
+            refuse_other_sizes(folder, model)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from error
     return model.eval()
@@ -485,6 +487,14 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
     texts = len(prompts) if given else len(prompts) * len(learnt(cfg))
     each = (cfg.trainer.steps - cfg.trainer.corpus_steps) * cfg.trainer.batch * cfg.trainer.accumulate / texts
     limit = " at most, in the time allowed" * time_limited(cfg)
+    if (
+        isinstance(source, PromptRows)
+        and not given
+        and not cfg.trainer.corpus_steps
+        and any(row["completion"] for row in source.rows)
+    ):
+        lines.append("data.path: its completions are not learnt from, since the target writes its own; "
+                     "data.on_target=true learns from those of the target")  # fmt: skip
     return [*lines, f"{texts} texts are learnt from, each about {each:.0f} times{limit}"] if each >= OFTEN else lines
 
 

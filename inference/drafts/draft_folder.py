@@ -312,7 +312,8 @@ def read(folder: str | Path) -> Folder:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder")
     if not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"{path} is no draft folder: it has no {CONFIG}")
+        inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
+        raise FileNotFoundError(f"{path} is no draft folder: it has no {CONFIG}{inner}")
     for name in (CONFIG, GENERATION, REPORT):
         if (path / name).is_file():
             read_json(path / name)

@@ -90,6 +90,18 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     return files
 
 
+def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
+    """Raise ValueError for a tensor of the folder whose size is not that of the model, by the headers of the files."""
+    wanted = model.state_dict()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            for name in wanted.keys() & set(tensors.keys()):
+                size, own = tensors.get_slice(name).get_shape(), list(wanted[name].shape)
+                if size != own:
+                    raise ValueError(f"{folder}: {CONFIG} asks for {name} of size {own}, and {file.name} has it of "
+                                     f"size {size}")  # fmt: skip
+
+
 def _whole(file: Path) -> None:
     if not file.is_file():
         pickled = sorted(other for other in file.parent.iterdir() if other.suffix in PICKLED)

@@ -44,13 +44,15 @@ def load_model(
     a dtype that torch does not have."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
-    model: PreTrainedModel = (
-        _auto_class_at(path, trust_remote_code)
-        .from_pretrained(
+    model_class = _auto_class_at(path, trust_remote_code)
+    try:
+        model: PreTrainedModel = model_class.from_pretrained(
             path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code, **options
-        )
-        .eval()
-    )
+        ).eval()
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"{path}: the sizes of its weights are not those of its config.json") from error
     return model if dtype else widened(model)
 
 

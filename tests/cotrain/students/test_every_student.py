@@ -75,7 +75,7 @@ def test_a_guess_reads_only_what_its_round_has(kind: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["kl", "calls", "calls_tv", "0.5*tv+0.5*length"])
+@pytest.mark.parametrize("name", ["kl", "calls", "calls_tv", "0.5*tv+0.5*calls"])
 def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
     student = STUDENTS[kind](target())
     module = Distillation(student, target(), [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["tv", "calls_tv", "0.5*tv+0.5*length"])
+@pytest.mark.parametrize("name", ["tv", "calls_tv", "0.5*tv+0.5*calls"])
 def test_texts_of_any_length_are_learnt(kind: str, name: str) -> None:
     """Also those of two tokens: some kinds make no guess about the second one."""
     student = STUDENTS[kind](target())
@@ -228,7 +228,7 @@ def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
 
 
 @EVERY
-@pytest.mark.parametrize("loss", ["0.5*tv+0.5*length", "calls_tv"])
+@pytest.mark.parametrize("loss", ["0.5*tv+0.5*calls", "calls_tv"])
 def test_distributions_computed_once_change_no_gradient(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the target sampled other tokens than those that count, as the masks of a batch allow."""
     columns, gradients = torch.arange(13).expand(3, -1), []
