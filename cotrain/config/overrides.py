@@ -181,7 +181,7 @@ def _no_option(error: Exception, keys: Collection[str]) -> str | None:
     main = f"{group}.{MAIN.get(group)}"
     number = _NUMBER.fullmatch(option) is not None
     hint = f"; a value of your own is {main}={option}" if main in keys and number != main.endswith(".path") else ""
-    if near := difflib.get_close_matches(option, error.options, n=1):
+    if not number and (near := difflib.get_close_matches(option, error.options, n=1, cutoff=0.75)):
         hint = f"; the nearest is {near[0]}"
     return f"{group}={option}: {group} is one of {', '.join(error.options)}{hint}"
 
