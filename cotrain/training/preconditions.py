@@ -462,6 +462,10 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mappi
     if not cfg.rollout.prompt_tokens:
         after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, timed(cfg.bench))
         room = holds(target.config) - after
+        if room < 1:
+            key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
+            raise UserError(f"{key}={after}: the target's context has {holds(target.config)} tokens, and prompts need "
+                            "some of them: lower it")  # fmt: skip
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
 

@@ -60,11 +60,16 @@ def test_a_server_that_drafts_otherwise_fails_the_parity(plan: Plan) -> None:
     assert not result.passed and abs(result.z) > 4
 
 
-def test_counters_that_stand_still_are_an_error(plan: Plan) -> None:
+@pytest.mark.parametrize(("counted", "words"), [
+    (Served(0, 0, 0), "counted no drafts"),
+    (Served(4, 8, 9), "counted 9 accepted tokens of 8 drafted"),
+    (Served(4, 8, -1), "counted -1 accepted tokens of 8 drafted"),
+])  # fmt: skip
+def test_counters_that_cannot_be_are_an_error(plan: Plan, counted: Served, words: str) -> None:
     def silent(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
-        return [[1] * 24 for _ in prompts], 1.0, Served(0, 0, 0)
+        return [[1] * 24 for _ in prompts], 1.0, counted
 
-    with pytest.raises(ValueError, match="counted no drafts"):
+    with pytest.raises(ValueError, match=words):
         server_parity.parity(plan, silent, 2, at_once=8)
 
 

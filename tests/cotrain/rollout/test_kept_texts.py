@@ -94,7 +94,7 @@ def grown(data: Data) -> Data:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: replace(d, column="other"), "source.column was None, now 'other'"),
+        (lambda d: replace(d, column="other"), "source.column was 'text', now 'other'"),
         (lambda d: replace(d, split="test"), "source.split was 'train', now 'test'"),
         (lambda d: replace(d, template={"enable_thinking": False}), "source.template"),
         (lambda d: replace(d, chat=True), "source.chat was None, now True"),
