@@ -93,8 +93,8 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     if not counted or not counted.rounds:
         raise ValueError("url: the server counted no drafts: it serves without a draft, or does not show its metrics")
     if not 0 <= counted.accepted <= counted.drafted:
-        raise ValueError(f"url: the server counted {counted.accepted} accepted tokens of {counted.drafted} drafted: its "
-                         "counters are of something else")  # fmt: skip
+        counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
+        raise ValueError(f"url: the server counted {counts}: its counters are of something else")
     own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
     ours = interleave([own], prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
