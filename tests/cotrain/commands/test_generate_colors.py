@@ -32,7 +32,8 @@ def test_without_colour_nothing_but_the_texts_is_printed(
     monkeypatch.setattr(generate, "_read_by", lambda *_: None)
     monkeypatch.setattr(generate, "_engine", lambda _: SimpleNamespace(generate=lambda *_, **__: out))
     monkeypatch.setattr(generate, "sampling", lambda _: None)
-    cfg: Any = SimpleNamespace(prompt="x", prompts=None, max_new_tokens=4, regime=None, seed=0, color=None)
+    drafting = {"policy": SimpleNamespace(k=None, file=None), "verify": None, "draft": SimpleNamespace(path=None)}
+    cfg: Any = SimpleNamespace(prompt="x", prompts=None, max_new_tokens=4, regime=None, seed=0, color=None, **drafting)
     generate.run(cfg)
     printed = capsys.readouterr()
     assert printed.out == "one\ntwo\n" and not re.search(r"\033", printed.out + printed.err)
