@@ -190,6 +190,18 @@ def test_held_out_prompts_are_none_that_are_learnt(columns: str, tmp_path: Path)
         held_out.without(train.each(12), 12)
 
 
+@pytest.mark.parametrize(("answers", "said"), [(["x"] * 8, "7 of 8"), (list("xyxyxyxx"), "6 of 8"), (list("xyxyabcd"),
+                                               "2 of 8"), (list("abcdefgh"), "")])  # fmt: skip
+@pytest.mark.parametrize("chat", [True, False])
+def test_rows_that_repeat_others_are_counted(answers: list[str], said: str, chat: bool, tmp_path: Path) -> None:
+    """By all that is read of them, also of an answer, and not by what is not read."""
+    rows = [{"prompt": "ask", "response": one, "id": place} for place, one in enumerate(answers)]
+    file = write(tmp_path / "own.jsonl", rows)
+    source = sources_of(given(file), (ALL_ROWS,), Template(templated() if chat else tokenizer(), {}, ()))[ALL_ROWS]
+    lines = [line for line in source.remarks if "repetitions" in line]
+    assert lines == ([f"data.path: {said} rows are repetitions of others"] if said else [])
+
+
 def test_a_held_out_prompt_that_begins_a_learnt_one_or_begins_with_one_is_left_out() -> None:
     """And no other, of prompts and of texts."""
     text = "0123456789"
