@@ -98,7 +98,9 @@ def test_a_policy_returns_a_list_of_lengths(given: Any) -> None:
     assert engine.generate([[1, 2]], max_new_tokens=3).finish == ["length"]
 
 
-@pytest.mark.parametrize("error", [KeyError("no such state"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [KeyError("no such state"), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("part", ["policy.lengths", "proposer.admit", "proposer.propose", "proposer.commit",
                                   "target.forward", "rollback", "slots.leave"])  # fmt: skip

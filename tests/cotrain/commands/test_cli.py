@@ -274,7 +274,9 @@ def test_every_name_of_another_program_is_a_setting_of_some_command() -> None:
     for command, name in product(keys, ALIASES):
         found = re.search(r"the settings? (?:is|of this name are) (.*)=", unknown(f"x.{name}", command, keys[command]))
         right = [key for key in ALIASES[name] if key in keys[command]]
-        assert alias(name, keys[command]) in (None, *right) and (not found or {*found[1].split("=, ")} <= {*keys[command]})
+        assert alias(name, keys[command]) in (None, *right) and (
+            not found or {*found[1].split("=, ")} <= {*keys[command]}
+        )
         assert not right or name in right or (found and found[1] == right[0]), (command, name)
         named |= {*right}
     assert named == {known for settings in ALIASES.values() for known in settings}

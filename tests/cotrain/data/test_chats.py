@@ -118,7 +118,11 @@ CALLS: list[dict[str, Any]] = [
     {"name": "find", "arguments": {"\u043a\u043b\u044e\u0447": "\u5317\u4eac", "near": ["caf\u00e9", "\u03b1"]}},
     {"name": "now", "arguments": {}},
 ]
-ASKED = '{"city": "M\u00fcnchen", "days": 3}', '{"\u043a\u043b\u044e\u0447": "\u5317\u4eac", "near": ["caf\u00e9", "\u03b1"]}', "{}"
+ASKED = (
+    '{"city": "M\u00fcnchen", "days": 3}',
+    '{"\u043a\u043b\u044e\u0447": "\u5317\u4eac", "near": ["caf\u00e9", "\u03b1"]}',
+    "{}",
+)
 CALLING = {  # a template, and what it writes of the calls
     "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}":
         ("city=M\u00fcnchen;days=3;", "\u043a\u043b\u044e\u0447=\u5317\u4eac;near=['caf\u00e9', '\u03b1'];", ""),
@@ -130,7 +134,11 @@ CALLING = {  # a template, and what it writes of the calls
 @pytest.mark.parametrize("calling", CALLING)
 def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Path) -> None:
     """Arrow gives every call the arguments of all calls, null where it has none; logs also hold them as JSON text."""
-    answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": one} for one in CALLS]}
+    answer = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": one} for one in CALLS],
+    }
     rows = [{"messages": [{"role": "user", "content": f"ask {i}"}, answer]} for i in range(3)]
     plain = [{"messages": [{"role": "user", "content": "ask 3"}, {"role": "assistant", "content": "\u0434\u0430"}]}]
     texts = json.loads(json.dumps(rows))

@@ -86,7 +86,11 @@ def test_a_template_writes_the_date_of_the_first_run_with_the_same_texts(
 
     def run(output: str, folder: str | None, overwrite: bool = False) -> int:
         cfg = composed("rollout.texts=8")
-        cfg.output, cfg.rollout.folder, cfg.overwrite = str(tmp_path / output), folder and str(tmp_path / folder), overwrite
+        cfg.output, cfg.rollout.folder, cfg.overwrite = (
+            str(tmp_path / output),
+            folder and str(tmp_path / folder),
+            overwrite,
+        )
         texts = job_module.sampled(cfg, network(), words, tmp_path / "texts")
         dates = {origin["date"] for origin in texts.source.values()}  # type: ignore[index]
         cfg.overwrite = False

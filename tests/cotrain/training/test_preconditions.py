@@ -199,8 +199,8 @@ SAID = {  # of two domains, with 6 and 2 prompts of at most 8 tokens: settings, 
 
 @pytest.mark.parametrize("settings", SAID)
 def test_lines_say_how_often_a_text_is_read(settings: str) -> None:
-    job = job_of("rollout.texts=6", "rollout.prompt_tokens=8", "trainer.steps=20", "trainer.batch=2",
-                 "trainer.accumulate=3", "trainer.corpus_steps=0", "trainer.minutes=null", *settings.split())  # fmt: skip
+    job = job_of("rollout.prompt_tokens=8", "trainer.steps=20", "trainer.batch=2", "trainer.accumulate=3",
+                 "trainer.corpus_steps=0", "trainer.minutes=null", "rollout.texts=6", *settings.split())  # fmt: skip
     rows = [{"domain": domain, "prompt": [place] * size, "completion": []}
             for domain, count, size in (("a", 6, 8), ("b", 2, 3), ("a", 4, 9)) for place in range(count)]  # fmt: skip
     assert _counts(job.cfg, PromptRows(rows)) == SAID[settings]
