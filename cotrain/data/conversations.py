@@ -105,7 +105,8 @@ class Template:
                                     "there")  # fmt: skip
         said = whole[len(before) :]
         thought = EMPTY_THOUGHT.match(said)  # the target did not write it, unless the message has it
-        if thought and not message["content"].lstrip().startswith(thought[0].strip()):
+        own = EMPTY_THOUGHT.match(message["content"])  # templates write it with blanks of their own
+        if thought and not (own and own[1] == thought[1]):
             said = said[thought.end() :]
         return Turn(prompt, self.ended(self.ids(said))) if said.strip() else Turn(prompt, [], "nothing is rendered")
 

@@ -24,7 +24,6 @@ from inference import Engine, Sampling, load
 from inference.drafts import compatibility
 from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, describe, other_weights, read
-from inference.models import packing
 from inference.models.pretrained import cast, load_model
 from inference.policy import Fixed
 from tests.cases import case
@@ -33,6 +32,8 @@ from tests.draft_folders import draft_folder, new_student, written
 from tests.folders import network, own_texts, target_folder, tokenizer
 
 STEP = 8  # bytes: a header's length is a multiple of them
+LINE = 64  # bytes: as far as offsets go
+NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processors' builds too
 
 
 @case("unaligned mask")
@@ -53,7 +54,7 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     halved(student.network, dtype)
     path = written(tmp_path / kind, place, student, rounds)
     wanted = drafted(Engine(model, student.proposer(int8=rounds), policy=Fixed(2)))
-    for offset in range(0, packing.ALIGNED, STEP):
+    for offset in range(0, LINE, STEP):
         for file in tmp_path.glob("*/model.safetensors"):
             begin(file, offset)
         assert drafted(load(path, load_model(str(place), dtype))) == wanted, offset
@@ -131,6 +132,12 @@ def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
     assert len({own, with_adapter, hash_weights(str(tmp_path / "one"), str(adapter))}) == 3
     assert hash_weights(str(tmp_path / "nowhere")) is None and hash_weights("some/model") is None
     assert hash_weights("bundled") and hash_weights("bundled") != own
+    (tmp_path / "empty").mkdir()
+    elsewhere = Metadata({"name": "x", "config": None, "tokenizer": None, "weights": own}, 2)
+    for path in ("nowhere", "empty"):  # what cannot be hashed is not said to differ
+        assert other_weights(elsewhere, str(tmp_path / path)) is None
+    assert other_weights(elsewhere, "some/model") is other_weights(elsewhere, str(tmp_path / "one")) is None
+    assert other_weights(elsewhere, str(tmp_path / "half"))
     merged = {"name": "x", "config": None, "tokenizer": None, "weights": with_adapter}
     about = Metadata(merged, 2, origin={"adapter": "a"})
     assert other_weights(about, str(tmp_path / "one")) is None  # merged: its hash is another
@@ -224,7 +231,7 @@ def aligned_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-            assert all(one.is_contiguous() and not one.data_ptr() % packing.ALIGNED for one in tensors)
+            assert all(one.is_contiguous() and not one.data_ptr() % NEEDED for one in tensors)
             return kernel(*inputs)
 
         return run
@@ -254,11 +261,11 @@ def drafted(engine: Engine) -> tuple[Any, ...]:
 
 
 def begin(file: Path, offset: int) -> None:
-    """Pad the header of a file so that its tensors begin `offset` bytes after a multiple of `ALIGNED`."""
+    """Pad the header of a file so that its tensors begin `offset` bytes after a multiple of `LINE`."""
     data = file.read_bytes()
     size = int.from_bytes(data[:STEP], "little")
     head = data[STEP : STEP + size].rstrip(b" ")
-    head = head.ljust(len(head) + (offset - STEP - len(head)) % packing.ALIGNED)
+    head = head.ljust(len(head) + (offset - STEP - len(head)) % LINE)
     file.write_bytes(len(head).to_bytes(STEP, "little") + head + data[STEP + size :])
 
 

@@ -94,7 +94,42 @@ def test_a_policy_returns_a_list_of_lengths(given: Any) -> None:
     engine = Engine(MODEL, Independent(MODEL), policy=policy)
     with pytest.raises(ValueError, match=r"policy.lengths: 1 draft lengths of at least 0 are wanted in a list, not"):
         engine.generate([[1, 2]], max_new_tokens=3)
-    assert Engine(MODEL).generate([[1, 2]], max_new_tokens=3).finish == ["length"]  # the models can be used again
+    engine.policy = Fixed(2)
+    assert engine.generate([[1, 2]], max_new_tokens=3).finish == ["length"]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("no such state"), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("part", ["policy.lengths", "proposer.admit", "proposer.propose", "proposer.commit",
+                                  "target.forward", "rollback", "slots.leave"])  # fmt: skip
+def test_an_engine_goes_on_after_an_error_in_a_round(
+    part: str, times: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first call of a part of the round, or in a later one, with rows in the slots and rows that wait."""
+    engine = Engine(MODEL, Independent(tiny(seed=1)), policy=SimpleNamespace(lengths=lambda texts: [2] * len(texts)),
+                    rows=2)  # fmt: skip
+    prompts: list[list[int]] = [[1, 2], [3], [4, 5, 6], [7], [8]]
+    whole: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True}
+    plain, calls = engine.generate(prompts, **whole), list[None]()
+    *owner, name = part.split(".")
+    holder = getattr(engine, owner[0]) if owner else engine
+    kept = getattr(holder, name)
+
+    def fails(*given: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) > times:
+            raise error
+        return kept(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, fails)
+        with pytest.raises(type(error)):
+            engine.generate(prompts, **whole)
+    again = engine.generate(prompts, **whole)
+    assert len(calls) == times + 1 and again.tokens == plain.tokens and again.finish == ["length"] * 5
+    assert again.stats.rows == plain.stats.rows
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["its engine", "another engine"])

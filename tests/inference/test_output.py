@@ -1,10 +1,12 @@
 """Texts that are decoded while they come."""
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -56,6 +58,36 @@ def test_a_stream_decodes_few_ids_per_token(make: Callable[[], Tokenizer], text:
         assert text.startswith(shown) and (whole.endswith("\ufffd") or shown == whole)
     assert shown + decoder.rest() == text
     assert sum(counts) < 40 * len(ids)
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["\u2581", "\u2581a", "a", "\u2581\u2581", "b\u2581", "\u2581\u00e9", "."]
+DECODERS: dict[str, tuple[Any, list[str]]] = {
+    "Metaspace": (decoders.Metaspace(), PIECES),
+    "Metaspace, never prepended": (decoders.Metaspace(prepend_scheme="never"), PIECES),
+    "Llama": (decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                 decoders.Strip(" ", 1, 0)]), PIECES + BYTES),
+    "Strip first": (decoders.Sequence([decoders.Strip("\u2581", 1, 0), decoders.Replace("\u2581", " "),
+                                       decoders.ByteFallback(), decoders.Fuse()]), [*PIECES[2:3], *PIECES[5:], *BYTES]),
+    "WordPiece": (decoders.WordPiece(), ["do", "##ing", "##s", "##", "a", ".", "n't", "'"]),
+    "byte-level": (decoders.ByteLevel(), [*bytes_to_unicode().values()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_pieces_of_a_stream_join_to_the_whole_text(name: str) -> None:
+    """Decoders treat the first token, or the first space, of what they decode in a way of their own."""
+    decoder, tokens = DECODERS[name]
+    model = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=tokens[0]))
+    model.decoder, rng = decoder, random.Random(0)
+    for length in [*range(1, 12), 40] * 8:
+        pieces = [place for place, token in enumerate(tokens) if token not in BYTES]
+        words = rng.choices(pieces, k=length)
+        if BYTES[0] in tokens:  # characters of several tokens
+            words += [tokens.index(f"<0x{byte:02X}>") for byte in "\n\U0001f389\ud55c".encode()]
+            words += rng.choices(pieces, k=3)
+        stream = IncrementalDecoder(lambda ids: str(model.decode(ids, skip_special_tokens=False)))
+        assert "".join(map(stream.add, words)) + stream.rest() == model.decode(words, skip_special_tokens=False)
 
 
 def test_a_stream_of_broken_bytes_is_linear_and_recovers() -> None:

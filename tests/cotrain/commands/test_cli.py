@@ -4,10 +4,12 @@ import errno
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main, quiet
-from cotrain.config.overrides import ALIASES, _keys, nearest, quote
+from cotrain.config.overrides import ALIASES, _keys, alias, nearest, quote, unknown
 from cotrain.config.ranges import REMOVED
 from cotrain.config.settings import SCHEMAS, register
 from cotrain.errors import UserError
@@ -267,8 +269,17 @@ def test_what_users_mistype_points_to_the_right_setting(
 
 
 def test_every_name_of_another_program_is_a_setting_of_some_command() -> None:
-    keys = {key for name in COMMANDS for key in _keys(name, [])}
-    assert {known for settings in ALIASES.values() for known in settings} <= keys
+    register()
+    keys, named = {name: _keys(name, []) for name in COMMANDS}, set[str]()
+    for command, name in product(keys, ALIASES):
+        found = re.search(r"the settings? (?:is|of this name are) (.*)=", unknown(f"x.{name}", command, keys[command]))
+        right = [key for key in ALIASES[name] if key in keys[command]]
+        assert alias(name, keys[command]) in (None, *right) and (
+            not found or {*found[1].split("=, ")} <= {*keys[command]}
+        )
+        assert not right or name in right or (found and found[1] == right[0]), (command, name)
+        named |= {*right}
+    assert named == {known for settings in ALIASES.values() for known in settings}
 
 
 def test_the_nearest_key_shares_its_last_name() -> None:

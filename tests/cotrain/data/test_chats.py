@@ -13,7 +13,8 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.rows import Reader
-from cotrain.data.splits import SPLITS
+from cotrain.data.sources import read_rows, sources_of
+from cotrain.data.splits import ALL_ROWS, SPLITS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cotrain.data.test_inputs import source_of
@@ -94,6 +95,73 @@ def test_history_stands_as_the_template_shows_it_at_that_moment() -> None:
     ]
     prompt, said = turns(of(THINKING, brief=True), chat("Hi", "<think></think>Yes?"))[0]
     assert (prompt, said) == (f"<user>Hi{END}\n<assistant><think></think>", f"Yes?{END}")
+
+
+# an empty thought is before each answer without one, and a thought is always written alike
+THOUGHTFUL = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{{ (m.content.split('</think>') | last).lstrip() }}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think></think>", "\n<think> </think>\n"])
+@pytest.mark.parametrize("template", [PLAIN, THOUGHTFUL])
+def test_an_empty_thought_is_learnt_if_the_message_has_it(template: str, empty: str) -> None:
+    [(_, added), (_, own)] = turns(of(template), chat("Hi", "<b></b>Yes?"), chat("Hi", empty + "<b></b>Yes?"))
+    written = empty if template == PLAIN else "<think>\n\n</think>\n\n"
+    assert (added, own) == (f"<b></b>Yes?{END}", f"{written}<b></b>Yes?{END}")
+
+
+CALLS: list[dict[str, Any]] = [
+    {"name": "weather", "arguments": {"city": "M\u00fcnchen", "days": 3}},
+    {"name": "find", "arguments": {"\u043a\u043b\u044e\u0447": "\u5317\u4eac", "near": ["caf\u00e9", "\u03b1"]}},
+    {"name": "now", "arguments": {}},
+]
+ASKED = (
+    '{"city": "M\u00fcnchen", "days": 3}',
+    '{"\u043a\u043b\u044e\u0447": "\u5317\u4eac", "near": ["caf\u00e9", "\u03b1"]}',
+    "{}",
+)
+CALLING = {  # a template, and what it writes of the calls
+    "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}":
+        ("city=M\u00fcnchen;days=3;", "\u043a\u043b\u044e\u0447=\u5317\u4eac;near=['caf\u00e9', '\u03b1'];", ""),
+    "{{ f.arguments | tojson }}": ASKED,
+    "{{ '' + f.arguments }}": ASKED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calling", CALLING)
+def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Path) -> None:
+    """Arrow gives every call the arguments of all calls, null where it has none; logs also hold them as JSON text."""
+    answer = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": one} for one in CALLS],
+    }
+    rows = [{"messages": [{"role": "user", "content": f"ask {i}"}, answer]} for i in range(3)]
+    plain = [{"messages": [{"role": "user", "content": "ask 3"}, {"role": "assistant", "content": "\u0434\u0430"}]}]
+    texts = json.loads(json.dumps(rows))
+    for call in (call for row in texts for call in row["messages"][1]["tool_calls"]):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + plain), encoding="utf-8")
+    (tmp_path / "own.json").write_text(json.dumps(rows + plain, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts + plain), encoding="utf-8")
+    arrow = datasets.Dataset.from_list(rows + plain)
+    arrow.to_parquet(str(tmp_path / "own.parquet"))
+    arrow.save_to_disk(str(tmp_path / "saved"))
+    shown = f"{{% for c in m.tool_calls or [] %}}{{% set f = c.function %}}[{{{{ f.name }}}} {calling}]{{% endfor %}}"
+    template = of(PLAIN.replace("{{ m.content }}", "{{ m.content }}" + shown))
+    read, ids, lines = list[Any](), list[Any](), list[Any]()
+    for name in ("own.jsonl", "own.json", "own.parquet", "saved", "text.jsonl"):
+        data = settings(tmp_path / name)
+        read.append([row for _, row in read_rows(data)])
+        lines.append([Reader(templated=True).row(row).content for row in read[-1]])
+        ids.append(sources_of(data, (ALL_ROWS,), template)[ALL_ROWS].rows)  # type: ignore[union-attr]
+    assert read[:4] == [rows + plain] * 4 and lines == lines[:1] * 5 and ids == ids[:1] * 5
+    wanted = "".join(f"[{one['name']} {said}]" for one, said in zip(CALLS, CALLING[calling], strict=True))
+    said = [str(template.tokenizer.decode(row["completion"])) for row in ids[0]]
+    assert said == [wanted + END] * 3 + [f"\u0434\u0430{END}"]
 
 
 def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None:

@@ -303,6 +303,9 @@ def test_a_server_samples_by_ids_or_by_text() -> None:
     assert answered(Completion("ab", None, "length")) == ab
     assert answered(Completion("ab", None, "stop", end=9)) == [*ab, 9]  # the server says it
     assert answered(Completion("ab", None, "stop"), [*prompt, 7, *prompt]) == [*ab, 7]  # it ended the turn before
+    for turns in ([7, 9], [9, 7], [end, 9, 7], [7, end]):  # the last of several
+        among = [one for token in turns for one in (token, *prompt)]
+        assert answered(Completion("ab", None, "stop"), prompt + among) == [*ab, turns[-1]]
     assert answered(Completion("ab" + words.decode([9]), None, "stop")) == [*ab, 9]  # it is in the text
     assert answered(Completion("ab\ufffd", None, "length")) == []
     assert answered(Completion("ab" * 9, None, "stop")) == (ab * 9)[:6]

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cotrain.board import curves
 from cotrain.data import splits
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import distil
+from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import PlannedTree
 from tests.cotrain.config.test_settings_reach import job_of
+from tests.folders import target_folder
 
 SETTINGS = """rollout.train_temperatures=[0.3,0.6] rollout.rounds=3
 target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[1]""".split()
@@ -101,7 +104,10 @@ def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkey
 
 
 def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, calls = job_of("draft.kind=medusa", "target.path=theirs"), list[Any]()
+    theirs, adapter = target_folder(tmp_path / "theirs"), tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"a": torch.ones(3)}, adapter / ADAPTER[1])
+    job, calls = job_of("draft.kind=medusa", f"target.path={theirs}", f"target.adapter={adapter}"), list[Any]()
     job.folder = tmp_path
     tree = {"planned_shape": [-1, 0, 0], "planned_rule": "tree", "planned_likeliest": False}
     extra = {"planned_k": 2, "advice": "advice"} | tree
@@ -116,7 +122,8 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
-    assert settings == {"replace": True, "prompts": ""} and metadata.target["name"] == "theirs"
+    assert settings == {"replace": True, "prompts": ""} and metadata.target["name"] == str(theirs)
+    assert metadata.target["weights"] == hash_weights(str(theirs), str(adapter)) != hash_weights(str(theirs))
     hashes = distil.hash_target(job.target.config, job.tokenizer)
     assert {key: metadata.target[key] for key in hashes} == hashes
     assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")

@@ -1,6 +1,8 @@
 """What a target teaches and from which texts: its own distribution in its own numbers, the user's own domains and
 prompts."""
 
+import copy
+import datetime
 import platform
 import subprocess
 import sys
@@ -22,8 +24,10 @@ from cotrain.paths import folder
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.quantised import refuse_unknown
 from cotrain.training import assembly
+from cotrain.training import job as job_module
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, Stage
+from tests.cotrain.config.test_settings_reach import composed
 from tests.cotrain.losses.test_sequence import alone, batch
 from tests.cotrain.training.test_module import module_of
 from tests.folders import network, tokenizer
@@ -64,6 +68,40 @@ def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
     torch.testing.assert_close(logp, logits.log_softmax(-1), atol=1e-6, rtol=0)
     head = small.get_output_embeddings().weight.grad
     assert head is not None and not head[29:].any() and head[:29].any()
+
+
+def test_a_template_writes_the_date_of_the_first_run_with_the_same_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that share rollout.folder= have one, whatever their outputs; other runs have one each."""
+    words, days = copy.deepcopy(tokenizer()), iter(range(1, 29))
+    words.chat_template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    class Clock(datetime.date):
+        @classmethod
+        def today(cls) -> Any:
+            return cls(2026, 3, next(days))  # every run is on another day
+
+    monkeypatch.setattr(job_module, "date", Clock)
+
+    def run(output: str, folder: str | None, overwrite: bool = False) -> int:
+        cfg = composed("rollout.texts=8")
+        cfg.output, cfg.rollout.folder, cfg.overwrite = (
+            str(tmp_path / output),
+            folder and str(tmp_path / folder),
+            overwrite,
+        )
+        texts = job_module.sampled(cfg, network(), words, tmp_path / "texts")
+        dates = {origin["date"] for origin in texts.source.values()}  # type: ignore[index]
+        cfg.overwrite = False
+        day = job_module.template_of(cfg, network(), words).day
+        assert day and dates == {str(day)}
+        return day.day
+
+    assert [run("a", "shared"), run("b", "shared"), run("c", "shared", overwrite=True)] == [1, 1, 1]
+    assert next(days) == 2 and run("a", None) == 3  # what is in rollout.folder is of that folder alone
+    assert [run("a", None), run("b", None), run("a", "other"), run("a", None, overwrite=True)] == [3, 4, 5, 6]
+    assert [run("a", None), run("b", None), run("d", "shared"), run("d", "other")] == [6, 4, 1, 5]
 
 
 def test_the_vocabulary_of_a_run_excludes_padded_rows() -> None:

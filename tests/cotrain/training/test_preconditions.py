@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from cotrain.cli import main
 from cotrain.config import ranges
 from cotrain.config.settings import SCHEMAS
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Sampled, padded
 from cotrain.training import assembly
 from cotrain.training.job import Job
-from cotrain.training.preconditions import refuse_fractions, refuse_minutes, require_texts, size_of
+from cotrain.training.preconditions import _counts, refuse_fractions, refuse_minutes, require_texts, size_of
 from inference import sampling
 from inference.verify.rules import RULES
 from inference.verify.tree import MOST_NODES
-from tests.cotrain.config.test_settings_reach import composed
+from tests.cotrain.config.test_settings_reach import composed, job_of
 from tests.cotrain.training.test_progress import BUDGET
 from tests.folders import network, tokenizer
 
@@ -173,6 +174,36 @@ def test_what_only_training_reads_is_named_where_nothing_is_trained(
     said = capsys.readouterr()
     line = "loss=tv, optimizer.lr=1e-3: the setting has no effect here: this kind of draft is not trained"
     assert (line in said.err) == (kind != "independent") == ("  training" not in said.out)
+
+
+FEWER = "rollout.texts=7: data.path has 8 prompts to learn from"
+SAID = {  # of two domains, with 6 and 2 prompts of at most 8 tokens: settings, and the lines
+    "rollout.texts=6": ["8 texts are learnt from, each about 15 times"],  # 120 texts are read
+    "rollout.texts=7": [FEWER, "8 texts are learnt from, each about 15 times"],
+    "rollout.texts=3": ["5 texts are learnt from, each about 24 times"],
+    "rollout.texts=1": ["2 texts are learnt from, each about 60 times"],
+    "trainer.batch=6": ["8 texts are learnt from, each about 45 times"],
+    "trainer.accumulate=1": [],  # each about 5 times
+    "trainer.accumulate=2": ["8 texts are learnt from, each about 10 times"],
+    "trainer.corpus_steps=5": ["8 texts are learnt from, each about 11 times"],
+    "trainer.corpus_steps=20": [],
+    "rollout.train_temperatures=[0.3]": ["8 texts are learnt from, each about 15 times"],
+    "rollout.train_temperatures=[0.3,0.6]": [],  # 16 texts
+    "rollout.train_temperatures=[0.3,0.6] trainer.batch=4": ["16 texts are learnt from, each about 15 times"],
+    "rollout.train_temperatures=[0.3,0.6] data.on_target=true": ["8 texts are learnt from, each about 15 times"],
+    "trainer.minutes=3": ["8 texts are learnt from, each about 15 times at most, in the time allowed"],
+    "draft.kind=retrieval": [],
+    "draft.kind=retrieval rollout.texts=7": [FEWER],
+}
+
+
+@pytest.mark.parametrize("settings", SAID)
+def test_lines_say_how_often_a_text_is_read(settings: str) -> None:
+    job = job_of("rollout.prompt_tokens=8", "trainer.steps=20", "trainer.batch=2", "trainer.accumulate=3",
+                 "trainer.corpus_steps=0", "trainer.minutes=null", "rollout.texts=6", *settings.split())  # fmt: skip
+    rows = [{"domain": domain, "prompt": [place] * size, "completion": []}
+            for domain, count, size in (("a", 6, 8), ("b", 2, 3), ("a", 4, 9)) for place in range(count)]  # fmt: skip
+    assert _counts(job.cfg, PromptRows(rows)) == SAID[settings]
 
 
 def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:

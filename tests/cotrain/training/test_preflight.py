@@ -9,6 +9,7 @@ import torch
 
 from cotrain.cli import main
 from cotrain.config.settings import Bench
+from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import preflight
 from cotrain.training.preconditions import Size, size_of
 from cotrain.training.preflight import MachineSpeed
@@ -83,6 +84,22 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
         there.target.config.to_dict = lambda name=method: {"quantization_config": {"quant_method": name}}
         assert preflight.estimate(cfg, there).memory == 3 * 10**6 * size
+
+
+@pytest.mark.parametrize(
+    ("corpus", "block", "longest"),
+    [(0, 96, 80), (20, 96, 96), (160, 96, 96), (0, 64, 80), (20, 64, 80), (160, 64, 64)],
+)
+def test_memory_is_of_the_longest_text_that_a_step_reads(
+    corpus: int, block: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the user's texts in corpus steps, sampled texts in others; the user's prompts are as long as these."""
+    cfg, there = job_of(f"data.block={block}").cfg, known(monkeypatch)
+    monkeypatch.setattr(preflight, "decoding", lambda *_: 0.0)
+    cfg.rollout.prompt_tokens, cfg.rollout.new_tokens, cfg.trainer.corpus_steps = 50, 30, corpus
+    for there.sources, tokens in (({}, longest), ({"train": PromptRows([])}, 80)):
+        needed = 100 * 2 + 8 * 16 + 6 * tokens * (6 * 5 * 4 + 7 * 4 * 8)
+        assert preflight.estimate(cfg, there).memory == needed
 
 
 def test_decoding_takes_what_its_larger_batch_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,29 @@ def test_other_servers_get_no_request_for_ids(url: str, monkeypatch: pytest.Monk
     assert result.ids is None and result.text == "x" and "return_token_ids" not in Lookalike.requests[0]
 
 
+BODIES: dict[str, dict[str, Any]] = {  # of an answer that ended, as each server writes it
+    "vllm": {"index": 0, "logprobs": None, "prompt_logprobs": None, "prompt_token_ids": None},
+    "sglang": {"index": 0, "logprobs": None, "hidden_states": None},
+    "llamacpp": {"index": 0, "logprobs": None},
+}
+SAID = [{"vllm": ("stop_reason", said), "sglang": ("matched_stop", said)} for said in (9, 151643, "a", None)]
+
+
+@pytest.mark.parametrize("owner", BODIES)
+@pytest.mark.parametrize("said", SAID)
+def test_the_token_that_ended_a_text_is_read(
+    said: dict[str, tuple[str, Any]], owner: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id that is not the default end is in a field of each server's own; a stop string is none, and llama.cpp says
+    nothing."""
+    own = dict([said[owner]]) if owner in said else {}
+    monkeypatch.setattr(Lookalike, "owner", owner)
+    monkeypatch.setattr(Lookalike, "choice", BODIES[owner] | own | {"text": "x", "finish_reason": "stop"})
+    (result,) = Client(url).complete(["a text"], 2, Sampling(), seeds=[1])
+    (end,) = own.values() or (None,)
+    assert (result.finish, result.end) == ("stop", end if isinstance(end, int) else None)
+
+
 OPENAI = {"model", "prompt", "n", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
           "key"}  # fmt: skip
 OTHER = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
