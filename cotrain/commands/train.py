@@ -79,7 +79,7 @@ def _go_on(cfg: TrainConfig) -> None:
     """Read prompts as the run in `output` began to, which may be by an earlier version's default."""
     marker = None if cfg.overwrite else read_marker(Path(cfg.output))
     if marker and marker.get("command") == "train" and cfg.data.chat is None:
-        cfg.data.chat = marker["settings"]["data"]["chat"]
+        cfg.data.chat = marker["settings"].get("data", {}).get("chat")
 
 
 def _trained(cfg: TrainConfig, *rest: Any) -> None:

@@ -96,7 +96,7 @@ def test_bits_reach_every_command(
          "states; two_levels needs one of kind independent instead"),
         ("draft=two_levels draft.path=EXIT", "EXIT is of kind 'early_exit', which drafts from the target's hidden"),
         ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels needs one of kind"),
-        ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub has no such"),
+        ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
         ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
         ("draft=medusa draft.bits=4", "draft.bits=4: medusa drafts do not have it; draft.bits=null"),

@@ -137,7 +137,7 @@ def test_a_prompt_is_a_message_if_the_draft_learnt_from_messages(
 ) -> None:
     file, read = shipped / METADATA, list[Any]()
     about = json.loads(file.read_text())
-    file.write_text(json.dumps(about | {"made": {"served": {"messages": True}}}))
+    file.write_text(json.dumps(about | {"served": about["served"] | {"messages": True}}))
     assert main(["generate", "draft.path=mine", "prompt=x"]) == 1
     assert "chat=true: the target's tokenizer has no chat template; set chat=false" in capsys.readouterr().err
     templated().save_pretrained(shipped.parents[2] / "target")

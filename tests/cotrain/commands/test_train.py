@@ -477,7 +477,7 @@ def test_check_says_what_a_run_needs_and_writes_nothing(place: Path, capsys: pyt
     said = {line.split()[0]: line for line in lines}
     assert {"target", "draft", "vocabulary", "memory", "disk", "steps", "duration"} <= set(said)
     assert "tokenizer 300, model 300" in said["vocabulary"] and "init scratch" in said["draft"]
-    assert "5 of 2 x 64 tokens" in said["steps"]
+    assert "5 of 2 x at most 64 tokens" in said["steps"]
     assert not (place / "checked").exists()
 
 

@@ -271,7 +271,8 @@ def test_the_adapter_has_the_scale_that_is_returned_also_if_the_last_one_tried_w
 
 
 SETTINGS = ("mode=joint", "joint.warm_steps=3", "joint.steps=3", "joint.rank=2", "measure=false", "trainer.steps=2",
-            "trainer.validations=1", "rollout.held_out_texts=6", "rollout.temperatures=[1.0]")  # fmt: skip
+            "trainer.validations=1", "rollout.held_out_texts=6", "rollout.temperatures=[1.0]",
+            "rollout.prompt_tokens=24")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,8 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
 
     monkeypatch.setattr(modules, "evaluate", evaluate)
     monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    settings = ("minutes=10.0", "trainer.validations=1", "rollout.held_out_texts=12", "measure=false")
+    settings = ("minutes=10.0", "trainer.validations=1", "rollout.held_out_texts=12", "measure=false",
+                "rollout.prompt_tokens=24")  # fmt: skip
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
     first, timed, *validations = [count for count in counts if count > 1]  # points between validations are of one text

@@ -212,7 +212,7 @@ def test_calls_that_acceptance_saves_are_the_slope_of_calls(k: int) -> None:
 def test_positions_not_drawn_count_as_the_average_of_those_drawn() -> None:
     """Of the places that are asked for: a guess at others tells nothing of a text."""
     one, logp, head, states = asked()
-    inside = torch.nn.functional.pad(SAMPLED, (0, 1)).flatten()
+    inside = torch.nn.functional.pad(SAMPLED & (SAMPLED.cumsum(1) > 2), (0, 1)).flatten()  # a round drafts there
     drawn = torch.arange(B * T) % 2 == 0
     with torch.no_grad():
         _, logq = one.logs(guessed(head, states, drawn.nonzero().squeeze(-1)))
@@ -222,7 +222,7 @@ def test_positions_not_drawn_count_as_the_average_of_those_drawn() -> None:
     average = float(ratio[drawn & inside].mean().log())
     for row in range(B):
         places = SAMPLED[row].nonzero().squeeze(-1)
-        for column, place in enumerate(places.tolist()):
+        for column, place in list(enumerate(places.tolist()))[2:]:
             at = row * T + place
             exact = float(r.flatten(0, 1)[at, one.ids.roll(-1, 1).flatten()[at]])
             assert float(logq[row, column, 2]) == pytest.approx(exact if drawn[at] else average)
