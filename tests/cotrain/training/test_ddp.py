@@ -17,8 +17,12 @@ from cotrain.errors import UserError
 from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
 
-SETTINGS = ["trainer.precision=32-true", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]",
-            "loss=kl"]  # fmt: skip - of tv, rounding decides on which side of p a probability q lies that is p
+SETTINGS = [
+    "trainer.precision=32-true",
+    "trainer.corpus_steps=0",
+    "rollout.temperatures=[1.0]",
+    "loss=kl",
+]  # fmt: skip - of tv, rounding decides on which side of p a probability q lies that is p
 
 
 def launch(folder: Path, output: str, *settings: str) -> dict[str, Any]:

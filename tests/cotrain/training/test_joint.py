@@ -277,7 +277,7 @@ SETTINGS = ("mode=joint", "joint.warm_steps=3", "joint.steps=3", "joint.rank=2",
 
 @pytest.fixture(scope="module")
 def pair(place: Path) -> Path:
-    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "overwrite=true") == 0
+    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "overwrite=true") == 0
     return place / "pair"
 
 
@@ -502,7 +502,7 @@ def test_both_bounds_hold_together() -> None:
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "move", lambda *_: pytest.fail("the target moves again"))
     before = {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()}
-    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "trainer.steps=3") == 0
+    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 0
     assert {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()} == before
 
 
@@ -535,13 +535,10 @@ def test_settings_that_joint_training_lacks_are_refused(
     assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
 
 
-def test_prompts_that_are_equal_count_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One text of each prompt chooses the scale or certifies."""
-    file = place / "equal.jsonl"
-    file.write_text("".join(json.dumps({"text": f"def f(a): return {n}, {n * n} # {n}"}) + "\n" for n in range(80)))
-    assert job(place, "equal", *SETTINGS, f"data.path={file}", "rollout.prompt_tokens=2") != 0
+def test_fewer_texts_than_certify_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert job(place, "few", *SETTINGS, "rollout.held_out_texts=3") != 0
     assert (
-        "there are 1 held-out texts of different conv" in (error := capsys.readouterr().err) and "at least 4" in error
+        "there are 3 held-out texts of different conv" in (error := capsys.readouterr().err) and "at least 4" in error
     )
 
 
