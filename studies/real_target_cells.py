@@ -55,8 +55,8 @@ def settings(target: str, changes: Sequence[str]) -> Any:
     register()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         sizes = [f"bench.{one}" for one in SIZES]
-        given = quote([f"target.path={target}", "quantisation=none", "bench.draft_dtype=bfloat16", *sizes, "verify=block",
-                       *changes])  # fmt: skip
+        sizes += ["bench.draft_dtype=bfloat16"]
+        given = quote([f"target.path={target}", "quantisation=none", *sizes, "verify=block", *changes])
         return checked("bench", compose("bench", overrides=given))
 
 

@@ -397,8 +397,8 @@ def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
 
 
 def line(drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of the line seconds = first + k * step that fits the drafting times best, if neither one draft
-    nor a further one takes less than no time. drafting: seconds by draft length, two lengths or more."""
+    """Return (first, step) of the line seconds = first + k * step that fits the drafting times best, where neither one
+    draft nor a further one takes less than no time. drafting: seconds by draft length, two lengths or more."""
     one, step = not_negative(np.array([[1.0, k - 1] for k in drafting]), list(drafting.values()))
     return float(one - step), float(step)
 

@@ -408,7 +408,7 @@ def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
     copy = shutil.copytree(pair, place / "missing")
     for file in (copy / "warm" / "rollouts").glob("train_*"):
         file.unlink()
-    assert job(place, "missing", "joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS, "trainer.steps=3") == 1
+    assert job(place, "missing", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 1
     assert "lacks the texts of the original target" in capsys.readouterr().err
 
 
@@ -440,7 +440,7 @@ def test_an_interrupted_run_moves_the_target_to_the_same_place(
 
     monkeypatch.setattr(JointTraining, "judge", once("judge", JointTraining.judge, 2))
     monkeypatch.setattr(joint, "movement", once("movement", joint.movement, 2))
-    given = ("joint.epsilon=0.5", "joint.lr=0.05", *SETTINGS)
+    given = ("joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS)
     assert [job(place, "halted", *given) for _ in range(3)] == [1, 1, 0]
     one, two = (load_file(run / "target" / "model.safetensors") for run in (pair, place / "halted"))
     assert same(one, two)
