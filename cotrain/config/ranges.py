@@ -89,7 +89,7 @@ RULES: dict[str, Range] = {
     "rollout.held_out_texts": SOME,
     "rollout.prompt_tokens": ANY,
     "rollout.new_tokens": SOME,
-    "rollout.temperatures": TEMPERATURE._replace(empty=False),
+    "rollout.temperatures": TEMPERATURE,
     "rollout.train_temperatures": TEMPERATURE,
     "rollout.rows": SOME,
     "rollout.rounds": SOME,

@@ -288,7 +288,7 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
     for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
         monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
     plan = plan_of()
-    keys = {"target": {"path": "t"}, "objective": "sampled_draft", "draft": {"kind": "independent"},
+    keys = {"target": {"path": "t", "adapter": None}, "objective": "sampled_draft", "draft": {"kind": "independent"},
             "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
     job = SimpleNamespace(
         cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer(), sampled_prompts=None
