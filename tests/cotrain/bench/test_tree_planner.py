@@ -33,7 +33,7 @@ from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
 from cotrain.training import distil
 from inference import Engine, Sampling, load
-from inference.drafts.draft_folder import Metadata, PlannedTree, read, save
+from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, read, save
 from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
 from inference.exactness.verdict import check
 from inference.measure.costs import Costs, RealRound
@@ -285,13 +285,19 @@ def test_rules_that_were_named_are_not_replaced(rule: str) -> None:
 def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"planned_k": 3, "planned_shape": [-1, -1, 0], "planned_rule": "tree", "planned_likeliest": True}
     report = {"extra": extra | {"advice": None}, "environment": {}}
-    for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None)):
+    for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None),
+                         ("served_as", ServedAs())):  # fmt: skip
         monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
     plan = plan_of()
     keys = {"target": {"path": "t", "adapter": None}, "objective": "sampled_draft", "draft": {"kind": "independent"},
             "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
     job = SimpleNamespace(
-        cfg=OmegaConf.create(keys), folder=tmp_path, target=plan.target, tokenizer=tokenizer(), sampled_prompts=None
+        cfg=OmegaConf.create(keys),
+        folder=tmp_path,
+        target=plan.target,
+        tokenizer=tokenizer(),
+        sampled_prompts=None,
+        messages=False,
     )
     distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
     built = read(tmp_path / "draft").metadata
