@@ -45,7 +45,7 @@ def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.Monke
 
 def test_the_report_holds_every_setting_within_its_goal() -> None:
     report = json.loads((Path(__file__).parents[2] / "outputs/results/gpu_counts.json").read_text())
-    assert report["before"]["source"] and set(report["after"]) == set(gpu_counts.SETTINGS)
+    assert report["before"]["source"] and set(report["after"]) >= set(gpu_counts.SETTINGS)  # also of a retired kind
     for name, by_arch in report["after"].items():
         if name in INNER:
             continue
