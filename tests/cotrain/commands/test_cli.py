@@ -272,7 +272,8 @@ def test_every_name_of_another_program_is_a_setting_of_some_command() -> None:
     register()
     keys, named = {name: _keys(name, []) for name in COMMANDS}, set[str]()
     for command, name in product(keys, ALIASES):
-        found = re.search(r"the settings? (?:is|of this name are) (.*)=", unknown(f"x.{name}", command, keys[command]))
+        typed = name if "." in name else f"x.{name}"
+        found = re.search(r"the settings? (?:is|of this name are) (.*)=", unknown(typed, command, keys[command]))
         right = [key for key in ALIASES[name] if key in keys[command]]
         assert alias(name, keys[command]) in (None, *right) and (
             not found or {*found[1].split("=, ")} <= {*keys[command]}

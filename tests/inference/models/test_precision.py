@@ -47,7 +47,7 @@ def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPat
     assert pretrained.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
     assert pretrained.half("cuda") == torch.bfloat16
     assert optim.precision("auto", "cpu") == ("32-true" if emulates else "bf16-mixed")
-    assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-true", "cpu") == "16-true"
+    assert optim.precision("auto", "cuda") == "bf16-mixed" and optim.precision("16-mixed", "cpu") == "16-mixed"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert pretrained.emulated(torch.bfloat16)
 
