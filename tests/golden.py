@@ -132,7 +132,8 @@ def run(output: Path, inputs: Path, folders: Path, only: tuple[str, ...]) -> Non
     for name, line in {**TRAINED, **COMMANDS}.items():
         if line.split()[0] in only:
             extra = COMMON if line.startswith("train ") else ""
-            command, *arguments = f"{line} {extra}".format(**words).split()
+            command, *arguments = line.format(**words).split()
+            arguments = [*extra.format(**words).split(), *arguments]
             target = output / name.replace(" ", "_")
             where = [] if command == "generate" else [f"output={target}"]
             facts[name] = call([command, *arguments, *where])
