@@ -1,7 +1,7 @@
 """What is drafted after a text is what a draft drafts that reads the text anew: no round leaves a state, a key or a
 score of another place, row or branch behind. That would cost acceptance alone, so no text shows it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,7 +50,7 @@ class Given:
     def __init__(self, asked: list[int]) -> None:
         self.asked = asked
 
-    def lengths(self, texts: list[list[int]]) -> list[int]:
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return self.asked
 
 
