@@ -192,6 +192,13 @@ class SlotCache(Cache):
         for layer in self.stores:
             layer.move(source, target, length)
 
+    def clear(self, slot: int) -> None:
+        """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
+        for layer in self.stores:
+            if layer.is_initialized:
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()
+
 
 def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
     """Move the keys or values of accepted nodes to the slots after their row's anchor, in order. path (A, m): the nodes

@@ -324,11 +324,8 @@ class LM:
             self.run.cross.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
-        for layer in self.cache.stores:
-            if layer.is_initialized:
-                layer.keys[slot].zero_()
-                layer.values[slot].zero_()
+        """Set a slot that may contain NaN to zero, see `SlotCache.clear`."""
+        self.cache.clear(slot)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.clear(slot)
 

@@ -579,7 +579,7 @@ class Eagle(Proposer):
         """Return the inputs for the pairs that slots lack: ids of their second tokens (A, width), and features (A,
         width, H). Also return `pairs` (A,), the position of the first pair, and `only` (A,), the column of the last
         pair; later columns are not read."""
-        tails = [text[-one:] if one else text for text, one in zip(round.texts, lacking, strict=True)]
+        tails = [text[-max(one, 1) :] for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
         sent = round.send(shape.nodes(k) if shape else k, lacking=ids, pairs=self.stored, only=only)
@@ -677,6 +677,9 @@ class Eagle(Proposer):
             self.features[:A, :width] = new
         self.stored = [max(min(stored, valid - 1), 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
         self.waiting = [max(valid - stored, 0) for stored, valid in zip(self.stored, outcome.valid, strict=True)]
+        for slot, valid in enumerate(outcome.valid):
+            if valid == 0:
+                self.cache.clear(slot)
 
     def _room(self, width: int) -> None:
         """Make room for the features of `width` pairs."""
@@ -690,6 +693,7 @@ class Eagle(Proposer):
         if source != target:
             self.stored[target], self.waiting[target] = self.stored[source], self.waiting[source]
             self._copy(source, target)
+            self.cache.clear(source)  # it may contain NaN past the text
         self.stored.pop()
         self.waiting.pop()
 

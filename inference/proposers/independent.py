@@ -256,6 +256,7 @@ class Independent(Proposer):
     def move(self, source: int, target: int) -> None:
         if source != target:
             self.lm.move(source, target, self.stored[source])
+            self.lm.clear(source)  # it may contain NaN past the text
             self.stored[target] = self.stored[source]
         self.stored.pop()
 

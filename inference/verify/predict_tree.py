@@ -23,7 +23,6 @@ from torch import Tensor
 from inference.sampling import draw, wide
 from inference.sampling.noise import REJECTED, uniform
 from inference.verify.chain import continued
-from inference.verify.predict_chain import calls_from, tau_from, variance_from
 from inference.verify.tree import depths_of, ranks_of
 
 CHUNK = 2**22  # entries of distributions that are processed at once
@@ -101,29 +100,6 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
         chances.append(chance if k is None else chance * used(node, k, chance))
         reach[depth - 1] = reach[depth - 1] + chances[-1]
     return torch.stack([whole, *reach], -1)
-
-
-def expected_calls_tree(
-    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
-) -> Tensor:
-    """Return the expected target calls of each text -> (B,), from its start to its end. lengths (B,): of the texts, T
-    if None."""
-    return calls_from(reach_tree(accept, parents, lengths, k), lengths)
-
-
-def calls_variance_tree(
-    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
-) -> Tensor:
-    """Return the variance of the target calls of each text -> (B,), in calls squared. Given the text, only acceptance
-    is random."""
-    return variance_from(reach_tree(accept, parents, lengths, k), lengths)
-
-
-def tau_tree(
-    accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
-) -> Tensor:
-    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar."""
-    return tau_from(reach_tree(accept, parents, lengths, k), lengths)
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:

@@ -266,11 +266,13 @@ def test_prompts_are_read_at_once_where_drafts_are_likely() -> None:
     assert call.read_by_draft(PROMPTS, 2) is PROMPTS
     asked: list[int] = []
     call.decisions.idle = lambda rows, asks: bool(asked.append(rows))  # type: ignore[union-attr,method-assign,func-returns-value]
-    for rows, waiting in ((9, 0), (9, 3), (4, 3)):
+    for rows, waiting, staged in ((9, 0, 0), (9, 3, 0), (9, 3, 2), (4, 3, 2)):
         call.waiting.extend(call.rows[:1] * waiting)
+        call.staged.extend([(call.rows[0], 2, [])] * staged)
         call.read_by_draft(PROMPTS[:1], rows)
         call.waiting.clear()
-    assert asked == [3, 6, 4]  # the two active rows, those that wait and the new one, or all that there is room for
+        call.staged.clear()
+    assert asked == [3, 6, 8, 4]  # the two active rows, those that wait and the new one, or all that there is room for
     odds = (0.0, 1.0, 0.0, 0.0)
     few = Adaptive({1: (1.0, 1.1), 8: (1.0, 9.0)}, Estimates(0.6, odds, odds)).begin()
     assert not few.idle(1, True) and few.idle(8, True)

@@ -9,6 +9,7 @@ import torch
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
+from tests.kinds import KINDS
 from tests.tiny import tiny
 
 
@@ -32,23 +33,29 @@ def test_a_row_whose_slot_may_hold_nan_gets_a_second_try(monkeypatch: pytest.Mon
         assert run.rows[0].new == (wanted[0] if stained else wanted[0][:2])
 
 
+@pytest.mark.parametrize("kind", [None, "independent", "parallel", "eagle", "block"])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_row_meets_the_nan_of_another(rows: int, seed: int) -> None:
-    """Rows end, move to freed slots and enter, in many orders. Once in its life a row leaves NaN in its slot past its
-    text, as a draft may. All texts are those of an engine without NaN."""
-    prompts, limits = [[3, 5], [4, 6], [2, 7], [9, 2], [5, 5], [8, 3]], [2, 8, 1, 5, 3, 1]
-    engine, generator = Engine(tiny(), policy=Fixed(0), rows=rows), random.Random(seed)
-    wanted = engine.generate(prompts, max_new_tokens=limits, seed=1, ignore_eos=True).tokens
+def test_no_row_meets_the_nan_of_another(rows: int, seed: int, kind: str | None) -> None:
+    """Rows end, move to freed slots and enter, in many orders. Once in its life a row leaves NaN in its slots past its
+    text, as a draft may. All texts are those of an engine without NaN, and so is what other rows draft."""
+    prompts, limits = [[3, 5], [4, 6], [2, 7], [9, 2], [5, 5], [8, 3]], [2, 8, 1, 5, 3, 6]
+    target, generator, stained = tiny(), random.Random(seed), set[int]()
+    draft = KINDS[kind].proposer(target) if kind else None
+    engine = Engine(target, draft, verify="coupled", policy=Fixed(2), rows=rows)
+    wanted = engine.generate(prompts, max_new_tokens=limits, seed=1, ignore_eos=True)
     call = engine.begin(prompts, limits, Sampling(), 1, None, True)
-    (cache,) = [part for part in vars(engine.target).values() if hasattr(part, "stores")]
+    caches: Any = [engine.target.cache, *([getattr(draft, "lm", draft).cache] if draft else [])]  # type: ignore[union-attr]
     for _ in engine.rounds(call):
         for slot, row in enumerate(call.active):
             if not row.stained and not row.finish and generator.random() < 0.5:
                 row.stained = True
+                stained.add(row.index)
                 with torch.inference_mode():
-                    for store in cache.stores:
+                    for store in (store for cache in caches for store in cache.stores):
                         store.keys[slot, :, len(row.text) :] = torch.nan
                         store.values[slot, :, len(row.text) :] = torch.nan
     assert [row.finish for row in call.rows] == ["length"] * len(prompts)
-    assert [row.new for row in call.rows] == wanted
+    assert [row.new for row in call.rows] == wanted.tokens
+    for index, counts in enumerate(call.stats.rows):
+        assert index in stained or counts == wanted.stats.rows[index], index

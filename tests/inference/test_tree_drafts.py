@@ -219,6 +219,16 @@ def test_the_prediction_of_a_round_is_that_of_texts() -> None:
     assert (rounds - wanted.mean(0)).abs().max() > 5e-3
 
 
+@pytest.mark.parametrize("rule", NAMES)
+def test_each_seed_draws_other_children_to_reject(rule: str) -> None:
+    """So that predictions of many rounds are not all wrong in the same way."""
+    p, q = (4 * torch.rand(2, 50, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    branches, x, k = RULES[rule].branches, torch.zeros(50, 2, dtype=torch.int64), torch.full((50,), 5)
+    assert branches
+    one, other, again = (branches(p, q, x, (-1, -1, -1, 0, 0), k, seed) for seed in (3, 4, 3))
+    assert not torch.equal(one, other) and torch.equal(one, again)
+
+
 def test_tokens_past_the_end_are_never_accepted() -> None:
     x, inside = torch.tensor([[4, 0]]), torch.tensor([[True, False]])
     offered = {0: torch.tensor([[4, 1]]), 1: torch.tensor([[0]])}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.exactness.forced import forced
@@ -17,8 +16,6 @@ from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
-from inference.proposers.trees import StaticTrees
-from inference.round import DecodingRound
 from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.tree import chain
@@ -119,46 +116,6 @@ def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: 
     assert report.passed and report.calls and report.depth, report.lines()
     assert report.depth.rounds > 20 and 0 < report.depth.alpha <= 1
     assert temperature or report.calls.measured == report.calls.predicted
-
-
-@each_kind
-def test_nodes_have_the_distributions_that_chains_have(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round after round, the distribution that each node was drawn from is that of a chain along its path, drafted by
-    another one of its kind that reads the text anew."""
-    target, drawn = tiny(), list[Tensor]()
-    monkeypatch.setattr(DecodingRound, "draw", lambda round, probs, depth: drawn[depth])
-    fresh = Engine(target, KINDS[kind].proposer(target), rows=1, policy=Fixed(3))
-    proposer, shape, seen = drafts(kind, target), StaticTrees(SHAPE), 0
-    propose = proposer.propose
-
-    def distributions_along(text: list[int], path: list[int]) -> Tensor:
-        drawn[:] = [torch.tensor([token]) for token in [*path, 0, 0, 0]]
-        run = fresh.begin([text], 8, Sampling())
-        fresh.slots.admit(run)
-        lm, k = fresh.target, run.lengths(fresh.policy)
-        round = DecodingRound(run.active, k, fresh.rule, run.noise, lm.vocabulary, lm.device)
-        probs = fresh.propose(round).q
-        assert probs is not None
-        return probs[0, len(path)]
-
-    def watched(round: Any) -> Any:
-        nonlocal seen
-        proposal = propose(round)
-        for row, text in enumerate(round.texts):
-            for node in range(0, proposal.k[row], 2):
-                path, parent = list[int](), shape.parents[node]
-                while parent >= 0:
-                    path, parent = [int(proposal.x[row, parent]), *path], shape.parents[parent]
-                torch.testing.assert_close(proposal.q[row, node], distributions_along(text, path), rtol=1e-6, atol=1e-9)
-                seen += bool(path)
-        return proposal
-
-    monkeypatch.setattr(proposer, "propose", watched)
-    monkeypatch.setattr(DecodingRound, "last", lambda round, probs: probs.argmax(-1))
-    with torch.inference_mode():
-        Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate([PROMPTS[0], PROMPTS[5]],
-                                                                                  max_new_tokens=8)  # fmt: skip
-    assert seen > 5
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "p_eagle", "parallel"])

@@ -59,4 +59,7 @@ ROWS_OF_BUGS = [
     ('a_draft_with_nan_ends_its_row', 'inference/scheduler.py', 'Slots.retry_or_fail', 'doubtful and not row.alone', 'False', ['tests/inference/test_faults.py::test_a_draft_with_nan_is_only_rejected'], 40),
     ('children_of_a_level_share_their_noise', 'inference/round.py', 'DecodingRound._gumbel_of', 'unsqueeze(0), self', 'unsqueeze(0) * 0, self', ['tests/inference/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 2),
     ('children_of_all_rounds_alike', 'inference/round.py', 'DecodingRound._children', '_branches, self.', '_branches, 0 * self.', ['tests/inference/test_tree_drafts.py::test_noise_of_each_node_is_its_own'], 30),
+    ('one_token_less_than_the_limit_drafts', 'inference/scheduler.py', 'Call.lengths', 'row.limit - row.emitted - 1', 'max(row.limit - row.emitted - 2, 0)', ['tests/inference/test_rounds.py::test_no_draft_goes_past_the_limit[2]'], 'the last draft that fits is not made'),
+    ('one_token_less_than_the_context', 'inference/request.py', 'PromptReader.requests', 'self.target.context - len(text)', 'self.target.context - len(text) - 1', ['tests/inference/test_rounds.py::test_the_context_bounds_a_row'], 'the last place of the context stays empty'),
+    ('a_draft_stops_before_its_context', 'inference/proposers/independent.py', 'Independent.propose', 'self.lm.context - len(text))', 'self.lm.context - len(text) - 1)', ['tests/inference/test_rounds.py::test_a_draft_with_a_shorter_context_stops_drafting_there'], 'the last draft that fits is not made'),
 ]

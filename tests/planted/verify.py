@@ -52,4 +52,6 @@ ROWS_OF_BUGS = [
     ('tree_depths_not_shifted', 'inference/verify/predict_tree.py', 'of_rounds', 'F.pad(now[:, gone:], (0, 0, 0, gone))', 'now', ['tests/inference/verify/test_predict_tree.py::test_calls_of_deterministic_trees_are_a_walk_of_the_text'], 'token t is tested at each depth of the round that starts at t'),
     ('tree_chance_of_the_node_alone', 'inference/verify/predict_tree.py', 'reached', '(chances[parent] if parent >= 0 else whole)', 'whole', ['tests/inference/verify/test_predict_tree.py::test_the_joint_of_text_and_accepted_is_that_of_the_rule[without]'], 'a path counts though its start was refused'),
     ('tree_k_counts_one_more', 'inference/verify/predict_tree.py', 'used', 'node < (limit', 'node <= (limit', ['tests/inference/verify/test_predict_tree.py::test_calls_of_deterministic_trees_are_a_walk_of_the_text'], 27),
+    ('rejected_children_of_one_seed', 'inference/verify/predict_tree.py', 'by_levels', 'seed=seed)', 'seed=0)', ['tests/inference/test_tree_drafts.py::test_each_seed_draws_other_children_to_reject[tree]'], 'predictions of all rounds are wrong in the same way'),
+    ('the_last_token_is_drafted', 'inference/measure/tree_plan.py', 'reach_under', 'end - t - 1', 'end - t', ['tests/inference/measure/test_tree_plan.py::test_calls_from_two_passes_are_those_of_the_run[traversal-1.0]'], 27),
 ]

@@ -8,6 +8,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness import ties, verdict
+from inference.exactness.teacher_forced import TextLogits
 from inference.exactness.ties import Compared, Difference, TextCheck, check_text, compare_passes, excused, is_tie
 from inference.output import Counts, Emitted
 from inference.policy import Fixed
@@ -63,6 +64,18 @@ def test_a_text_that_differs_counts_once_its_differences_each(monkeypatch: pytes
     assert (lm, read, texts, sampling) == (engine.target, prompts, wanted.tokens, regime)
     assert named == {"width": 4, "noise_keys": ([7, 8, 9, 6], 21), "bound": 0.25, "tree": None}
     assert engine.rule.name == "token"
+
+
+def test_what_stands_past_a_texts_end_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap changes by a quarter at the text's token, by 9 after it."""
+
+    def passes(*_: Any, width: int, **__: Any) -> Any:
+        logits = torch.tensor([[[2.0, 1.0], [2.0, 1.0]]]) + (width > 1) * torch.tensor([[[0.25, 0.0], [9.0, 0.0]]])
+        x, valid = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, False]])
+        yield TextLogits([0], 0, logits, x, valid, torch.ones(1, 2))
+
+    monkeypatch.setattr(ties, "teacher_forced", passes)
+    assert compare_passes(tiny(), [[1]], [[0]], Sampling(), vocabulary=2, width=2)[0] == 0.25
 
 
 def test_one_changed_token_is_unexplained(pair):

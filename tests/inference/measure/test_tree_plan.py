@@ -47,6 +47,9 @@ def test_calls_from_two_passes_are_those_of_the_run(rule: str, temperature: floa
     )
     assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-9
     assert bool(temperature) == bool(sigma > 0)
+    ends = distributions.lengths.tolist()
+    late = [reach[row, t, end - t :] for row, end in enumerate(ends) for t in range(end)]
+    assert rule == "tree" or not torch.cat(late).any()  # the last token is never a draft
 
 
 def distributions(seed: int = 0) -> Distributions:

@@ -6,7 +6,7 @@ import torch
 from inference.measure.costs import Costs
 from inference.measure.tree_shapes import calls_left, candidates, gains, grow, round_seconds
 from inference.verify import predict_chain
-from inference.verify.predict_tree import expected_calls_tree, of_rounds, reach_tree
+from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, from_paths, paths_of
 from tests.exact import F64
 from tests.trees import depth, siblings_before, topologies
@@ -31,7 +31,8 @@ def accepts(B: int, T: int, C: int) -> torch.Tensor:
 def test_grown_trees_save_what_the_best_of_all_trees_do(levels):
     lengths = torch.tensor([30, 7, 22, 30])
     accept = accepts(4, 30, 2)
-    calls = {parents: float(expected_calls_tree(accept, parents, lengths).sum()) for parents in shapes(2)}
+    reaches = {parents: reach_tree(accept, parents, lengths) for parents in shapes(2)}
+    calls = {parents: float(predict_chain.calls_from(reach, lengths).sum()) for parents, reach in reaches.items()}
     whole = grow(accept, 5, levels, lengths)
     assert depth(whole) <= levels
     for n in range(len(whole) + 1):

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from inference.verify import predict_chain, predict_tree, traversal, tree
+from inference.verify import predict_chain, traversal, tree
+from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import (
     by_draw,
     by_rank,
     chances_traversal,
-    expected_calls_tree,
     rank_of,
     reach_traversal,
     reach_tree,
@@ -191,12 +191,11 @@ def test_calls_of_deterministic_trees_are_a_walk_of_the_text():
         if most_children(parents) > 2:
             continue
         truth = [simulated(ranks[b].tolist(), parents, int(lengths[b])) for b in range(B)]
-        assert expected_calls_tree(accept, parents, lengths).tolist() == truth
-        assert (predict_tree.calls_variance_tree(accept, parents, lengths) == 0).all()
-        assert predict_tree.tau_tree(accept, parents, lengths).item() == pytest.approx(int(lengths.sum()) / sum(truth))
+        reach = reach_tree(accept, parents, lengths)
+        assert calls_from(reach, lengths).tolist() == truth and (variance_from(reach, lengths) == 0).all()
         used = torch.randint(len(parents) + 1, (B,))  # the first k_b nodes alone
         some = [simulated(ranks[b].tolist(), parents[: used[b]], int(lengths[b])) for b in range(B)]
-        assert expected_calls_tree(accept, parents, lengths, used).tolist() == some
+        assert calls_from(reach_tree(accept, parents, lengths, used), lengths).tolist() == some
         each = torch.where(torch.arange(T) % 2 == 0, used.unsqueeze(-1), 0)
         assert torch.equal(
             reach_tree(accept, parents, lengths, each)[:, ::2], reach_tree(accept, parents, lengths, used)[:, ::2]
@@ -212,11 +211,9 @@ def test_a_chain_is_predicted_as_chains_are(deep):
     for k in range(K + 1):
         accept = r.unsqueeze(-1)
         mean, variance = predict_chain.expected_calls(r, k, lengths), predict_chain.calls_variance(r, k, lengths)
-        torch.testing.assert_close(expected_calls_tree(accept, parents[:k], lengths), mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(
-            predict_tree.calls_variance_tree(accept, parents[:k], lengths), variance, rtol=0, atol=1e-12
-        )
-        torch.testing.assert_close(expected_calls_tree(accept, parents, lengths, k), mean, rtol=0, atol=1e-12)
+        for reach in (reach_tree(accept, parents[:k], lengths), reach_tree(accept, parents, lengths, k)):
+            torch.testing.assert_close(calls_from(reach, lengths), mean, rtol=0, atol=1e-12)
+            torch.testing.assert_close(variance_from(reach, lengths), variance, rtol=0, atol=1e-12)
 
 
 def test_a_tree_larger_than_the_table_is_rejected():
