@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # Each command's code is `run(cfg)` in `cotrain/commands/NAME.py`, and its settings are in `conf/NAME.yaml`.
 COMMANDS = {
-    "pretrain": "train the bundled target on the embedded corpora",
     "rollout": "sample continuations from the target: text to train a draft on",
     "datastore": "index a corpus, from which drafts are then looked up",
     "train": "distil a draft from a target and measure its speed-up",

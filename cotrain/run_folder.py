@@ -25,7 +25,7 @@ from inference.drafts.atomic import write_atomic
 State = Literal["new", "unfinished", "finished"]
 Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free", "longer" or "other", see `claim`
 MARKER, LOCK = "run.json", "run.lock"
-UNNAMED = {"bench", "serve_check", "pretrain"}  # commands that store no settings in the marker
+UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
 WRITTEN = ("output", "export")  # settings that name a folder which the command writes and may replace
 STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written, and may not exist yet
 # Settings whose value is text but no path. All others count as paths, so that new settings are checked by default.
@@ -35,7 +35,7 @@ WORDS = frozenset({
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
     "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",
-    "pretraining.precision", "shapes",
+    "shapes",
 })  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.data import corpora
 from cotrain.data.corpora import records
+from studies.pretrain.tokenizer import train_tokenizer
 
 VOCABULARY, CONTEXT = 300, 128
 

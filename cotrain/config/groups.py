@@ -266,35 +266,3 @@ class Matrix:
     vllm: str | None  # the Python interpreter of a vLLM installation
     targets: list[str]
     drafts: list[str]
-
-
-@dataclass
-class TargetShape:
-    """The shape of the bundled target. Widths are multiples of 64."""
-
-    vocabulary: int
-    width: int
-    layers: int
-    intermediate: int
-    kv_heads: int
-    context: int
-
-
-@dataclass
-class Pretraining:
-    """Settings of the pretraining of the bundled target. Each call ends after `minutes` or at `steps`, whichever comes
-    first."""
-
-    steps: int
-    batch: int
-    lr: float
-    embedding_lr: float
-    weight_decay: float
-    warmup: int
-    decay: int
-    minutes: float
-    validate_every: int
-    precision: str
-    compile: bool
-    threads: int
-    seed: int

@@ -21,16 +21,16 @@ LISTS = frozenset({"run"})  # keys that may be typed several times: the values b
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
 # Names of other programs -> the settings that do the same here, of which a command has at most one
 ALIASES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr", "pretraining.lr")),
+    **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr")),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "num_train_steps", "train_steps",
-                     "steps"), ("trainer.steps", "pretraining.steps")),
+                     "steps"), ("trainer.steps")),
     **dict.fromkeys(("batch", "batch_size", "train_batch_size", "per_device_train_batch_size"),
-                    ("trainer.batch", "bench.rows", "pretraining.batch", "rollout.rows")),
+                    ("trainer.batch", "bench.rows", "rollout.rows")),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("trainer.accumulate",)),
-    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), ("optimizer.warmup", "pretraining.warmup")),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), ("optimizer.warmup")),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), ("trainer.clip",)),
-    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "precision"), ("trainer.precision", "pretraining.precision")),
-    **dict.fromkeys(("seed", "random_seed"), ("trainer.seed", "bench.seed", "rollout.seed", "pretraining.seed")),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "precision"), ("trainer.precision")),
+    **dict.fromkeys(("seed", "random_seed"), ("trainer.seed", "bench.seed", "rollout.seed")),
     **dict.fromkeys(("eval_steps", "eval_interval", "val_check_interval"), ("trainer.validations",)),
     **dict.fromkeys(("save_steps", "save_interval"), ("trainer.checkpoint_minutes",)),
     **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node"), ("trainer.devices",)),

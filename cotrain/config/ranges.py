@@ -144,10 +144,6 @@ RULES: dict[str, Range] = {
     "plan:batches": SOME._replace(empty=False),
     "plan:temperatures": TEMPERATURE,
     "draft.shortest": SOME,
-    "pretraining.steps": SOME,
-    "pretraining.batch": SOME,
-    "pretraining.minutes": NOT_NEGATIVE,
-    "pretraining.validate_every": SOME,
 }
 
 

@@ -20,7 +20,6 @@ from cotrain.config.groups import (
     Model,
     Optimizer,
     PolicySettings,
-    Pretraining,
     Quantisation,
     Regime,
     Rollout,
@@ -28,7 +27,6 @@ from cotrain.config.groups import (
     ServedRegime,
     ServedTarget,
     Target,
-    TargetShape,
     Trainer,
 )
 from cotrain.errors import UserError
@@ -84,18 +82,6 @@ class TrainConfig:
     overwrite: bool
     check: bool  # only print what the run would need
     minutes: float | None  # a budget for the whole run, measurement included; null: no budget
-
-
-@dataclass
-class PretrainConfig:
-    """Settings of `cotrain pretrain`, which makes the tokenizer and weights of the bundled target."""
-
-    shape: TargetShape
-    data: Data
-    tokenizer_bytes: dict[str, int]
-    pretraining: Pretraining
-    output: str
-    export: str | None  # folder for the finished target
 
 
 @dataclass
@@ -235,7 +221,6 @@ SCHEMAS = {
     "bench": BenchConfig,
     "plan": PlanConfig,
     "generate": GenerateConfig,
-    "pretrain": PretrainConfig,
     "datastore": DatastoreConfig,
     "rollout": RolloutConfig,
     "train": TrainConfig,

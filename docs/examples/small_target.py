@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.cli import main
+from inference.drafts.bundled_target import resolve
 
 STEPS, BATCH, LENGTH, VOCABULARY = 150, 16, 48, 512
 WHO = ["the cook", "a sailor", "my neighbour", "the old clock", "her brother", "a red fox", "the third guest"]
@@ -47,7 +47,7 @@ def jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
 def target(folder: Path, texts: list[str], chat: bool = False) -> Path:
     """A Qwen3 of four layers, 1 M parameters, taught these texts; chat: its tokenizer has a chat template."""
     torch.manual_seed(0)
-    tokenizer = train_tokenizer(texts, VOCABULARY, 256)
+    tokenizer = AutoTokenizer.from_pretrained(resolve("bundled")).train_new_from_iterator(texts, VOCABULARY)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0,

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal, Proposer
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import continued, near, tiny
 
 GREEDY = Sampling(0)

@@ -120,7 +120,7 @@ def test_what_a_draft_folder_names_is_read_too(
     assert said and said.startswith(f"{output / 'kept'}, which draft.path={draft} names, lies in output=")
 
 
-MAKERS = ("train", "bench", "serve_check", "pretrain")
+MAKERS = ("train", "bench", "serve_check")
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -132,7 +132,7 @@ def test_the_folder_of_another_command_is_refused_and_stays(
         (tmp_path / "out" / "weights").write_text("w")
         run.finish()
     assert json.loads((tmp_path / "out" / MARKER).read_text())["command"] == maker
-    overwrite = [] if command in ("pretrain", "rollout") else [["overwrite=true"]]
+    overwrite = [] if command == "rollout" else [["overwrite=true"]]
     for more in ([], *overwrite) if command != maker else ():
         assert main([command, f"output={tmp_path / 'out'}", *more]) == 1
         said = capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_the_folder_of_another_command_is_refused_and_stays(
 def test_a_run_of_an_earlier_version_is_known_by_its_settings(
     settings: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    for kept, own in (({"seed": 0}, ("train",)), ({}, ("bench", "serve_check", "pretrain"))):
+    for kept, own in (({"seed": 0}, ("train",)), ({}, ("bench", "serve_check"))):
         (tmp_path / MARKER).write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": kept}))
         allowed = [name for name in MAKERS if refused(settings[name], name, output=tmp_path) is None]
         assert tuple(sorted(allowed)) == tuple(sorted(own))
@@ -156,8 +156,7 @@ def test_overwrite_replaces_no_folder_that_the_command_did_not_write(
     (tmp_path / "README.md").write_text("# mine")
     for command in (["datastore", f"output={tmp_path}"], ["datastore", "overwrite=true", f"output={tmp_path}"],
                     ["export", f"draft.path={draft}", f"output={tmp_path}"],
-                    ["export", f"draft.path={draft}", f"output={tmp_path}", "overwrite=true"],
-                    ["pretrain", f"export={tmp_path}"]):  # fmt: skip
+                    ["export", f"draft.path={draft}", f"output={tmp_path}", "overwrite=true"]):  # fmt: skip
         assert main(command) == 1
         assert "name another folder (a command replaces only its own folders)" in capsys.readouterr().err
     with pytest.raises(UserError, match="no README.md that this command wrote"):

@@ -121,7 +121,7 @@ class TestDataSelf:
         assert train(place, "tiny", tmp_path / "run", f"data.path={place / 'own.jsonl'}", "measure=false") == 0
         assert not list((tmp_path / "run").rglob("*prompts*"))
 
-    @pytest.mark.parametrize("command", ["bench", "datastore", "pretrain"])
+    @pytest.mark.parametrize("command", ["bench", "datastore"])
     def test_commands_that_sample_nothing_name_the_file(
         self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

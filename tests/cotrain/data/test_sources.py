@@ -11,13 +11,13 @@ import datasets
 import pytest
 import torch
 
-from cotrain.bundled.tokenizer import token_bytes
 from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest, records
 from cotrain.data.prompt_rows import TextStarts
 from cotrain.data.sources import SeededOrder, embedded_texts, pack
 from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
+from studies.pretrain.tokenizer import token_bytes
 from tests.cotrain.data.test_inputs import source_of
 from tests.folders import few_files, tokenizer
 

@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.errors import UserError
 from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
 from cotrain.export.fitting import resize
@@ -33,6 +32,7 @@ from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, ServedAs, load_draft, save
 from inference.measure.costs import Costs
 from inference.report.table import table
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]

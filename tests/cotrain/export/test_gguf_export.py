@@ -28,12 +28,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from cotrain.cli import main
 from cotrain.errors import UserError
 from cotrain.export.engines import GGUF_FILE, layout_of, refuse_kind, refuse_layout
 from cotrain.export.gguf import TOKENS, export, refuse, split_name, write_file
 from inference.drafts.draft_folder import Metadata, load_draft, save
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.folders import target_folder
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cotrain.bundled.tokenizer import train_tokenizer
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.cotrain.commands.test_train import place as place  # a fixture: a folder with a target and own texts
 from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.models.llama import in_int8_rows
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
 
 

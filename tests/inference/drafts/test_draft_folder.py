@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cotrain.bundled.tokenizer import train_tokenizer
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
+from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]

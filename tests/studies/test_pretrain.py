@@ -1,4 +1,4 @@
-"""The bundled target's pretraining at tiny size through the command line: phases, folder and card."""
+"""The bundled target's pretraining at tiny size by its command: phases, folder and card."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain.bundled.pretraining import LanguageModel
-from cotrain.cli import main
 from cotrain.data.sources import Blocks
 from cotrain.teacher import target_model
+from studies.pretrain.__main__ import main
+from studies.pretrain.pretraining import LanguageModel
 from tests.folders import few_files, network
 
 BYTES = "{code: 30000, prose: 20000, records: 20000}"
@@ -29,22 +29,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("pretrain")
 
 
-def pretrain(place: Path, output: str, *settings: str) -> int:
-    return main(["pretrain", f"output={place / output}", *SIZES, *settings])
+def pretrain(place: Path, output: str, *settings: str) -> None:
+    main([f"output={place / output}", *SIZES, *settings])
 
 
 @pytest.fixture(scope="module")
 def target(place: Path) -> Path:
     """What two phases make: the first ends after its first step, for want of time."""
-    assert pretrain(place, "phases", "pretraining.minutes=0", f"export={place / 'target'}") == 0
+    pretrain(place, "phases", "pretraining.minutes=0", f"export={place / 'target'}")
     assert not (place / "target").exists()
     assert torch.load(place / "phases" / "last.ckpt", weights_only=True)["global_step"] == 1
-    assert pretrain(place, "phases", f"export={place / 'target'}") == 0
+    pretrain(place, "phases", f"export={place / 'target'}")
     return place / "target"
 
 
 def test_two_legs_are_one(target: Path, place: Path) -> None:
-    assert pretrain(place, "whole", f"export={place / 'one'}") == 0
+    pretrain(place, "whole", f"export={place / 'one'}")
     one, two = (load_file(folder / "model.safetensors") for folder in (place / "one", target))
     assert one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
 

@@ -1,6 +1,6 @@
 """Pretraining of the bundled encoder-decoder, a small T5, on the sequence tasks of the embedded corpora.
 
-`python -m cotrain.bundled.sequence_pretraining OUTPUT MINUTES [TARGET]` trains for up to MINUTES in OUTPUT; run it
+`python -m studies.pretrain.sequence_pretraining OUTPUT MINUTES [TARGET]` trains for up to MINUTES in OUTPUT; run it
 again to go on. After the last step it measures the model and writes the folder TARGET with its card. data/target_t5 was
 made so.
 """
@@ -15,8 +15,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration
 
-from cotrain.bundled import pretraining
-from cotrain.bundled.tokenizer import token_bytes
 from cotrain.data.sequence_tasks import LONGEST, TASKS, embedded_pairs
 from cotrain.students.independent import CACHED
 from cotrain.training import optim
@@ -26,6 +24,8 @@ from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file
 from inference.drafts.bundled_target import resolve
 from inference.report.build import environment
+from studies.pretrain import pretraining
+from studies.pretrain.tokenizer import token_bytes
 
 BYTES = {"train": {"code": 48_000_000, "records": 3_000_000}, "held_out": {"code": 4_000_000, "records": 50_000}}
 TOKENS = {"source": LONGEST, "output": 96}  # longer pairs are left out
@@ -39,7 +39,7 @@ CARD = """\
 
 A T5 of {parameters:.1f} M parameters ({layers} layers in the encoder, {decoder} in the decoder) with the bundled
 target's tokenizer, trained from random weights by
-`python -m cotrain.bundled.sequence_pretraining OUTPUT MINUTES data/target_t5`
+`python -m studies.pretrain.sequence_pretraining OUTPUT MINUTES data/target_t5`
 on sequence tasks made of Python sources and JSON records that are on the machine (`cotrain/data/sequence_tasks.py`):
 `signature: ` and a docstring -> the function's first line; `summary: ` and code -> the docstring's first sentence;
 `sentence: ` and a JSON record -> an English sentence. It is there to be decoded quickly; it is no assistant.

@@ -1,21 +1,25 @@
-"""Command `cotrain pretrain`. It trains the bundled target in phases that can be resumed, then writes its folder and
-model card."""
+"""Train the bundled target in phases that can be resumed, then write its folder and model card.
+
+    python -m studies.pretrain pretraining.steps=860 pretraining.decay=360 export=data/target
+
+The settings and their defaults are the fields of `Settings`, given as key=value.
+"""
 
 import json
+import sys
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cotrain.bundled import pretraining
-from cotrain.bundled.ngram_lm import bigram, bigram_alpha, evaluate
-from cotrain.bundled.tokenizer import token_bytes, train_tokenizer
-from cotrain.config.settings import PretrainConfig
 from cotrain.data.corpora import embedded, manifest
 from cotrain.data.sources import Blocks, embedded_texts, pack
+from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse_replaced, writable
 from cotrain.training import optim
 from cotrain.training.interrupts import read_saved
@@ -24,11 +28,78 @@ from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
+from studies.pretrain import pretraining
+from studies.pretrain.ngram_lm import bigram, bigram_alpha, evaluate
+from studies.pretrain.tokenizer import token_bytes, train_tokenizer
 
 VALIDATION_BLOCKS = 40  # per domain, in training; the figures of the card are measured on all blocks
 
 
-def run(cfg: PretrainConfig) -> None:
+@dataclass
+class Shape:
+    """The shape of the bundled target. Widths are multiples of 64."""
+
+    vocabulary: int = 4096
+    width: int = 256
+    layers: int = 16
+    intermediate: int = 768
+    kv_heads: int = 2
+    context: int = 512
+
+
+@dataclass
+class Corpora:
+    """Tokens of a block, and bytes of each corpus by split."""
+
+    block: int = 513
+    bytes: dict[str, int] = field(
+        default_factory=lambda: {"code": 32_000_000, "prose": 10_000_000, "records": 3_000_000}
+    )
+    held_out_bytes: dict[str, int] = field(
+        default_factory=lambda: {"code": 600_000, "prose": 300_000, "records": 100_000}
+    )
+
+
+@dataclass
+class Pretraining:
+    """Each call ends after `minutes` or at `steps`, whichever comes first."""
+
+    steps: int = 1000
+    batch: int = 16
+    lr: float = 5e-3
+    embedding_lr: float = 4e-3
+    weight_decay: float = 0.05
+    warmup: int = 60
+    decay: int = 400
+    minutes: float = 120
+    validate_every: int = 250
+    precision: str = "auto"
+    compile: bool = True
+    threads: int = 0
+    seed: int = 0
+
+
+@dataclass
+class Settings:
+    """Settings of this command. export: the folder for the finished target."""
+
+    data: Corpora = field(default_factory=Corpora)
+    shape: Shape = field(default_factory=Shape)
+    tokenizer_bytes: dict[str, int] = field(
+        default_factory=lambda: {"code": 8_000_000, "prose": 4_000_000, "records": 600_000}
+    )
+    pretraining: Pretraining = field(default_factory=Pretraining)
+    output: str = "outputs/pretrain"
+    export: str | None = None
+
+
+def main(arguments: list[str]) -> None:
+    """Run with settings `key=value`. Raises the errors of OmegaConf for an unknown key or a wrong type, and
+    UserError."""
+    run(cast(Settings, OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.from_cli(arguments))))
+
+
+def run(cfg: Settings) -> None:
     """Train for one phase. After the last step, measure the target and, with `export=`, write its folder."""
     if cfg.export:
         refuse_replaced(cfg.export, "card.json", key="export")
@@ -49,7 +120,7 @@ def run(cfg: PretrainConfig) -> None:
         folder.finish()
 
 
-def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(cfg: Settings, folder: Path) -> PreTrainedTokenizerBase:
     if not folder.exists():
         texts = embedded_texts(dict(cfg.tokenizer_bytes), "train")["text"]
         with new_folder(folder) as new:
@@ -57,7 +128,7 @@ def _tokenizer(cfg: PretrainConfig, folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _blocks(cfg: PretrainConfig, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
+def _blocks(cfg: Settings, split: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Blocks:
     """Return the packed blocks of a split. They are stored in the run's folder, so that all phases train on the same
     data."""
     file = folder / f"{split}.pt"
@@ -75,7 +146,7 @@ def _first(blocks: Blocks) -> Blocks:
     return Blocks(blocks.ids[rows], blocks.domain[rows], blocks.domains)
 
 
-def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: list[str]) -> pretraining.LanguageModel:
+def _module(cfg: Settings, tokenizer: PreTrainedTokenizerBase, domains: list[str]) -> pretraining.LanguageModel:
     shape, rate = cfg.shape, cfg.pretraining
     network = pretraining.llama(
         shape.vocabulary, shape.width, shape.layers, shape.intermediate, shape.kv_heads, shape.context
@@ -88,7 +159,7 @@ def _module(cfg: PretrainConfig, tokenizer: PreTrainedTokenizerBase, domains: li
     return pretraining.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
 
 
-def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
+def _leg(cfg: Settings, module: pretraining.LanguageModel, train: Blocks, held_out: Blocks, folder: Path) -> None:
     """Train for one phase, and append its duration to phases.jsonl."""
     rate = cfg.pretraining
     seconds = pretraining.fit(
@@ -106,7 +177,7 @@ def _leg(cfg: PretrainConfig, module: pretraining.LanguageModel, train: Blocks, 
 
 
 def _card(
-    cfg: PretrainConfig,
+    cfg: Settings,
     module: pretraining.LanguageModel,
     train: Blocks,
     held_out: Blocks,
@@ -148,3 +219,10 @@ def _bigram_alpha(
 def _export(module: pretraining.LanguageModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict) -> None:
     pretraining.write_target(module.network, tokenizer, folder, card)
     print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"studies.pretrain: {error}")

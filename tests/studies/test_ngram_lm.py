@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.bundled.ngram_lm import KneserNey, bigram, bigram_alpha, bits_per_byte, discounts, evaluate
 from cotrain.data.sources import Blocks
+from studies.pretrain.ngram_lm import KneserNey, bigram, bigram_alpha, bits_per_byte, discounts, evaluate
 
 
 def zipf(size: int, vocabulary: int, seed: int = 0) -> np.ndarray:

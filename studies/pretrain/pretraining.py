@@ -190,7 +190,7 @@ def write_target(
 
 
 def model_card(card: dict[str, Any]) -> str:
-    """Return the model card in Markdown, from the figures that `cotrain pretrain` collected."""
+    """Return the model card in Markdown, from the figures that `studies.pretrain` collected."""
     where, grams = card["environment"], card["five_gram"]
     bits = [
         f"| {name} | {entry:.3f} | {grams[name]:.3f} | {entry / grams[name] - 1:+.1%} |"
