@@ -179,7 +179,7 @@ def _read(prompts: str) -> str:
     try:
         return Path(prompts).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
+        raise UserError(f"prompts={prompts} cannot be read as text: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"prompts={prompts} cannot be read: line {line} is not UTF-8 text: save it as UTF-8") from error

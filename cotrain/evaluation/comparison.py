@@ -67,7 +67,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
-    files = list(folder.rglob(FIGURES))
+    files = sorted(folder.rglob(FIGURES))
     if not files:
         raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
     runs = [(json.loads(file.read_text(encoding="utf-8")), _settings_of(file.parent)) for file in files]
