@@ -127,9 +127,14 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
     or the draft does not fit the target (`Proposer.fits`).
     """
-    with user_errors():
+    draft_folder = folder(draft_path)
+    try:
         target, tokenizer = outline(target_path, trust_remote_code)
-        draft_folder = folder(draft_path)
+    except (ValueError, OSError) as error:
+        named = draft_folder.metadata is not None and draft_folder.metadata.target["name"] == target_path
+        hint = f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" * named
+        raise UserError(" ".join(str(error).split()) + hint) from error
+    with user_errors():
         kind = kind_of(draft_folder.kind)
         own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:

@@ -24,7 +24,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr", "pretraining.lr")),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "steps"),
                     ("trainer.steps", "pretraining.steps")),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"),
+    **dict.fromkeys(("batch", "batch_size", "per_device_train_batch_size"),
                     ("trainer.batch", "bench.rows", "pretraining.batch", "rollout.rows")),
     "gradient_accumulation_steps": ("trainer.accumulate",),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), ("optimizer.warmup", "pretraining.warmup")),
