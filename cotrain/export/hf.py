@@ -243,7 +243,7 @@ def _weights(path: Path, network: Any) -> list[str]:
     try:
         _, problems, unexpected = load_weights(path, network=network or auto_class(AutoConfig.from_pretrained(path)))
     except (OSError, ValueError) as error:
-        return [str(error)]
+        return [str(error).splitlines()[0]]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]
     return problems + _dtypes(path)
 

@@ -154,6 +154,8 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
 
 
 def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
+    if Path(name).is_file():
+        raise ValueError(f"{key}: {name} is a file: give the folder of a model, or a .gguf file")
     refuse_missing(key, name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -115,6 +115,7 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
         (["generate", "target.path=TARGET", "prompts=TARGET"], "prompts=TARGET cannot be read as text: Is a directory"),
         (["generate", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd', which transformers "),
         (["generate", "draft.path=DRAFT", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd'"),
+        (["generate", "target.path=ODD/config.json", "prompt=a"], "target.path: ODD/config.json is a file: give the "),
         (["plan", "log=ODD/config.json", "output=OUT"], "output: there is no "),
         (["export", "draft.path=DRAFT", "output=TARGET"], "TARGET, which draft.path=DRAFT names, lies in output="),
         (["bench", "draft.path=/none"], "draft.path: /none: no such folder"),
