@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -49,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 0 after success, 1 after a failure, and 2 if the command line is wrong. It is 130 after SIGINT, 143
     after SIGTERM, and 141 if standard output was closed.
     """
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+        try:
+            return main(sys.argv[1:])
+        finally:  # while the process exits, too, a signal ends it without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if argv else sys.stderr)
@@ -62,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"the nearest is {near[0]!r}" if near else "`cotrain --help` lists them"
         return _say("cotrain", f"no command {name!r}; {hint}", 2)
     return _command(name, arguments)
+
+
+def _interrupt(number: int, _: object) -> None:
+    """End the command by the first signal, and the process at once by a second one."""
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def _usage() -> str:

@@ -9,9 +9,11 @@ import glob
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -27,6 +29,7 @@ Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free",
 MARKER, LOCK = "run.json", "run.lock"
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
 WRITTEN = ("output", "export")  # settings that name a folder which the command writes and may replace
+REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each time, and keep what was measured before
 STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written, and may not exist yet
 # Settings whose value is text but no path. All others count as paths, so that new settings are checked by default.
 WORDS = frozenset({
@@ -146,7 +149,8 @@ def claim(
 ) -> Iterator[RunFolder]:
     """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
 
-    The state is "new" for an absent or empty folder, and for a run that `overwrite` deleted. Otherwise it is that of
+    A finished run of a command in `REPEATED` that `overwrite` does not delete is moved to a folder beside it. The state
+    is "new" for an absent or empty folder, and for a run that was deleted or moved. Otherwise it is that of
     the run: "unfinished", to be resumed, or "finished".
 
     settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
@@ -161,6 +165,8 @@ def claim(
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
     _make(path)
     with _locked(path):
+        if command in REPEATED and not overwrite and finished(path):
+            _keep(path)
         run = _open(path, overwrite, wanted, kind or (lambda *_: "other"), command)
         if run.state == "new":
             _mark(path, "unfinished", run.settings, command)
@@ -170,6 +176,22 @@ def claim(
             if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
                 (path / MARKER).unlink()  # nothing was written, so other settings may use the folder
             raise
+
+
+def _keep(path: Path) -> None:
+    """Move the files of a finished run to a new folder beside it, the marker last, and print a line."""
+    root = path.resolve()  # the files are moved and not their folder, which may be a link or the working directory
+    (place := numbered(root)).mkdir()
+    for entry in sorted(root.iterdir(), key=lambda entry: entry.name == MARKER):
+        if entry.name != LOCK:
+            entry.rename(place / entry.name)
+    print(f"output={path} has an earlier result, which is kept in {place}; overwrite=true replaces it", file=sys.stderr)
+
+
+def numbered(path: Path, ending: str = "") -> Path:
+    """Return the path with the first number -1, -2, ... that is not used yet. ending: of the file that uses it."""
+    names = (f"{path.name}-{number}" for number in count(1))
+    return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(f"{name}{ending}")))
 
 
 def refuse(

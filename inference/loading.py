@@ -60,7 +60,11 @@ def load(
         path = resolve(str(target))
         tokenizer = tokenizer or load_tokenizer(Path(path))
         dtype = settings.pop("dtype", None) or (None if served.dtype == "auto" else served.dtype)
-        target = load_as(path, served.quantisation, dtype)
+        try:
+            target = load_as(path, served.quantisation, dtype)
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise OSError(f"{draft.path}: its target {path} cannot be loaded, give target=: {reason}") from error
         if "device" in settings:
             move(target, settings.pop("device"))
     metadata = _with_defaults(metadata, served, settings)

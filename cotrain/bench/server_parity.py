@@ -64,11 +64,15 @@ class Parity:
 
 def over_http(client: Client, plan: Plan) -> Ask:
     """Return a function that completes prompts with a running server in the plan's regime. It raises ValueError if the
-    server returns no token ids."""
+    server returns no token ids, or shows no counters of drafts."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
-        before, clock = stable_counters(client), time.perf_counter()
-        size = plan.bench
+        before, clock, size = stable_counters(client), time.perf_counter(), plan.bench
+        if before is None:
+            raise ValueError(
+                f"url: {client.root}/metrics shows no counters of drafts, to compare: serve with a draft, "
+                "and with metrics (vLLM without --disable-log-stats)"
+            )
         answers = client.complete(
             prompts, size.new_tokens, plan.sampling, row_ids(prompts), at_once=at_once, ignore_eos=True
         )
@@ -78,8 +82,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
                 "url: the server returns no token ids, and the prediction needs them; use a server that "
                 "returns them, such as vLLM"
             )
-        counted = after - before if after and before else None
-        return [one.ids or [] for one in answers], seconds, counted
+        return [one.ids or [] for one in answers], seconds, after - before if after else None
 
     return ask
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cotrain.bench import measurement, quantisation_table
 from cotrain.bench.matrix import Grid, matrix
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import Pair, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.served_pair import Pair, measured, plan_of, prompts, refuse_pair, resolved, room_of, shape
 from cotrain.config.settings import BenchConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
@@ -82,8 +82,7 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 def _plan_line(metadata: Metadata) -> str:
     """Return a line that says what is measured, if the folder's plan is measured."""
-    shape = f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
-    return (f"bench: {shape} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
+    return (f"bench: {shape(metadata)} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
             f"bench.depths=[2,4,8], "
             "bench.trees=16 or verify=")  # fmt: skip
 

@@ -22,9 +22,10 @@ def run(cfg: CompareConfig) -> None:
         writable("report", cfg.report)
     with answering(cfg.json) as answer:
         runs = read(Path(cfg.folder))
-        gains, absent = compare(runs, cfg.baseline), left_out(runs, cfg.baseline)
-        report = {"environment": environment(), "baseline": cfg.baseline, "gains": [asdict(gain) for gain in gains]}
+        baseline = min(runs) if cfg.baseline is None else cfg.baseline
+        gains, absent = compare(runs, baseline), left_out(runs, baseline)
+        report = {"environment": environment(), "baseline": baseline, "gains": [asdict(gain) for gain in gains]}
         report |= {"left_out": absent}
-        answer(report, "\n".join([table(gains, cfg.baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
+        answer(report, "\n".join([table(gains, baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
     if cfg.report:
         write_atomic(Path(cfg.report), json.dumps(report, indent=2) + "\n")

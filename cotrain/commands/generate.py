@@ -1,5 +1,6 @@
 """Command `cotrain generate`. It continues prompts with a draft, or by plain decoding without one."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -103,7 +104,8 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         target, tokenizer, _ = refuse_pair(cfg.draft.path, path)
         room = holds(target.config)
     else:
-        config, tokenizer = load_config(path)
+        with user_errors():
+            config, tokenizer = load_config(path)
         room = holds(config)
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
@@ -159,6 +161,8 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
             "no prompt: set prompt= (the text) or prompts= (a file with one prompt per line), or write "
             "the text to standard input"
         )
+    if prompts not in (None, "-") and not os.path.exists(str(prompts)):
+        raise UserError(f"prompts={prompts}: there is no such file")
     if prompts is not None and kind_of(Path(prompts)) not in (None, ".txt"):
         try:
             rows = list(rows_in({prompts: Path(prompts)}))
@@ -179,7 +183,7 @@ def _read(prompts: str) -> str:
     try:
         return Path(prompts).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UserError(f"prompts={prompts} cannot be read as text: {error}") from error
+        raise UserError(f"prompts={prompts} cannot be read as text: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"prompts={prompts} cannot be read: line {line} is not UTF-8 text: save it as UTF-8") from error

@@ -1,20 +1,20 @@
 """Command `cotrain rollout`. It samples texts of the target, for training or for evaluation."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, from_target, sampling
-from cotrain.data.prompt_rows import Source, prompt_tokens, said
-from cotrain.data.sequence_tasks import LONGEST
-from cotrain.data.sources import sources_of
+from cotrain.data.prompt_rows import Source, said
+from cotrain.data.sources import sources_apart
 from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import beside, start_of
 from cotrain.run_folder import held
-from cotrain.training.job import models, sample_prompts, sampled, settle, source, template_of
-from cotrain.training.preconditions import fits, holds, outline, server
+from cotrain.training.job import models, sample_prompts, sampled, settle, template_of
+from cotrain.training.preconditions import fill_prompt_tokens, fits, holds, outline, server
 from inference.models.quantisation import refuse_quantisation
 
 
@@ -33,8 +33,8 @@ def run(cfg: RolloutConfig) -> None:
         prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
         target, tokenizer = loaded or models(cfg)
         texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
-        path = texts.sample(cfg.kind, sampling(cfg.regime), prompts)
-    print(f"wrote {beside(path, 'parquet')}")
+        path = texts.sample(cfg.kind, sampling(cfg.regime), prompts, keep=True)
+    print(f"texts: {beside(path, 'parquet')}")
 
 
 def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -54,20 +54,10 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
     """Return the source of the prompts. It is read before weights are loaded. target: without storage. Raises UserError
     if the data cannot be used."""
     with user_errors():
-        asked, room = cfg.rollout, holds(target.config)
-        if not asked.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
-            asked.prompt_tokens = LONGEST
-        splits = {"train": None, cfg.kind: None} if cfg.data.path else ()
-        texts = sources_of(cfg.data, splits, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder)
-        if not asked.prompt_tokens:
-            after = 0 if target.config.is_encoder_decoder else asked.new_tokens
-            train = texts.get("train")
-            asked.prompt_tokens = prompt_tokens(train, room - after, [texts[cfg.kind]] if train else [])
-        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens, room,
-             start_of(target))  # fmt: skip
-        prompts = texts.get(cfg.kind) or source(cfg, cfg.kind, target, tokenizer)
-        if cfg.kind != "train":
-            train = texts.get("train") or source(cfg, "train", target, tokenizer)
-            prompts = prompts.without(train.each(asked.prompt_tokens), asked.prompt_tokens)
+        asked, template, encoder = cfg.rollout, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder
+        limit = partial(fill_prompt_tokens, cfg, target, 0)
+        prompts = sources_apart(cfg.data, {"train": None, cfg.kind: None}, template, encoder, limit)[cfg.kind]
+        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens,
+             holds(target.config), start_of(target))  # fmt: skip
         print(*said({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
         return prompts

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,9 +16,9 @@ from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
-from cotrain.data.prompt_rows import prompt_tokens
+from cotrain.data.prompt_rows import Source, prompt_tokens
 from cotrain.data.prompt_rows import said as said_of
-from cotrain.data.sources import sources_of
+from cotrain.data.sources import sources_apart
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import KINDS
@@ -92,11 +93,19 @@ def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig
             config[name] = said.get(stored_as, UNSAID[stored_as])
         elif stored_as in said and config[name] != said[stored_as]:
             typed.append(f"{key}={config[name]} ({said[stored_as]})")
+    k = OmegaConf.select(cast(Any, cfg), "policy.k")
+    if metadata and k is not None and (metadata.tree or k != metadata.k):
+        typed.append(f"policy.k={k} ({shape(metadata)})")
     if typed:
         print(
             f"these settings differ from those of the draft folder, which are in brackets: {', '.join(typed)}",
             file=sys.stderr,
         )
+
+
+def shape(metadata: Metadata) -> str:
+    """Return in words what a draft folder was planned with."""
+    return f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
 
 
 def stored(metadata: Metadata) -> dict[str, Any]:
@@ -118,9 +127,14 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
     or the draft does not fit the target (`Proposer.fits`).
     """
-    with user_errors():
+    draft_folder = folder(draft_path)
+    try:
         target, tokenizer = outline(target_path, trust_remote_code)
-        draft_folder = folder(draft_path)
+    except (ValueError, OSError) as error:
+        named = draft_folder.metadata is not None and draft_folder.metadata.target["name"] == target_path
+        hint = f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" * named
+        raise UserError(" ".join(str(error).split()) + hint) from error
+    with user_errors():
         kind = kind_of(draft_folder.kind)
         own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:
@@ -192,8 +206,9 @@ def prompts(
     draft: Path | None = None,
     key: str = "bench.prompt_tokens",
 ) -> Prompts:
-    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split. Without
-    data.path they are those that the folder `draft` has, and without these the shipped ones.
+    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split, and do
+    not begin like one of it. Without data.path they are those that the folder `draft` has, and without these the
+    shipped ones.
 
     Prompts of a folder were not learnt from and ranked no checkpoint; the `PART`-th part of them ranks draft lengths.
     room: the largest allowed number of tokens of a prompt, if the user did not set `key`. size.prompt_tokens is then
@@ -206,11 +221,16 @@ def prompts(
     if own is not None:
         data = copy.copy(data)
         data.path = str(own)
-    splits, template = SPLITS[1:] if own is None else (ALL_ROWS,), Template(tokenizer, data.template, ends_of(target))
-    sources = sources_of(data, splits, template, encoder)
-    if room is not None and not all(rows.covered(size.prompt_tokens) for rows in sources.values()):
-        first, *others = sources.values()
-        size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
+
+    def limit(sources: Mapping[str, Source]) -> int:
+        first, *others = (rows for split, rows in sources.items() if split != SPLITS[0])
+        if room is not None and not all(rows.covered(size.prompt_tokens) for rows in (first, *others)):
+            size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
+        return size.prompt_tokens
+
+    splits, template = SPLITS if own is None else (ALL_ROWS,), Template(tokenizer, data.template, ends_of(target))
+    sources = sources_apart(data, splits, template, encoder, limit)
+    train = sources.pop(SPLITS[0], None)
     named = sources if own is None else {SPLITS[-1]: sources[ALL_ROWS]}
     for line in said_of(named, size.prompt_tokens, key):
         print(line, file=sys.stderr)
@@ -222,4 +242,5 @@ def prompts(
         several = [unseen[:part], unseen[part:]]
     ranking, final = several
     domains = {ids: name for rows in sources.values() for ids, name in rows.domains(size.prompt_tokens).items()}
-    return replace(apart(ranking, final, [], "own"), domains=domains)
+    learnt = [prompt for prompt in train.each(size.prompt_tokens) if prompt] if train else []
+    return replace(apart(ranking, final, learnt, "own"), domains=domains)

@@ -158,7 +158,7 @@ class CompareConfig:
     """Settings of `cotrain compare`."""
 
     folder: str  # contains the runs of cotrain train, at any depth
-    baseline: str  # the label that the others are compared with
+    baseline: str | None  # the label that the others are compared with; null: the first in alphabetical order
     report: str | None  # a JSON file to write
     json: bool  # as in BenchConfig
 

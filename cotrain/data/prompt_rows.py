@@ -18,6 +18,10 @@ BATCH = 1000  # texts that are tokenized at once
 # the limit of the prompt length with rollout.prompt_tokens=0, see `prompt_tokens`
 SHORTEST = 48  # tokens: the least limit, and the limit if there are no whole prompts
 COVERED = 0.95  # share of the prompts that do not exceed the limit
+LONGER = (
+    "raise rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens) or, where the context of the models is the "
+    "limit, give shorter prompts or lower rollout.new_tokens and bench.new_tokens"
+)
 STEP = 16  # the limit is a multiple of it
 
 
@@ -54,7 +58,7 @@ class PromptRows:
         for domain in sorted({row["domain"] for row in self.rows} - present):
             shortest = min(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
             raise ValueError(f"data.path: {domain} has no prompt of at most rollout.prompt_tokens={tokens}, the "
-                             f"shortest has {shortest}: raise rollout.prompt_tokens")  # fmt: skip
+                             f"shortest has {shortest}: {LONGER}")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def covered(self, tokens: int) -> bool:
@@ -82,8 +86,7 @@ class PromptRows:
         fitting = self._fitting(tokens, seed)
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
-            raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: raise "
-                             "rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens)")  # fmt: skip
+            raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: {LONGER}")
         return [row["prompt"] for row in fitting]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
@@ -178,14 +181,14 @@ def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: i
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
         raise ValueError(f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
-                         f"the model sees at most rollout.prompt_tokens={tokens} tokens: raise it, or give more "
-                         "texts")  # fmt: skip
+                         f"the model sees at most {tokens} tokens: give more texts, or raise rollout.prompt_tokens "
+                         "(for cotrain bench, bench.prompt_tokens)")  # fmt: skip
     return common
 
 
 def _apart(common: Sequence[bool], tokens: int) -> list[str]:
     return [f"data.path: {sum(common)} of {len(common)} held-out prompts begin like ones that are learnt, of which the "
-            f"model sees at most rollout.prompt_tokens={tokens} tokens: left out"] * any(common)  # fmt: skip
+            f"model sees at most {tokens} tokens: left out"] * any(common)  # fmt: skip
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

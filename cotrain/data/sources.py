@@ -4,12 +4,14 @@ data.path is a file, a glob pattern, a folder of files, a saved data set, or a h
 name of an existing file is never treated as a pattern, even if it contains `*`, `?` or `[`.
 """
 
+import codecs
 import csv
 import glob
 import io
 import json
 import lzma
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -147,9 +149,9 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
     """Yield the rows of files with their places, see `read_rows`. Raises the errors in `UNREADABLE`."""
-    readers = {".csv": _csv, ".parquet": _parquet, ".json": _json}
+    readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
-        for number, row in readers.get(kind_of(path) or "", _lines)(name, path):
+        for number, row in readers.get(kind_of(path) or "", _json)(name, path):
             yield f"{name}, {number}", row
 
 
@@ -171,12 +173,13 @@ def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file that is a list of objects; or of JSON lines."""
+    """The rows of a file that is a list of objects, whatever its ending; or of JSON lines."""
+    rows = None
     with _bytes(path) as file:
-        try:
-            rows = json.loads(file.read().decode("utf-8-sig"))
-        except ValueError:  # not UTF-8, or not one value
-            rows = None
+        begin = file.read(1024)
+        if begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            with suppress(ValueError):  # not UTF-8, or not one value
+                rows = json.loads((begin + file.read()).decode("utf-8-sig"))
     if not isinstance(rows, list):
         yield from _lines(name, path)
     for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
@@ -322,6 +325,18 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
                     f"{lost.said()}")  # fmt: skip
     return {split: replace(source, remarks=tuple(said)) for split, source in sources.items()}
+
+
+def sources_apart(
+    data: Data, splits: Collection[str], template: Template, encoder: bool, limit: Callable[[Mapping[str, Source]], int]
+) -> dict[str, Source]:
+    """The prompts of `sources_of`. If "train" is one of the splits, held-out prompts are none that begin like prompts
+    to learn from. limit: returns the most tokens of a prompt, by the sources."""
+    sources = sources_of(data, splits, template, encoder)
+    tokens = limit(sources)
+    if {"train", "held_out"} <= sources.keys():
+        sources["held_out"] = sources["held_out"].without(sources["train"].each(tokens), tokens)
+    return sources
 
 
 def _embedded(data: Data, split: str, tokenizer: PreTrainedTokenizerBase, encoder: bool) -> Source:

@@ -15,6 +15,7 @@ from cotrain.config.ranges import BUDGETS, change
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.run_folder import read_marker
+from inference.drafts.weight_files import read_json
 
 FIGURES = "held_out.json"
 DEPTHS = (4, 8)
@@ -67,10 +68,10 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
-    files = list(folder.rglob(FIGURES))
+    files = sorted(folder.rglob(FIGURES))
     if not files:
         raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
-    runs = [(json.loads(file.read_text(encoding="utf-8")), _settings_of(file.parent)) for file in files]
+    runs = [(read_json(file), _settings_of(file.parent)) for file in files]
     labelled = defaultdict(list)
     for run, settings in sorted(runs, key=lambda run: run[0]["seed"]):
         labelled[run["label"]].append((run, settings))

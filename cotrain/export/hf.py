@@ -29,9 +29,9 @@ from inference.drafts.draft_folder import (
     METADATA,
     REPORT,
     Metadata,
-    digest,
     load_draft,
     load_tokenizer,
+    other_report,
     read,
     write,
 )
@@ -157,8 +157,8 @@ def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None
     if metadata is None or metadata.report is None:
         return None
     file = source / REPORT
-    if not file.is_file() or digest(file) != metadata.report:
-        raise ValueError(f"{file} is not the one {METADATA} was written with: restore it, or measure again")
+    if problem := other_report(source, metadata):
+        raise ValueError(f"{problem}: restore it, or measure again")
     report = read_json(file)
     try:
         validate(report)
@@ -218,9 +218,8 @@ def check(folder: str | Path) -> list[str]:
     keys = [key for key in KEYS if key != "vocab_size" or not issubclass(network, SettingsNetwork)]
     problems += [f"{path / CONFIG}: key {key} is missing" for key in keys if read_json(path / CONFIG).get(key) is None]
     problems += _generation(path) + _weights(path, None if plain else network) + _tokenizer(path)
-    report = draft.metadata.report if draft.metadata else None
-    if report is not None and (not (path / REPORT).is_file() or digest(path / REPORT) != report):
-        problems.append(f"{path / REPORT} is missing or not the one {METADATA} was written with")
+    if problem := other_report(path, draft.metadata):
+        problems.append(problem)
     return problems
 
 
@@ -244,7 +243,7 @@ def _weights(path: Path, network: Any) -> list[str]:
     try:
         _, problems, unexpected = load_weights(path, network=network or auto_class(AutoConfig.from_pretrained(path)))
     except (OSError, ValueError) as error:
-        return [str(error)]
+        return [str(error).splitlines()[0]]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]
     return problems + _dtypes(path)
 

@@ -22,6 +22,10 @@ SIGMAS = 3.0  # of a difference that is called drift
 SMALL = 0.02  # of tau: a smaller difference is none, however certain
 LATE = 0.3  # how much more of the conditional acceptance is lost at later depths than at the first, if only they drift
 LOST = 0.1  # of the planned first drafts: fewer are accepted where the draft is not what was planned
+COUNTERS = (
+    "save the page of a vLLM server, as with `curl http://localhost:8000/metrics`, or JSON with rounds and "
+    "accepted_by_depth"
+)
 NEAR = 0.25  # of the difference: what is left of it at another temperature, if that is the cause
 
 
@@ -115,12 +119,13 @@ def served(log: Path) -> Served:
         else:
             counters = counted_in(text)
     except KeyError as error:
-        raise UserError(f"log={log}: it has no counter {error}") from error
+        raise UserError(f"log={log}: it has no counter {error}: {COUNTERS}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"log={log}: it begins like JSON and is none ({error}): {COUNTERS}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"log={log}: {error}") from error
     if counters is None or not counters.by_depth:
-        raise UserError(f"log={log}: it has no counters of drafts: save the page of a vLLM server, as with `curl "
-                        "http://localhost:8000/metrics`, or JSON with rounds and accepted_by_depth")  # fmt: skip
+        raise UserError(f"log={log}: it has no counters of drafts: {COUNTERS}")
     if impossible := _impossible(counters):
         raise UserError(f"log={log}: {impossible}")
     return counters

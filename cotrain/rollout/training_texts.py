@@ -21,6 +21,7 @@ from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout import samplers
+from cotrain.run_folder import numbered
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
 from inference.request import source_limits
@@ -141,13 +142,23 @@ class Sampled:
         return padded(read_rows(self.sample(kind, sampling, source(), say, part)), start_of(self.target))
 
     def sample(
-        self, kind: str, sampling: Sampling, source: HasPrompts, say: Say | None = None, part: Share = WHOLE
+        self,
+        kind: str,
+        sampling: Sampling,
+        source: HasPrompts,
+        say: Say | None = None,
+        part: Share = WHOLE,
+        keep: bool = False,
     ) -> Path:
-        """Sample a set and store it. If this is interrupted, the next call continues from there. Only one of several
+        """Sample a set and store it. keep: whether nothing is sampled if the set is stored, and a stored set of other
+        settings gets another name. If this is interrupted, the next call continues from there. Only one of several
         processes samples; the others raise the errors of `ranks.awaited`."""
         path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
+            return path
+        if keep and self._fits(path, kind, sampling, part):
+            print(f"{beside(path, 'parquet')} has these texts: nothing is sampled")
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
@@ -163,6 +174,11 @@ class Sampled:
         if not rows:
             raise UserError("rollout.url: none of the server's texts survives decoding and encoding: use a server that "
                             "sends token ids, such as vLLM")  # fmt: skip
+        if keep and beside(path, "parquet").is_file():
+            earlier = numbered(path, ".parquet")
+            for ending in ("parquet", "json"):
+                beside(path, ending).rename(beside(earlier, ending))
+            print(f"the texts of other settings that {path} had are kept as {beside(earlier, 'parquet')}")
         save_rows(rows, path, wanted if sampled < len(mine) else _whole(wanted))
         partial.unlink()
         return path

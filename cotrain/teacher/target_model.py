@@ -11,12 +11,14 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import refuse_missing, resolve
@@ -116,6 +118,14 @@ def load_config(
     Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
     """
     tokenizer = load_words(path, trust_remote_code, key)
+    folder = Path(resolve(path))
+    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    kind = values.get("model_type")
+    if values and kind not in CONFIG_MAPPING and "auto_map" not in values:
+        raise ValueError(
+            f"{key}: {path} has the model_type {kind!r}, which transformers {transformers_version} does not know; a "
+            "newer version may"
+        )
     config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     try:
         auto_class(config)
@@ -144,6 +154,8 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
 
 
 def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
+    if Path(name).is_file():
+        raise ValueError(f"{key}: {name} is a file: give the folder of a model, or a .gguf file")
     refuse_missing(key, name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -111,6 +111,8 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
         return End(done, True)
     if done >= phase.last < cfg.steps:
         return End(done, False)
+    if phase.first < done < cfg.steps and not rank():
+        print(f"the training goes on from step {done} of {cfg.steps}, which {last} has")
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     progress = module.progress
     assert progress is not None

@@ -31,7 +31,7 @@ from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows, Source
-from cotrain.data.sources import pack, prompt_origin, source_of
+from cotrain.data.sources import pack, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
@@ -114,9 +114,10 @@ class Job:
     def source(self, split: str) -> Source:
         """Return the prompts of a split. They are read once. Held-out ones are none that the draft learns from."""
         if split not in self.sources:
-            texts, tokens = source(self.cfg, split, self.target, self.tokenizer), self.cfg.rollout.prompt_tokens
-            learnt = self.source("train").each(tokens) if split == "held_out" else []
-            self.sources[split] = texts.without(learnt, tokens) if learnt else texts
+            splits = SPLITS[:2] if split == "held_out" else (split,)
+            template, cfg = template_of(self.cfg, self.target, self.tokenizer), self.cfg
+            encoder, tokens = self.target.config.is_encoder_decoder, cfg.rollout.prompt_tokens
+            self.sources |= sources_apart(cfg.data, splits, template, encoder, lambda _: tokens)
         return self.sources[split]
 
     @property
@@ -246,16 +247,6 @@ def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int, ends: froze
 
 def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
     return Own(load(path, target, tokenizer=tokenizer, rows=rows))
-
-
-def source(
-    cfg: TrainConfig | RolloutConfig,
-    split: str,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Source:
-    """Return the prompts of a split, see `data.prompt_rows`."""
-    return source_of(cfg.data, split, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder)
 
 
 def template_of(

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -22,10 +23,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.bench import measurement
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
-from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
+from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
 from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
-from cotrain.data.sources import refuse_short, sources_of
+from cotrain.data.sources import refuse_short, sources_apart
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.ranks import rank
@@ -177,7 +178,7 @@ def _settings(cfg: TrainConfig) -> None:
         raise UserError("policy.k: set the draft length at which checkpoints are compared, as in policy=fixed")
     measurement.refuse(cfg.bench)
     refuse_training(cfg)
-    refuse_losses(cfg, stages(cfg.loss))
+    refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
     names = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
     if (chosen := precision(cfg.trainer.precision)) not in names:
@@ -446,21 +447,23 @@ def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) 
     """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
     draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
     splits = SPLITS if cfg.data.path else SPLITS[:2] if reads_given(cfg, False) else ()
-    template = template_of(cfg, target, tokenizer)
-    sources = sources_of(cfg.data, splits, template, target.config.is_encoder_decoder) if splits else {}
-    fill_prompt_tokens(cfg, target, sources)
-    if sources:
-        tokens = cfg.rollout.prompt_tokens
-        sources["held_out"] = sources["held_out"].without(sources["train"].each(tokens), tokens)
-    return sources
+    limit = partial(fill_prompt_tokens, cfg, target, timed(cfg.bench))
+    if not splits:
+        limit({})
+        return {}
+    template, encoder = template_of(cfg, target, tokenizer), target.config.is_encoder_decoder
+    return sources_apart(cfg.data, splits, template, encoder, limit)
 
 
-def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
-    """Set `rollout.prompt_tokens` if it is 0. sources: the user's texts by split, or {} for the embedded corpora."""
+def fill_prompt_tokens(
+    cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, measured: int, sources: Mapping[str, Source]
+) -> int:
+    """Set `rollout.prompt_tokens` if it is 0, and return it. measured: the new tokens of a measurement. sources: the
+    user's texts by split, or {} for the embedded corpora."""
     if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
-        after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, timed(cfg.bench))
+        after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, measured)
         room = holds(target.config) - after
         if room < 1:
             key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
@@ -468,6 +471,7 @@ def fill_prompt_tokens(cfg: TrainConfig, target: PreTrainedModel, sources: Mappi
                             "some of them: lower it")  # fmt: skip
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
+    return cfg.rollout.prompt_tokens
 
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
@@ -601,7 +605,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
     that would read texts packed into a block as one text. The errors of `refuse_losses`, `refuse_draft` and
     `refuse_given` are raised too.
     """
-    refuse_losses(job.cfg, losses)
+    refuse_losses(job.cfg)
     refuse_draft(job.cfg, student.network, job.target)
     student.refuse()
     if not (job.cfg.data.on_target and job.chats):
@@ -615,7 +619,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
                              "train only on texts of the target: set trainer.corpus_steps=0")  # fmt: skip
 
 
-def refuse_losses(cfg: TrainConfig, losses: list[Stage]) -> None:
+def refuse_losses(cfg: TrainConfig) -> None:
     """Raise ValueError for losses that the texts do not support."""
     if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "

@@ -20,12 +20,13 @@ from transformers import PretrainedConfig
 
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt
 from cotrain.data.prompt_rows import PromptRows
+from cotrain.data.sources import source_of
 from cotrain.errors import UserError
 from cotrain.losses.chunked import positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
-from cotrain.training.job import source, template_of
+from cotrain.training.job import template_of
 from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
 from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
@@ -127,7 +128,8 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
         ]
     if known.sources:
         return []  # `preconditions.require` has printed them
-    return shown(cfg, source(cfg, "held_out", known.target, known.tokenizer), known.tokenizer)
+    template, encoder = template_of(cfg, known.target, known.tokenizer), known.target.config.is_encoder_decoder
+    return shown(cfg, source_of(cfg.data, "held_out", template, encoder), known.tokenizer)
 
 
 # --- memory and disk

@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from inference.drafts.atomic import new_folder
+from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
-from inference.drafts.compatibility import hash_tokenizer, hash_weights
+from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
+from inference.drafts.gguf_target import PACKAGED
 from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite, weight_files
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
@@ -202,6 +204,14 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
             "further")  # fmt: skip
 
 
+def other_report(folder: Path, metadata: Metadata | None) -> str | None:
+    """Return a sentence if the report of a folder is missing or was changed, else None."""
+    file = folder / REPORT
+    if metadata is None or metadata.report is None or (file.is_file() and digest(file) == metadata.report):
+        return None
+    return f"{file} is missing or not the one {METADATA} was written with"
+
+
 @dataclass(frozen=True)
 class Folder:
     """A draft folder. kind: kind of proposer. metadata: None if the folder was not written by this project. path: where
@@ -318,6 +328,8 @@ def read(folder: str | Path) -> Folder:
         if (path / name).is_file():
             read_json(path / name)
     metadata = _metadata(path / METADATA) if (path / METADATA).is_file() else None
+    if problem := other_report(path, metadata):
+        warnings.warn(f"{problem}: it may be of another draft", stacklevel=1)
     return Folder(metadata.kind if metadata else "independent", metadata, path)
 
 
@@ -332,9 +344,31 @@ def _metadata(file: Path) -> Metadata:
             raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
-        return Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
+        read = Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
+        return _located(file, read)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _located(file: Path, metadata: Metadata) -> Metadata:
+    """Return the metadata of a file with the paths where target and adapter are now. Relative ones were typed where
+    the draft was made: in the working directory, or in one above the file. If several have a target of this name, it is
+    the first with the hashed weights."""
+    name, adapter = str(metadata.target["name"]), metadata.origin.get("adapter")
+    if adapter:
+        adapter = next(iter(_places(file, adapter, ADAPTER[0])), adapter)
+        metadata = changed(metadata, origin={**metadata.origin, "adapter": adapter})
+    places = [] if name in BUNDLED or name in PACKAGED else _places(file, name, CONFIG)
+    weights = metadata.target.get("weights")
+    same = (place for place in places if len(places) == 1 or hash_weights(place, adapter) == weights)
+    return changed(metadata, target={**metadata.target, "name": next(same, places[0] if places else name)})
+
+
+def _places(file: Path, name: str, inside: str) -> list[str]:
+    """Return the paths that a relative path may mean, see `_located`, which are files or folders with a file
+    `inside`."""
+    places = dict.fromkeys([name, *(str(parent / name) for parent in file.absolute().parents)])
+    return [place for place in places if Path(place).is_file() or (Path(place) / inside).is_file()]
 
 
 def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:

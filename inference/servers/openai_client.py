@@ -67,12 +67,12 @@ class Served:
 
 
 class Client:
-    """A client of one server. url: the server's root, with or without /v1. model: its name on the server, None for the
-    first in the list. key: the API key, by default the environment's OPENAI_API_KEY. Raises ConnectionError, with the
-    address and the answer, if the server does not answer or rejects a request."""
+    """A client of one server. url: the server's root, with or without http:// and /v1. model: its name on the
+    server, None for the first in the list. key: the API key, by default the environment's OPENAI_API_KEY. Raises
+    ConnectionError, with the address and the answer, if the server does not answer or rejects a request."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
-        self.root = url.rstrip("/").removesuffix("/v1")
+        self.root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.key, self.timeout = key or os.environ.get("OPENAI_API_KEY"), timeout
         listed = json.loads(self._read("/v1/models"))["data"][0]
         self.model = model or str(listed["id"])
@@ -169,8 +169,13 @@ class Client:
         return fields | ({"return_token_ids": True} if self.sends_ids else {})
 
     def counted(self) -> Served | None:
-        """Return the drafting counters since the server started, or None if its page shows none."""
-        return counted_in(self._read("/metrics"))
+        """Return the drafting counters since the server started, or None if it shows none."""
+        try:
+            return counted_in(self._read("/metrics"))
+        except ConnectionError as error:
+            if isinstance(error.__cause__, urllib.error.HTTPError):  # the server answers, and has no such page
+                return None
+            raise
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})

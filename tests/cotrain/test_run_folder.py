@@ -38,6 +38,27 @@ def test_a_run_goes_from_new_to_unfinished_to_finished(tmp_path: Path) -> None:
     assert [entry.name for entry in path.iterdir()] == [MARKER]
 
 
+@pytest.mark.parametrize("command", ["bench", "plan", "serve_check", "pretrain"])
+def test_a_repeated_measurement_keeps_the_earlier_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, keeps = tmp_path / "out", command != "pretrain"
+    for number, overwrite in ((1, False), (2, False), (3, True), (4, False)):
+        with claim(path, overwrite, command=command) as run:
+            assert run.state == ("finished" if number in (2, 4) and not keeps else "new")
+            (path / "report.json").write_text(str(number))
+            run.finish()
+    said, kept = capsys.readouterr().err, {"out-1": "1", "out-2": "3", "out": "4"} if keeps else {"out": "4"}
+    assert {one.name: (one / "report.json").read_text() for one in tmp_path.iterdir()} == kept
+    assert all(read_marker(one)["state"] == "finished" for one in tmp_path.iterdir())
+    assert said.count("has an earlier result, which is kept in") == 2 * keeps
+    with pytest.raises(RuntimeError), claim(path, command=command):
+        raise RuntimeError  # before it wrote anything
+    with claim(path, command=command) as run:
+        assert run.state == ("new" if keeps else "finished")
+    assert len([*tmp_path.iterdir()]) == 4 * keeps or not keeps
+
+
 def test_a_failed_run_is_unfinished(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), claim(tmp_path):
         (tmp_path / "made").write_text("")

@@ -82,3 +82,8 @@ def test_a_server_without_token_ids_is_an_error(
     monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: client.counted())
     with pytest.raises(ValueError, match="returns no token ids"):
         server_parity.over_http(Client(url), plan)([[1, 2]], 1)
+    monkeypatch.setattr(Lookalike, "metrics", "/none")
+    asked = len(Lookalike.requests)
+    with pytest.raises(ValueError, match="url: .*/metrics shows no counters of drafts"):
+        server_parity.over_http(Client(url), plan)([[1, 2]], 1)
+    assert len(Lookalike.requests) == asked  # nothing was generated in vain

@@ -102,6 +102,19 @@ def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFi
         assert f"{key}={ELSE[name]} ({TRAINED[name]})" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("k", "tree", "said"), [
+    (None, None, ""), (3, None, ""), (2, None, "policy.k=2 (draft length 3)"),
+    (3, PlannedTree([-1, -1], "tree"), "policy.k=3 (a tree of 2 nodes)"),
+])  # fmt: skip
+def test_another_draft_length_is_said(
+    k: int | None, tree: PlannedTree | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = settings("generate")
+    cfg.policy.k = k
+    as_trained(cfg, made(tree=tree))
+    assert said in (err := capsys.readouterr().err) and bool(err) == bool(said) and cfg.policy.k == k
+
+
 def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     shared = {key for key in keys(TrainConfig) & keys(BenchConfig) if not key.startswith(FREE)}
     known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat", "target."))}

@@ -1,5 +1,6 @@
 """What commands take from a draft folder or a sweep, and paths that arrive as they were typed."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,12 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
     [
         (["generate", "draft.path=DRAFT", "prompt="], "prompt= is empty"),
         (["generate", "draft.path=DRAFT", "target.path=TARGET", f"prompt={'a b ' * 200}"], "prompt has "),
-        (["generate", "target.path=TARGET", "prompts=/none"], "prompts=/none cannot be read as text"),
+        (["generate", "target.path=TARGET", "prompts=/none"], "prompts=/none: there is no such file"),
+        (["generate", "target.path=TARGET", "prompts=TARGET"], "prompts=TARGET cannot be read as text: Is a directory"),
+        (["generate", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd', which transformers "),
+        (["generate", "draft.path=DRAFT", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd'"),
+        (["generate", "target.path=ODD/config.json", "prompt=a"], "target.path: ODD/config.json is a file: give the "),
+        (["plan", "log=ODD/config.json", "output=OUT"], "output: there is no "),
         (["export", "draft.path=DRAFT", "output=TARGET"], "TARGET, which draft.path=DRAFT names, lies in output="),
         (["bench", "draft.path=/none"], "draft.path: /none: no such folder"),
         (["bench", "draft.path=DRAFT", "bench.prompt_tokens=100"], "bench.prompt_tokens, bench.new_tokens: "),
@@ -124,7 +130,14 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
 def test_a_mistake_is_one_early_line(
     arguments: list[str], message: str, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"DRAFT": str(draft), "TARGET": str(draft.parent / "target"), "OUT": str(tmp_path / "out")}
+    names = {
+        "DRAFT": str(draft),
+        "TARGET": str(draft.parent / "target"),
+        "OUT": str(tmp_path / "out"),
+        "ODD": str(tmp_path / "odd"),
+    }
+    shutil.copytree(draft.parent / "target", tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "odd"}')
     for name, path in names.items():
         arguments, message = [one.replace(name, path) for one in arguments], message.replace(name, path)
     assert main(arguments) == 1

@@ -75,6 +75,7 @@ WRITTEN: dict[str, Callable[[Path], object]] = {
     "own.parquet": parquet,
     "own.ndjson": lambda path: path.write_text(lines("a, b", "c")),
     "own.json": lambda path: path.write_text(json.dumps([{"text": "a, b"}, {"text": "c"}])),
+    "list.jsonl": lambda path: path.write_text(f"\ufeff {json.dumps([{'text': 'a, b'}, {'text': 'c'}], indent=1)}"),
     "own.txt": lambda path: path.write_text("a, b\nc\n"),
     "own.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines("a, b", "c").encode())),
     "own.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(lines("a, b", "c").encode())),

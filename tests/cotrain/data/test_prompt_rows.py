@@ -168,20 +168,23 @@ def test_embedded_prompts_are_starts_of_pieces_that_begin_lines(monkeypatch: pyt
     }
 
 
-def test_bench_counts_the_prompts_that_are_too_long_by_its_own_setting(
+def test_bench_counts_prompts_that_are_too_long_or_learnt_by_its_own_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {
         split: [{"domain": "own", "prompt": [first + n] * n, "completion": []} for n in (2, 3, 9)]
         for split, first in (("held_out", 0), ("final", 20))
     }
-    monkeypatch.setattr("cotrain.commands.served_pair.sources_of",
+    rows["train"] = [{"domain": "own", "prompt": rows[split][0]["prompt"] + [9], "completion": []} for split in rows]
+    monkeypatch.setattr("cotrain.data.sources.sources_of",
                         lambda data, splits, *_: {split: PromptRows(rows[split]) for split in splits})  # fmt: skip
     size, data = SimpleNamespace(prompt_tokens=8, seed=0), SimpleNamespace(path="own.jsonl", template={})
     found = served_pair.prompts(cast(Any, data), cast(Any, size), network(), cast(Any, None))
-    assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [2, 3]
+    assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [3]  # others begin rows to learn from
     said = capsys.readouterr()
-    assert said.out == "" and said.err == "".join(
-        f"data.path: of 3 prompts of the split {split}, 1 are longer than bench.prompt_tokens=8: left out\n"
-        for split in ("held_out", "final")
-    )
+    assert said.out == "" and said.err.splitlines() == [
+        "data.path: 1 of 3 held-out prompts begin like ones that are learnt, of which the model sees at most 8 tokens: "
+        "left out",
+        "data.path: of 2 prompts of the split held_out, 1 are longer than bench.prompt_tokens=8: left out",
+        "data.path: of 3 prompts of the split final, 1 are longer than bench.prompt_tokens=8: left out",
+    ]

@@ -222,6 +222,6 @@ def test_a_held_out_prompt_that_begins_a_learnt_one_or_begins_with_one_is_left_o
         assert left.each(12) == [one for one, out in zip(prompts, beside.values(), strict=True) if not out]
         assert left.remarks == (
             "data.path: 5 of 8 held-out prompts begin like ones that are learnt, of which the model sees at most "
-            "rollout.prompt_tokens=12 tokens: left out",
+            "12 tokens: left out",
         )
         assert left.without(learnt, 12).each(12) == left.each(12) and len(left.without([], 12).remarks) == 1

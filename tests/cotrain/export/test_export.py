@@ -267,7 +267,7 @@ def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
         export(draft, tmp_path / "out", "vllm", target_config=tiny(200).config)
     changed = Path(shutil.copytree(draft, tmp_path / "changed"))
     (changed / "report.json").write_text('{"tau": 9}')
-    with pytest.raises(ValueError, match=r"report\.json is not the one cotrain\.json was written with"):
+    with pytest.raises(ValueError, match=r"report\.json is missing or not the one cotrain\.json was written with"):
         export(changed, tmp_path / "out", "vllm")
     model, words, metadata = load_draft(draft)
     odd = save(model, words, tmp_path / "odd", metadata, {"tau": 9})

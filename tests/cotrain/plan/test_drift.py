@@ -104,6 +104,13 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
         served(tmp_path / "log")
 
 
+@pytest.mark.parametrize("content", ['{"rounds": 1}\n{"rounds": 2}\n', '{"rounds": 1', '{"loss": 1}', "a,b\n1,2\n"])
+def test_a_file_of_something_else_is_told_what_to_save(content: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(content)
+    with pytest.raises(UserError, match="save the page of a vLLM server, as with `curl .*, or JSON with rounds"):
+        served(tmp_path / "log")
+
+
 def test_longer_drafts_than_the_plans_are_refused(tmp_path: Path, drift: Any) -> None:
     with pytest.raises(UserError, match="drafts 5 tokens"):
         drift(PLAN, counters(tmp_path, [0.6, 0.4, 0.3, 0.2, 0.1]))

@@ -24,7 +24,7 @@ from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import distil
 from cotrain.training.job import sampled
-from cotrain.training.preconditions import fill_prompt_tokens
+from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference import Sampling
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
 from tests.cotrain.data.test_inputs import given
@@ -227,7 +227,7 @@ def test_the_shipped_texts_are_what_the_defaults_ask_for(kind: str, t: float, tm
     with initialize_config_dir(str(folder("conf")), version_base="1.3"):
         cfg = compose("train")
     target, words = load_pair("bundled")
-    fill_prompt_tokens(cfg, target, {})
+    fill_prompt_tokens(cfg, target, timed(cfg.bench), {})
     found = sampled(cfg, target, words, tmp_path)
     texts = found.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     assert len(texts) == 3 * (cfg.rollout.texts if kind == "train" else cfg.rollout.held_out_texts)

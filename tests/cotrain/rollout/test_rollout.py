@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -137,6 +137,12 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     domains = [row["domain"] for row in training_texts.read_rows(path)]
     assert sorted(domains) == ["a"] * 5 + ["b"] * 3 and domains[:4] == ["a", "b", "a", "b"]
     assert all(one._fits(path, "train", WARM, WHOLE) for one in (whole, short))
+    before = path.with_name(f"{path.name}.parquet").read_bytes()
+    whole.sample("train", WARM, cast(Any, None), quiet, keep=True)  # stored: nothing is sampled
+    other = replace(whole, seed=2).sample("train", WARM, prompts, quiet, keep=True)
+    kept = path.with_name(f"{path.name}-1")
+    assert kept.with_name(f"{kept.name}.parquet").read_bytes() == before and whole._fits(kept, "train", WARM, WHOLE)
+    assert other == path and replace(whole, seed=2)._fits(path, "train", WARM, WHOLE)
 
 
 def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausalLM, tmp_path: Path) -> None:

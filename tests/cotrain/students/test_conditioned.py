@@ -97,10 +97,10 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
     with pytest.raises(
         ValueError, match=r"draft.temperatures: no training text has temperature 0: set rollout.train_temp.*=\[\], or"
     ):
-        preconditions.refuse_losses(cfg, [])
+        preconditions.refuse_losses(cfg)
     cfg.rollout.train_temperatures, cfg.draft.temperatures = [], []
     assert learnt(cfg) == [0.8] and judged(cfg) == [0.5, 0.8]
-    preconditions.refuse_losses(cfg, [])
+    preconditions.refuse_losses(cfg)
 
 
 def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatch: pytest.MonkeyPatch) -> None:

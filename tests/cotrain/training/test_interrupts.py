@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +86,8 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
         patch.setattr(Bar, "on_train_start", noted)
         at(patch, Distillation, "judge", lambda module: module.global_step == 3, signal.SIGINT)
         assert quick(place, "stopped") == 130
-    assert "interrupted at step 3, which is saved" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "interrupted at step 3, which is saved" in err and "the training goes on from step 2 of 6" in out
     assert displays == [(0, 0), (2, 2)]
     assert quick(place, "stopped", "label=other", "bench.prompts=3") == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -131,3 +134,13 @@ def test_a_second_signal_ends_at_once() -> None:
         signals(signal.SIGINT)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+def test_a_second_interrupt_ends_the_process_without_a_traceback() -> None:
+    """Also while it exits."""
+    program = (
+        "import atexit, os, sys, cotrain.cli as cli; stop = lambda *_: os.kill(os.getpid(), 2); "
+        "cli._hydra = stop; sys.argv = ['cotrain', 'bench']; atexit.register(stop); sys.exit(cli.main())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "cotrain bench: interrupted\n")

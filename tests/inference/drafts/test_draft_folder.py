@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inference.drafts.compatibility import hash_target
+from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
@@ -258,3 +258,44 @@ def test_a_target_of_unknown_shape_is_not_warned_of(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_draft(tmp_path / "draft", target=hash_target(model.config, None))
+
+
+def test_a_relative_target_is_found_where_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the working directory or above the folder, with the weights that were hashed rather than any."""
+    target, other, name = tmp_path / "project" / "models" / "t", tmp_path / "elsewhere" / "models" / "t", "models/t"
+    for seed, place in enumerate((target, other)):
+        tiny(VOCAB, layers=1, seed=seed).save_pretrained(place)
+    for run in ("project/runs/draft", "elsewhere/draft", "moved"):
+        weights = hash_weights(str(target))
+        about = {"name": name, "config": None, "tokenizer": None, "weights": weights}
+        save(tiny(VOCAB, layers=1), None, tmp_path / run, Metadata(about, 3), None)
+    for working, run, wanted in (
+        ("project", "project/runs/draft", name),  # as it was made
+        (".", "project/runs/draft", str(target)),
+        ("elsewhere", "project/runs/draft", str(target)),
+        ("project", "elsewhere/draft", name),
+        (".", "elsewhere/draft", str(other)),  # of other weights, as is then said
+        (".", "moved", name),
+    ):
+        monkeypatch.chdir(tmp_path / working)
+        assert read(tmp_path / run).metadata.target["name"] == wanted, (working, run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").mkdir()
+    shutil.copy(target / "config.json", tmp_path / "bundled")
+    edited = (tmp_path / "moved" / "cotrain.json").read_text().replace(name, "bundled")
+    (tmp_path / "moved" / "cotrain.json").write_text(edited)
+    assert read(tmp_path / "moved").metadata.target["name"] == "bundled"
+
+
+@pytest.mark.parametrize("change", [None, "edited", "missing"])
+def test_a_report_of_something_else_is_said_and_not_refused(folder: Path, change: str | None) -> None:
+    if change == "edited":
+        (folder / "report.json").write_text('{"tau": 9}')
+    elif change:
+        (folder / "report.json").unlink()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert read(folder).metadata.k == 3
+    assert ["report.json is missing or not the one" in str(one.message) for one in said] == [True] * (
+        change is not None
+    )

@@ -29,12 +29,12 @@ class Lookalike(BaseHTTPRequestHandler):
     """Answers with as many tokens as were asked for, all of them the seed, or with a text; keeps what it was asked."""
 
     requests: list[dict[str, Any]] = []
-    owner, drafting = "vllm", True
+    owner, drafting, metrics = "vllm", True, "/metrics"
     choice: dict[str, Any] = {"text": "x", "finish_reason": "length"}
     most = 10**6  # tokens of a text
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        if self.path == self.metrics:
             self.say(METRICS % (9 + len(self.requests)) if self.drafting else "process_open_fds 8.0\n")
         elif self.path == "/v1/models":
             self.say(json.dumps({"data": [{"id": "m", "owned_by": self.owner}]}))
@@ -174,6 +174,9 @@ def test_counters_are_summed_over_engines_and_ordered_by_depth(url: str, monkeyp
     assert Served(6, 24, 9).tau == 2.5
     monkeypatch.setattr(Lookalike, "drafting", False)
     assert client.counted() is None
+    monkeypatch.setattr(Lookalike, "metrics", "/none")  # the server answers 404
+    assert client.counted() is None
+    assert Client(url.removeprefix("http://") + "/v1/").root == url
 
 
 def test_what_goes_wrong_is_named(url: str) -> None:
