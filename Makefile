@@ -54,6 +54,7 @@ lint: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m tests.count_tokens
 
 mutants: $(READY)
 	$(BIN)/python -m tests.run_mutants $(if $(MINUTES),--minutes $(MINUTES))
