@@ -26,6 +26,7 @@ from cotrain.training.preconditions import holds, outline, same_tokenizer, say_o
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
+from inference.drafts.gguf_target import PACKAGED
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
 from inference.request import ends_of
@@ -131,8 +132,11 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
     except (ValueError, OSError) as error:
-        named = draft_folder.metadata is not None and draft_folder.metadata.target["name"] == target_path
-        hint = f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" * named
+        elsewhere = target_path not in PACKAGED and not Path(target_path).exists()
+        named = elsewhere and draft_folder.metadata and draft_folder.metadata.target["name"] == target_path
+        hint = (
+            f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" if named else ""
+        )
         raise UserError(" ".join(str(error).split()) + hint) from error
     with user_errors():
         kind = kind_of(draft_folder.kind)

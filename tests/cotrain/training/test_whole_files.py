@@ -36,7 +36,6 @@ OTHERS = {
     "cotrain/export/eagle3.py:_as_speculators": "the same",
     "cotrain/students/base.py:save": "the same",
     "cotrain/rollout/samplers.py:collect": "lines are appended, and a last one that is cut short is dropped",
-    "studies/pretrain/sequence_pretraining.py:run": "a line with the seconds of a session is appended",
     "inference/servers/worker.py:__init__": "the log of a server",
 }
 
