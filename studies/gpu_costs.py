@@ -8,9 +8,9 @@ an EAGLE-3 layer and a block draft, both with a head of 32,000 tokens. Both file
 acceptance.
 
 The forecast of a pass is the longer of bytes / bandwidth and operations / rate of the chip's data sheet, see
-`inference.measure.floor`. A round adds its launches outside recorded graphs, copies, reads and Python, at the prices and
-counts of `tests.gpu_counts` (Python by rows). Kernels inside a graph cost nothing beside their bytes, so the forecast is
-too short for small models, and for all where a kernel reaches less than the data sheet's bandwidth.
+`inference.measure.floor`. A round adds its launches outside recorded graphs, copies, reads and Python, at the prices
+and counts of `tests.gpu_counts` (Python by rows). Kernels inside a graph cost nothing beside their bytes, so the
+forecast is too short for small models, and for all where a kernel reaches less than the data sheet's bandwidth.
 """
 
 import json
@@ -35,25 +35,55 @@ from inference.proposers.block import Block, BlockConfig, BlockNetwork
 from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork, fused
 from tests import gpu_counts
 
-DTYPE, CONTEXT, HEAD = torch.bfloat16, 256, 32000  # tokens before a pass, tokens in a draft's head
+DTYPE, CONTEXT, HEAD = torch.bfloat16, 256, 32000  # of weights, tokens before a pass, tokens in a draft's head
 ROWS, IDS = (1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64)
 LONGEST = 16  # drafts a round
 REPEATS, WARMUP = 5, 2
 CHIPS = {"H100": Machine(3.35e12, 990e12), "H200": Machine(4.8e12, 990e12)}
 COUNTS = Path(__file__).parents[1] / "outputs" / "results" / "gpu_counts.json"
 SIZES: dict[str, dict[str, Any]] = {
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True},
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
-    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 152064},
-}  # fmt: skip
-TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
-       "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300}  # fmt: skip
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "32B": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 152064,
+    },
+}
+TOY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 300,
+}
 KINDS: dict[str, tuple[type[EagleConfig], Any, type[Eagle]]] = {
-    "eagle": (EagleConfig, EagleNetwork, Eagle), "block": (BlockConfig, BlockNetwork, Block),
-}  # fmt: skip
+    "eagle": (EagleConfig, EagleNetwork, Eagle),
+    "block": (BlockConfig, BlockNetwork, Block),
+}
 
 
 def random_target(shape: dict[str, Any], device: torch.device | str, context: int = 2048) -> PreTrainedModel:
@@ -66,9 +96,18 @@ def random_target(shape: dict[str, Any], device: torch.device | str, context: in
 def random_draft(kind: str, target: PreTrainedModel, longest: int) -> Any:
     """The network of a draft as wide as the target, where the target is."""
     config_class, network_class, _ = KINDS[kind]
-    shape = {name: getattr(target.config, name) for name in (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "max_position_embeddings")}  # fmt: skip
+    shape = {
+        name: getattr(target.config, name)
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "max_position_embeddings",
+        )
+    }
     layers = list(fused(layers_of(target.config)))
     shape["draft_vocab_size"] = min(HEAD, shape["vocab_size"] - 1)
     with torch.device(target.device):
@@ -92,7 +131,9 @@ def measured(
 
 
 @torch.inference_mode()
-def pass_seconds(target: PreTrainedModel, rows: int, numbers: Sequence[int], context: int = CONTEXT) -> dict[int, float]:
+def pass_seconds(
+    target: PreTrainedModel, rows: int, numbers: Sequence[int], context: int = CONTEXT
+) -> dict[int, float]:
     """Median seconds of a pass of the target by its ids a row."""
     lm = LM(target, rows, compile=None)
     store_prompts(lm, 0, [[0] * context for _ in range(rows)])
@@ -145,8 +186,9 @@ def forecast(target: Model, kind: str, draft: Any, chip: Machine, rows: int, lon
     first, step = Model(fc, 0, 0).seconds(chip, rows, 1), Model(whole - fc, 0, head).seconds(chip, rows, 1)
     if kind == "block":
         first, step = Model(whole, 0, 0).seconds(chip, rows, longest), logits * head
-    rest = [overhead("plain" if k == 0 else kind, rows) + logits * (k + 1) * target.vocabulary
-            for k in range(longest + 1)]  # fmt: skip
+    rest = [
+        overhead("plain" if k == 0 else kind, rows) + logits * (k + 1) * target.vocabulary for k in range(longest + 1)
+    ]
     passes = tuple(target.seconds(chip, rows, n) for n in range(1, longest + 2))
     return Costs(passes, step, tuple(rest), rows, CONTEXT, "bfloat16", "bfloat16", first)
 
@@ -163,8 +205,12 @@ def forecasts() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main(file: Path) -> None:
-    report = {"about": "a forecast by arithmetic, not a measurement: see studies/gpu_costs.py", "environment": environment(),
-              "chips": {name: asdict(chip) for name, chip in CHIPS.items()}, "costs": dict(forecasts())}  # fmt: skip
+    report = {
+        "about": "a forecast by arithmetic, not a measurement: see studies/gpu_costs.py",
+        "environment": environment(),
+        "chips": {name: asdict(chip) for name, chip in CHIPS.items()},
+        "costs": dict(forecasts()),
+    }
     write_atomic(file, json.dumps(report, indent=1) + "\n")
     found = speedups_of(str(file), ROWS, LONGEST)
     report["speedups"] = [{name: value for name, value in one.items() if name != "costs"} for one in found]
