@@ -16,8 +16,8 @@ e  8 and 4 bits, float32, contexts to 32,768 tokens
 
 A part begins nothing after `minutes`, and each of its results is in FOLDER/PART.json as soon as it is known, with what
 was not run. `scratch` keeps drafts from one part to the next (part c measures those of part b). small=true rehearses a
-part with tiny models, standin=true on the device of `tests.standin`. `rehearse` runs all parts so and writes how each
-ended, beside the time that it should take on an H100.
+part with tiny models, standin=true on the device of `tests.standin`. `rehearse` runs all parts both ways
+for at most five minutes and writes how each ended, beside the time that it should take on an H100.
 
 A bare machine of 15 minutes, without a network, which takes 64 MiB a call (the checkout, of which data/ has 61 MiB, and
 what is carried; it must be ignored by git) and returns 8 files of 16 MiB. Order by worth: a, c, d; b and e if an hour
@@ -234,7 +234,7 @@ def gpu_tests(day: Day, seconds: float) -> dict[str, Any]:
 
 def counts_of(name: str) -> dict[str, Any]:
     """A round of a setting, on a GPU beside the stand-in's."""
-    if device() != "cuda" or standin.HERE:
+    if device() != "cuda":
         return gpu_counts.counted(name, "sm90")
     known = json.loads((RESULTS / "gpu_counts.json").read_text())["after"]
     return {"gpu": gpu_counts.counted_on_gpu(name), "standin": known[name]["sm90"]}
@@ -283,9 +283,10 @@ def recipe(day: Day, kind: str) -> str:
 
 def health(day: Day) -> None:
     day.step("verdict", verdict)
-    if not standin.HERE:  # they have it themselves
+    names: list[str] = []
+    if not standin.HERE:  # tests and counts have it themselves
         day.step("tests", gpu_tests, day, 0.45 * day.left)
-    names = ["plain", "eagle, token", "block, token"] if day.small else list(gpu_counts.SETTINGS)
+        names = ["plain", "eagle, token", "block, token"] if day.small else list(gpu_counts.SETTINGS)
     for name in names:
         day.step(f"counts, {name}", counts_of, name)
     trained = ["independent", *(kind for kind in KINDS if student_class(kind).trained and kind != "independent")]
@@ -527,6 +528,8 @@ PARTS = {
 
 def run(asked: Asked) -> int:
     """Run a part; 1 if a step ended in an error."""
+    if asked.standin:
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # other threads have a CPU
     with standin.device() if asked.standin else nullcontext():
         day = Day(asked)
         PARTS[asked.part].run(day)
@@ -537,8 +540,8 @@ def run(asked: Asked) -> int:
 
 # --- the rehearsal
 
-# the parts that the stand-in device runs to their end; it has no files, and no gradients for training
-ON_STANDIN = ("d",)
+ON_STANDIN = ("d",)  # parts that must run to their end there; of others it is noted how far they come
+MINUTES = 5.0
 
 
 def on_h100() -> dict[str, tuple[float, str]]:
@@ -578,41 +581,45 @@ def on_h100() -> dict[str, tuple[float, str]]:
     }
 
 
-def rehearse(file: Path) -> int:
+def rehearse(asked: Asked, file: Path) -> int:
     """Run all parts with tiny models, on the CPU and on the stand-in device, and write how each ended beside the time
     that it should take on an H100; 1 if a step ended in an error."""
-    expected, rows, status = on_h100(), list[dict[str, Any]](), 0
-    about = environment()
+    expected, rows, status, about = on_h100(), list[dict[str, Any]](), 0, environment()
+    until = time.monotonic() + 60 * min(asked.minutes, MINUTES)
+    there = [*ON_STANDIN, *(part for part in PARTS if part not in ON_STANDIN)]
     with tempfile.TemporaryDirectory() as place:
-        for part, there in [*((part, False) for part in PARTS), *((part, True) for part in ON_STANDIN)]:
-            output = Path(place) / ("standin" if there else "cpu")
-            began = time.monotonic()
-            asked = Asked(part, output, scratch=Path(place) / "scratch", small=True, standin=there)
-            status |= run(asked)
+        for part, on in [*((part, "cpu") for part in PARTS), *((part, "stand-in") for part in there)]:
+            output, began = Path(place) / on, time.monotonic()
+            left = max(until - began, 0) / 60
+            failed = run(Asked(part, output, left, Path(place) / "scratch", small=True, standin=on == "stand-in"))
+            status |= failed and int(on == "cpu" or part in ON_STANDIN)
             report = json.loads((output / f"{part}.json").read_text())
-            steps = {name: next(iter(one)) for name, one in report["steps"].items()}
+            steps = {
+                how: [name for name, one in report["steps"].items() if how in one]
+                for how in ("result", "error", "not_run")
+            }
             seconds, by = expected[part]
             rows.append(
                 {
                     "part": part,
                     "about": PARTS[part].about,
-                    "on": "stand-in" if there else "cpu",
+                    "on": on,
                     "state": report["state"],
                     "seconds": round(time.monotonic() - began, 1),
-                    "steps": len(steps),
-                    "errors": [name for name, how in steps.items() if how == "error"],
-                    "not_run": [name for name, how in steps.items() if how == "not_run"],
+                    "ended": len(steps["result"]),
+                    "errors": {name: report["steps"][name]["error"].splitlines()[0][:200] for name in steps["error"]},
+                    "not_run": steps["not_run"],
                     "h100_seconds": round(seconds, 1),
                     "h100_by": by,
                 }
             )
-            write_atomic(
-                file, json.dumps({"environment": about, "command": about["command"], "parts": rows}, indent=1) + "\n"
-            )
+            written = {"environment": about, "command": about["command"], "parts": rows}
+            write_atomic(file, json.dumps(written, indent=1) + "\n")
     for one in rows:
         print(
-            f"{one['part']} {one['about']}, {one['on']}: {one['state']} after {one['seconds']:.0f} s, {one['steps']} "
-            f"steps, {len(one['errors'])} errors; on an H100 {one['h100_seconds']:.0f} s ({one['h100_by']})"
+            f"{one['part']} {one['about']}, {one['on']}: {one['state']} after {one['seconds']:.0f} s, {one['ended']} steps, "
+            f"{len(one['errors'])} errors, {len(one['not_run'])} not run; on an H100 {one['h100_seconds']:.0f} s "
+            f"({one['h100_by']})"
         )
     return status
 
@@ -636,7 +643,7 @@ def main(arguments: Sequence[str]) -> int:
             else Path(value),
         )
     if asked.rehearse:
-        return rehearse(asked.rehearse)
+        return rehearse(asked, asked.rehearse)
     if asked.part not in PARTS:
         raise SystemExit(f"part={asked.part}: it is one of {', '.join(PARTS)}")
     return run(asked)
