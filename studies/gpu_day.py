@@ -45,6 +45,7 @@ next. Add commit=HASH: the machine has no git history.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -616,11 +617,9 @@ def rehearse(asked: Asked, file: Path) -> int:
             written = {"environment": about, "command": about["command"], "parts": rows}
             write_atomic(file, json.dumps(written, indent=1) + "\n")
     for one in rows:
-        print(
-            f"{one['part']} {one['about']}, {one['on']}: {one['state']} after {one['seconds']:.0f} s, {one['ended']} steps, "
-            f"{len(one['errors'])} errors, {len(one['not_run'])} not run; on an H100 {one['h100_seconds']:.0f} s "
-            f"({one['h100_by']})"
-        )
+        how = f"{one['state']} after {one['seconds']:.0f} s, {one['ended']} steps, {len(one['errors'])} errors"
+        print(f"{one['part']} {one['about']}, {one['on']}: {how}, {len(one['not_run'])} not run")
+        print(f"    on an H100 {one['h100_seconds']:.0f} s: {one['h100_by']}")
     return status
 
 
