@@ -53,8 +53,10 @@ def run(cfg: PlanConfig) -> None:
             return
         paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
         if paths and cfg.shapes or not (paths or cfg.shapes or cfg.costs):
-            raise UserError("name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
-                            "that do not exist yet, and not both")
+            raise UserError(
+                "name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
+                "that do not exist yet, and not both"
+            )
         if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
             raise UserError("costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and "
                             "bench.trees=")  # fmt: skip
@@ -110,12 +112,12 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     """Forecast drafts of each acceptance by the costs of a file, write plan.json, and return its content and the text
     to print."""
-    found = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
-    plan = {"environment": environment(), "speedups": found}
+    speedups = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
+    plan = {"environment": environment(), "speedups": speedups}
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         _write(folder.path / PLAN, plan)
         folder.finish()
-    return plan, f"{speedup_table(found)}\nplan: {Path(cfg.output) / PLAN}"
+    return plan, f"{speedup_table(speedups)}\nplan: {Path(cfg.output) / PLAN}"
 
 
 def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:

@@ -23,20 +23,20 @@ def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, 
             drafts = json.load(file).get("costs", {path: None})
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"costs={path}: {error}") from error
-    found = []
+    speedups = []
     for draft in drafts:
         for count, costs in read_costs(path, draft, rows, longest).items():
             seconds = costs.rounds[: longest + 1]
             best = {f"{acceptance:g}": at_acceptance(seconds, acceptance) for acceptance in ACCEPTANCES}
-            found.append({"draft": draft, "rows": count, "speedups": best, "break_even": break_even(seconds),
+            speedups.append({"draft": draft, "rows": count, "speedups": best, "break_even": break_even(seconds),
                           "costs": asdict(costs)})  # fmt: skip
-    return found
+    return speedups
 
 
-def speedup_table(found: Sequence[Mapping[str, Any]]) -> str:
+def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
     """Return the speed-ups of `speedups_of` as a table, with the draft length in brackets."""
     rows = [["draft", "rows", *(f"acceptance {acceptance:g}" for acceptance in ACCEPTANCES), "break-even"]]
-    for one in found:
+    for one in speedups:
         cells = (f"{speedup:.2f}x ({k})" for speedup, k in one["speedups"].values())
         even = "-" if one["break_even"] is None else f"{one['break_even']:.2f}"
         rows.append([one["draft"], str(one["rows"]), *cells, even])
