@@ -450,11 +450,12 @@ def cells_of(day: Day, drafts: list[str], file: str, seconds: float, *more: str)
 def speeds(day: Day) -> None:
     some = (1, 2) if day.small else (1, 8, 32, 64)
     regimes, tasks = ("1", "chat") if day.small else ("1,0,0.7", "chat,code")
-    asked = [f"--rows={','.join(map(str, some))}", f"--regimes={regimes}", f"--tasks={tasks}"]
+    rows = some[-1:] if day.small else some
+    asked = [f"--rows={','.join(map(str, rows))}", f"--regimes={regimes}", f"--tasks={tasks}"]
     day.step("graphs, 1 row", graphs, day, 1)
     day.step("cells", cells_of, day, drafts_here(day), "cells.json", 20, *asked)
-    for rows in some[1:]:
-        day.step(f"graphs, {rows} rows", graphs, day, rows)
+    for count in some[1:]:
+        day.step(f"graphs, {count} rows", graphs, day, count)
 
 
 # --- d: costs
@@ -586,10 +587,12 @@ def rehearse(asked: Asked, file: Path) -> int:
     """Run all parts with tiny models, on the CPU and on the stand-in device, and write how each ended beside the time
     that it should take on an H100; 1 if a step ended in an error."""
     expected, rows, status, about = on_h100(), list[dict[str, Any]](), 0, environment()
-    until = time.monotonic() + 60 * min(asked.minutes, MINUTES)
-    there = [*ON_STANDIN, *(part for part in PARTS if part not in ON_STANDIN)]
+    until, command_line = (
+        time.monotonic() + 60 * min(asked.minutes, MINUTES),
+        f"python -m studies.gpu_day rehearse={file}",
+    )
     with tempfile.TemporaryDirectory() as place:
-        for part, on in [*((part, "cpu") for part in PARTS), *((part, "stand-in") for part in there)]:
+        for part, on in [*((part, "cpu") for part in PARTS), *((part, "stand-in") for part in "decab")]:
             output, began = Path(place) / on, time.monotonic()
             left = max(until - began, 0) / 60
             failed = run(Asked(part, output, left, Path(place) / "scratch", small=True, standin=on == "stand-in"))
@@ -614,7 +617,7 @@ def rehearse(asked: Asked, file: Path) -> int:
                     "h100_by": by,
                 }
             )
-            written = {"environment": about, "command": about["command"], "parts": rows}
+            written = {"environment": about, "command": command_line, "parts": rows}
             write_atomic(file, json.dumps(written, indent=1) + "\n")
     for one in rows:
         how = f"{one['state']} after {one['seconds']:.0f} s, {one['ended']} steps, {len(one['errors'])} errors"
