@@ -18,6 +18,7 @@ from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts,
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
+from cotrain.plan.costs_file import speedup_table, speedups_of
 from cotrain.plan.drafted import Drafted, drafted
 from cotrain.plan.drift import drift, planned, served
 from cotrain.plan.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
@@ -43,22 +44,25 @@ Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 def run(cfg: PlanConfig) -> None:
     """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. With `log=`,
-    compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet."""
+    compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet;
+    with `costs=` and no draft, forecast drafts of each acceptance."""
     with answering(cfg.json) as answer:
         if cfg.log is not None:
             compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
             answer(asdict(compared), compared.line)
             return
         paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
-        if bool(paths) == bool(cfg.shapes):
-            raise UserError("name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
-                            "that do not exist yet, and not both")  # fmt: skip
+        if paths and cfg.shapes or not (paths or cfg.shapes or cfg.costs):
+            raise UserError(
+                "name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
+                "that do not exist yet, and not both"
+            )
         if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
             raise UserError("costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and "
                             "bench.trees=")  # fmt: skip
         settle(cfg.threads, cfg.bench.seed)
         refuse(cfg.output, cfg.overwrite)
-        answer(*(_shapes(cfg) if cfg.shapes else _drafts(cfg, paths)))
+        answer(*(_shapes(cfg) if cfg.shapes else _drafts(cfg, paths) if paths else _costs(cfg)))
 
 
 def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
@@ -103,6 +107,17 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         _write(folder.path / PLAN, plan)
         folder.finish()
     return plan, f"{shape_table(timed_shapes)}\nplan: {Path(cfg.output) / PLAN}"
+
+
+def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
+    """Forecast drafts of each acceptance by the costs of a file, write plan.json, and return its content and the text
+    to print."""
+    speedups = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
+    plan = {"environment": environment(), "speedups": speedups}
+    with claim(cfg.output, cfg.overwrite, command="plan") as folder:
+        _write(folder.path / PLAN, plan)
+        folder.finish()
+    return plan, f"{speedup_table(speedups)}\nplan: {Path(cfg.output) / PLAN}"
 
 
 def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:

@@ -3,12 +3,44 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from cotrain.bench.forecast import at_acceptance, break_even
 from cotrain.errors import UserError
 from inference.measure.costs import Costs
+from inference.report.table import aligned
 
 PARTS = ("target", "draft", "rest", "first")  # of Costs: what a file of one's own has
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, Any]]:
+    """Return, for each draft in a file and number of rows, the speed-up over plain decoding at each of `ACCEPTANCES`,
+    the same at every depth, with its best draft length of at most `longest`. Raises the errors of `read_costs`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            drafts = json.load(file).get("costs", {path: None})
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"costs={path}: {error}") from error
+    speedups = []
+    for draft in drafts:
+        for count, costs in read_costs(path, draft, rows, longest).items():
+            seconds = costs.rounds[: longest + 1]
+            best = {f"{acceptance:g}": at_acceptance(seconds, acceptance) for acceptance in ACCEPTANCES}
+            speedups.append({"draft": draft, "rows": count, "speedups": best, "break_even": break_even(seconds),
+                          "costs": asdict(costs)})  # fmt: skip
+    return speedups
+
+
+def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the speed-ups of `speedups_of` as a table, with the draft length in brackets."""
+    rows = [["draft", "rows", *(f"acceptance {acceptance:g}" for acceptance in ACCEPTANCES), "break-even"]]
+    for one in speedups:
+        cells = (f"{speedup:.2f}x ({k})" for speedup, k in one["speedups"].values())
+        even = "-" if one["break_even"] is None else f"{one['break_even']:.2f}"
+        rows.append([one["draft"], str(one["rows"]), *cells, even])
+    return aligned(rows, left=1)
 
 
 def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict[int, Costs]:
@@ -21,7 +53,7 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
     try:
         with open(path, encoding="utf-8") as file:
             given: dict[str, Any] = json.load(file)
-        if "cells" in given:  # a plan
+        if "costs" in given:  # a plan
             of_drafts = given["costs"]
             given = of_drafts.get(draft) or next(iter(of_drafts.values()), {})
             if len(of_drafts) > 1 and given is not of_drafts.get(draft):

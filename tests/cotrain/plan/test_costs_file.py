@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.plan.costs_file import PARTS, read_costs
+from cotrain.plan.costs_file import PARTS, read_costs, speedup_table, speedups_of
 from inference.measure.costs import Costs
 from tests.broken import broken
 
@@ -31,6 +31,25 @@ def test_a_plan_of_another_machine_gives_its_costs(tmp_path: Path) -> None:
     assert read_costs(str(file), "b", [1], 2)[1].rounds == EIGHT.rounds
     with pytest.raises(UserError, match="it has costs of a, b, and none of c"):
         read_costs(str(file), "c", [1], 2)
+
+
+def test_speedups_of_each_draft_at_each_acceptance(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(
+        json.dumps({"costs": {"a": {"1": asdict(ONE), "8": asdict(EIGHT)}, "b": {"1": asdict(ONE), "8": {}}}})
+    )
+    with pytest.raises(UserError, match="no entry 'target'"):
+        speedups_of(str(file), [1, 8], 2)
+    found = speedups_of(str(file), [1], 1)
+    assert [(one["draft"], one["rows"]) for one in found] == [("a", 1), ("b", 1)]
+    speedup, k = found[0]["speedups"]["0.9"]
+    assert k == 1 and speedup == pytest.approx(1.9 * ONE.round(0) / ONE.round(1))
+    (row,) = speedup_table(found[:1]).splitlines()[1:]
+    assert row.split()[:2] == ["a", "1"] and f"{speedup:.2f}x (1)" in row
+    for content in ("[]", "no json"):
+        file.write_text(content)
+        with pytest.raises(UserError, match=f"costs={file}: "):
+            speedups_of(str(file), [1], 1)
 
 
 def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None:
