@@ -134,9 +134,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     except (ValueError, OSError) as error:
         elsewhere = target_path not in PACKAGED and not Path(target_path).exists()
         named = elsewhere and draft_folder.metadata and draft_folder.metadata.target["name"] == target_path
-        hint = (
-            f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" if named else ""
-        )
+        hint = f"; draft.path={draft_path} names this target: if it moved, give target.path=" if named else ""
         raise UserError(" ".join(str(error).split()) + hint) from error
     with user_errors():
         kind = kind_of(draft_folder.kind)

@@ -1,6 +1,7 @@
 """Every file that is saved is whole or as it was, wherever a process dies, and on any file system."""
 
 import ast
+import faulthandler
 import os
 import resource
 import shutil
@@ -133,7 +134,8 @@ def killed(work: Callable[[], None], final: Path, limit: int) -> int:
             os._exit(3)
 
     try:
-        signal.alarm(20)
+        torch.set_num_threads(1)  # the parent's threads are not there
+        faulthandler.dump_traceback_later(20, exit=True)
         sys.addaudithook(watch)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
