@@ -275,7 +275,8 @@ def test_a_policy_is_used_or_refused_by_name(
     file.write_text(json.dumps(content(fitted)))
     assert Adaptive.load(file) == fitted == load(mine, policy=fitted).policy
     generated(mine, f"policy.file={file}")
-    generated(mine, "policy=fixed", "policy.k=2")
+    for k in (1, 2, 3):  # up to the depths of the draft
+        generated(mine, "policy=fixed", f"policy.k={k}")
     for path, settings, message in (
         (other, [f"policy.file={file}"], f"policy: it was fitted to another draft than {other}: give the policy.json"),
         (mine, [f"policy.file={file}", "policy.k=2"], "set policy.k= .* or policy.file= .* not both"),

@@ -32,8 +32,19 @@ COUNTS = {"rounds": 1000, "accepted_by_depth": [600, 360, 220], "drafted": 2950}
 @pytest.fixture
 def drift(tmp_path: Path) -> Callable[[Any, Any], Drift]:
     def compared(plan: Any, counters: Any) -> Drift:
+        """Of the recommended draft alone, and of it behind another draft, at temperatures in another order."""
+        others = [
+            cell | {"draft": "e", "tau": [1 + 0.1 * k for k in range(len(cell["tau"]))]} for cell in plan["cells"]
+        ]
+        several = plan | {
+            "acceptance": {"e": {"1": {"prefix": [0.1] * 4}}, **plan["acceptance"]},
+            "cells": others + plan["cells"][::-1],
+        }
         (tmp_path / "plan.json").write_text(json.dumps(plan))
-        return drift_of(planned(tmp_path / "plan.json"), counters)
+        (tmp_path / "several.json").write_text(json.dumps(several))
+        found = drift_of(planned(tmp_path / "plan.json"), counters)
+        assert found == drift_of(planned(tmp_path / "several.json"), counters)
+        return found
 
     return compared
 
