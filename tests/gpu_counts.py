@@ -1,31 +1,55 @@
-"""Launches, copies and reads of a round on a GPU, counted on the stand-in device, and by a profiler on a real one.
+"""Launches, copies and reads of a round and of a training step on a GPU, counted on the stand-in device, and by a
+profiler on a real one.
 
     python -m tests.gpu_counts [outputs/results/gpu_counts.json]
     python -m tests.gpu_counts --real outputs/results/gpu_counts_real.json
 
 Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
-A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given.
+A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given. A
+training step is one of `cotrain train` with the default recipe, an average of weights and bfloat16: from the batch on
+the CPU to the optimiser, and to the curves if it is a step that is logged.
 `tests/inference/test_gpu_counts.py` bounds them.
 """
 
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import lightning
 import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Callback
 from torch.profiler import profile
+from torch.utils.data import DataLoader
+
+from cotrain.config.settings import checked, register
+from cotrain.data.texts import Learnt, Texts
+from cotrain.evaluation.held_out import held_out
+from cotrain.paths import folder
+from cotrain.students.base import Student
+from cotrain.teacher.target_model import served
+from cotrain.training.assembly import stages, trained_by
+from cotrain.training.callbacks import Averaged, Learning, StandingWeights
+from cotrain.training.fit import TrainingPhase, _points, _trainer
+from cotrain.training.interrupts import Signals
+from cotrain.training.module import WATCHED
+from cotrain.training.progress import Clock
 
 from inference import Engine, Sampling
 from inference.measure.environment import environment
 from inference.models import graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from tests import kinds, standin
+from tests import kinds, standin, student_kinds
 from tests.tiny import near, tiny
 
 ROWS, K, FIRST, ROUNDS = 8, 4, 4, 12
@@ -94,6 +118,89 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     sums = {key: [one[place] for one in found] for place, key in enumerate(names)}
     middle = {key: median(values) for key, values in sums.items()}
     return middle | {"worst": {key: max(values) for key, values in sums.items()}}
+
+
+TRAINED = ("independent", "conditioned", "parallel", "parallel, markov", "eagle", "eagle, pruned", "p_eagle",
+           "p_eagle, markov", "block", "block, causal", "medusa", "hydra", "early_exit", "hybrid")  # fmt: skip
+STEPS, TEXTS = 10, 4  # of a training, and of a step
+
+
+@cache
+def recipe() -> Any:
+    """The settings of `cotrain train trainer=gpu` with an average of weights."""
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        asked = ["trainer=gpu", f"trainer.steps={STEPS}", "trainer.ema=0.9", "trainer.corpus_steps=0",
+                 f"trainer.batch={TEXTS}", "trainer.validations=1"]  # fmt: skip
+        return checked("train", compose("train", overrides=asked))
+
+
+class Training:
+    """A training of a draft on the current device, by `cotrain`'s own trainer, callbacks and loss."""
+
+    def __init__(self, kind: str, place: Path, callbacks: tuple[Callback, ...] = (), device: str = "cuda") -> None:
+        target = student_kinds.target()
+        student: Student = student_kinds.STUDENTS[kind](target)  # made on the CPU: random numbers of a GPU are others
+        for model in (target, student.network):
+            model.float().to(device)  # type: ignore[arg-type]
+        cfg = recipe()
+        ids = torch.randint(1, 32, (3 * TEXTS, 24), generator=torch.Generator().manual_seed(0))
+        prompts, lengths = torch.arange(3 * TEXTS) % 5 + 2, torch.arange(3 * TEXTS) % 7 + 18
+        texts = Texts(ids, prompts, lengths, ["a", "b"] * (len(ids) // 2))
+        job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
+        held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
+        self.module = trained_by(job, student, stages(cfg.loss), held)
+        self.loader = DataLoader(Learnt(texts), TEXTS)
+        clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
+        own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
+        self.trainer = _trainer(job, [*own, *callbacks], TrainingPhase(0, 0, STEPS), STEPS + 1, clock.progress, 0)
+
+    def steps(self) -> "Training":
+        self.trainer.fit(self.module, self.loader)
+        return self
+
+
+class _Each(Callback):
+    """Calls `ended` after each step."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.ended = ended
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self.ended(trainer.global_step)
+
+
+def training_counts(kind: str, real: bool = False) -> dict[str, Any]:
+    """Launches, copies to the device, those that block, and reads of a training step: "step", the median of those that
+    are not logged, and "logged", of one that is. Of the stand-in also `places`, where the step reads. real: on a GPU,
+    by torch's profiler."""
+    found: dict[int, dict[str, float]] = {}
+    places: Counter[str] = Counter()
+
+    def of_standin(step: int) -> None:
+        sums = {"launches": gpu.launches, "copies": gpu.h2d, "reads": gpu.d2h}
+        found[step] = {name: sum(each.values()) for name, each in sums.items()} | {"blocking": gpu.blocking}
+        if step == STEPS - 1:
+            places.update({place: count for (_, what, place), count in gpu.sites.items() if what == "d2h"})
+        gpu.clear()
+
+    def of_gpu(step: int) -> None:
+        torch.cuda.synchronize()
+        seen.step()
+
+    with TemporaryDirectory() as place:
+        if real:
+            steps = iter(range(1, STEPS + 1))
+            take = lambda ready: found.update({next(steps): calls([event.name for event in ready.events()])})
+            schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
+            with profile(schedule=schedule, on_trace_ready=take) as seen:
+                Training(kind, Path(place), (_Each(of_gpu),)).steps()
+        else:
+            with standin.device("sm90") as gpu:
+                Training(kind, Path(place), (_Each(of_standin),)).steps()
+    unlogged = [found[step] for step in range(2, STEPS) if step % WATCHED]
+    step = {name: median(one[name] for one in unlogged) for name in unlogged[0]}
+    return {"step": step, "logged": found[STEPS]} | ({} if real else {"places": dict(places)})
 
 
 def counted_on_gpu(name: str, some: int = 5) -> dict[str, float]:

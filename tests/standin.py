@@ -30,7 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 HERE: "Gpu | None" = None
-INSIDE = "standin"  # what torch's own code sees: a backend in Python (PrivateUse1), which has a backward pass on a CPU build
+INSIDE = (
+    "standin"  # what torch's own code sees: a backend in Python (PrivateUse1), which has a backward pass on a CPU build
+)
 READS = {
     "_local_scalar_dense",
     "nonzero",
@@ -684,7 +686,12 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True):
     HERE = gpu
     try:
         # other threads have no modes: transformers would load weights in some
-        with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"), _Mode(gpu), _Names(gpu), torch.autograd.set_multithreading_enabled(False):
+        with (
+            mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+            _Mode(gpu),
+            _Names(gpu),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             yield gpu
     finally:
         HERE = None
