@@ -16,9 +16,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,6 @@ from cotrain.training.fit import TrainingPhase, _points, _trainer
 from cotrain.training.interrupts import Signals
 from cotrain.training.module import WATCHED
 from cotrain.training.progress import Clock
-
 from inference import Engine, Sampling
 from inference.measure.environment import environment
 from inference.models import graphs
@@ -120,9 +120,9 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     return middle | {"worst": {key: max(values) for key, values in sums.items()}}
 
 
-TRAINED = ("independent", "conditioned", "parallel", "parallel, markov", "eagle", "eagle, pruned", "p_eagle",
-           "p_eagle, markov", "block", "block, causal", "medusa", "hydra", "early_exit", "hybrid")  # fmt: skip
-STEPS, TEXTS = 10, 4  # of a training, and of a step
+TRAINED = ("independent", "conditioned", "parallel", "eagle, pruned", "p_eagle, markov", "block, causal", "medusa",
+           "hydra", "early_exit", "hybrid")  # fmt: skip
+STEPS, TEXTS = 6, 4  # of a training, and of a step
 
 
 @cache
@@ -143,21 +143,17 @@ class Training:
         student: Student = student_kinds.STUDENTS[kind](target)  # made on the CPU: random numbers of a GPU are others
         for model in (target, student.network):
             model.float().to(device)  # type: ignore[arg-type]
-        cfg = recipe()
+        cfg, self.target = recipe(), target
         ids = torch.randint(1, 32, (3 * TEXTS, 24), generator=torch.Generator().manual_seed(0))
         prompts, lengths = torch.arange(3 * TEXTS) % 5 + 2, torch.arange(3 * TEXTS) % 7 + 18
         texts = Texts(ids, prompts, lengths, ["a", "b"] * (len(ids) // 2))
         job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
         held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, stages(cfg.loss), held)
-        self.loader = DataLoader(Learnt(texts), TEXTS)
+        self.loader = DataLoader(Learnt(texts), TEXTS, pin_memory=True)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
         own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
         self.trainer = _trainer(job, [*own, *callbacks], TrainingPhase(0, 0, STEPS), STEPS + 1, clock.progress, 0)
-
-    def steps(self) -> "Training":
-        self.trainer.fit(self.module, self.loader)
-        return self
 
 
 class _Each(Callback):
@@ -170,17 +166,17 @@ class _Each(Callback):
         self.ended(trainer.global_step)
 
 
-def training_counts(kind: str, real: bool = False) -> dict[str, Any]:
+def training_counts(kind: str, real: bool = False, then: Callable[[Training], None] | None = None) -> dict[str, Any]:
     """Launches, copies to the device, those that block, and reads of a training step: "step", the median of those that
-    are not logged, and "logged", of one that is. Of the stand-in also `places`, where the step reads. real: on a GPU,
-    by torch's profiler."""
+    are not logged, and "logged", of one that is. Of the stand-in also `places`, where the former read. real: on a GPU,
+    by torch's profiler. then: called with the training on the device."""
     found: dict[int, dict[str, float]] = {}
     places: Counter[str] = Counter()
 
     def of_standin(step: int) -> None:
         sums = {"launches": gpu.launches, "copies": gpu.h2d, "reads": gpu.d2h}
         found[step] = {name: sum(each.values()) for name, each in sums.items()} | {"blocking": gpu.blocking}
-        if step == STEPS - 1:
+        if step == STEPS:
             places.update({place: count for (_, what, place), count in gpu.sites.items() if what == "d2h"})
         gpu.clear()
 
@@ -188,19 +184,22 @@ def training_counts(kind: str, real: bool = False) -> dict[str, Any]:
         torch.cuda.synchronize()
         seen.step()
 
-    with TemporaryDirectory() as place:
+    def ready(events: Any) -> None:
+        found[len(found) + 1] = calls([event.name for event in events.events()])
+
+    with TemporaryDirectory() as place, ExitStack() as within:
         if real:
-            steps = iter(range(1, STEPS + 1))
-            take = lambda ready: found.update({next(steps): calls([event.name for event in ready.events()])})
             schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
-            with profile(schedule=schedule, on_trace_ready=take) as seen:
-                Training(kind, Path(place), (_Each(of_gpu),)).steps()
+            seen = within.enter_context(profile(schedule=schedule, on_trace_ready=ready))
         else:
-            with standin.device("sm90") as gpu:
-                Training(kind, Path(place), (_Each(of_standin),)).steps()
-    unlogged = [found[step] for step in range(2, STEPS) if step % WATCHED]
-    step = {name: median(one[name] for one in unlogged) for name in unlogged[0]}
-    return {"step": step, "logged": found[STEPS]} | ({} if real else {"places": dict(places)})
+            gpu = within.enter_context(standin.device("sm90"))
+        training = Training(kind, Path(place), (_Each(of_gpu if real else of_standin),))
+        training.trainer.fit(training.module, training.loader)
+        if then:
+            then(training)
+    unlogged = [found[step] for step in range(2, STEPS + 1) if step % WATCHED]
+    step = {name: median_low([one[name] for one in unlogged]) for name in unlogged[0]}
+    return {"step": step, "logged": found[WATCHED]} | ({} if real else {"places": dict(places)})
 
 
 def counted_on_gpu(name: str, some: int = 5) -> dict[str, float]:
