@@ -12,11 +12,13 @@ the CPU to the optimiser, and to the curves if it is a step that is logged.
 """
 
 import json
+import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median, median_low
@@ -30,17 +32,16 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
 from torch.profiler import profile
-from torch.utils.data import DataLoader
 
 from cotrain.config.settings import checked, register
-from cotrain.data.texts import Learnt, Texts
+from cotrain.data.texts import Texts, none
 from cotrain.evaluation.held_out import held_out
 from cotrain.paths import folder
 from cotrain.students.base import Student
 from cotrain.teacher.target_model import served
 from cotrain.training.assembly import stages, trained_by
 from cotrain.training.callbacks import Averaged, Learning, StandingWeights
-from cotrain.training.fit import TrainingPhase, _points, _trainer
+from cotrain.training.fit import TrainingPhase, _loader, _points, _trainer
 from cotrain.training.interrupts import Signals
 from cotrain.training.module import WATCHED
 from cotrain.training.progress import Clock
@@ -150,10 +151,11 @@ class Training:
         job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
         held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, stages(cfg.loss), held)
-        self.loader = DataLoader(Learnt(texts), TEXTS, pin_memory=True)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
         own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
-        self.trainer = _trainer(job, [*own, *callbacks], TrainingPhase(0, 0, STEPS), STEPS + 1, clock.progress, 0)
+        phase = TrainingPhase(0, 0, STEPS)
+        self.trainer = _trainer(job, [*own, *callbacks], phase, STEPS + 1, clock.progress, 0)
+        self.loader = _loader(cfg.trainer, phase, 0, none(), texts, self.trainer)
 
 
 class _Each(Callback):
@@ -262,6 +264,7 @@ def beside(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if "--real" in sys.argv:
         place = Path(sys.argv[-1])
         found = {"rows": ROWS, "k": K, "unit": "a round", "settings": beside(place.parent),
@@ -272,6 +275,9 @@ if __name__ == "__main__":
         "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
         f"{COPY} us a copy, {WAIT} us a call that waits; a launch costs the same at 8B; "
         f"{HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
+        "training": {"unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights", "kinds": {
+            kind: training_counts(kind) for kind in TRAINED}},
+        "command": "python -m tests.gpu_counts " + " ".join(sys.argv[1:]), "date": str(date.today()),
     }  # fmt: skip
     if len(sys.argv) > 1:
         place = Path(sys.argv[1])

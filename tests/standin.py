@@ -404,7 +404,8 @@ class Gpu:
             strange = False
         else:
             strange = len(ours) < len(flat) and any(not isinstance(x, Cuda) and x.dim() for x in flat)
-        if strange or len(indices) > 1:
+        host_written = operation.written and isinstance(args[0], Tensor) and not isinstance(args[0], Cuda)
+        if strange or host_written or len(indices) > 1:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{' and '.join(sorted({str(x.device) for x in flat}))}! (aten::{name})"

@@ -50,7 +50,7 @@ def test_a_draft_of_every_kind_trains_and_decodes(kind: str) -> None:
     step, reads = counts["step"], {re.split(r"[ :]", place)[2] for place in counts["places"]}
     assert step["reads"] <= MOST[kind][0] and reads <= READ_BY, counts
     assert step["launches"] <= 1.1 * MOST[kind][1] and step["blocking"] <= 3, counts
-    assert counts["logged"]["reads"] <= step["reads"] + 10, counts
+    assert counts["logged"]["reads"] <= step["reads"] + 9, counts
     assert 0 < counts["logged"]["launches"] - step["launches"] < 90, counts
 
 
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_at_a_logged_step_and_is_nev
     with standin.device():
         training = Training("medusa", tmp_path, (Broken(),))
         assert training.module.chunk == positions(32, "cuda") > positions(32, "cpu")
-        with pytest.raises(NotFinite, match="the loss of step 3 is nan, on texts 8, 9, 10, 11"):
+        with pytest.raises(NotFinite, match="the loss of step 3 is nan, on texts .*, "):
             training.trainer.fit(training.module, training.loader)
         assert training.trainer.global_step == 4
         training.module.unread = [
@@ -104,6 +104,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "indices of another card": lambda x: x.gather(0, torch.tensor([1], device="cuda:1")),
     "an operand of a product": lambda x: x @ torch.ones(3, 2),
     "a part of a list": lambda x: torch.cat([x, torch.ones(1)]),
+    "a sum on the CPU": lambda x: torch.zeros(()).add_(x.sum()),
     "foreach": lambda x: torch._foreach_add_([x], [torch.ones(3)]),
     "out=": lambda x: torch.add(x, x, out=torch.ones(3)),
     "weights of another device": lambda x: torch.nn.functional.linear(x, torch.ones(2, 3)),
@@ -123,7 +124,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allclose": lambda x: torch.allclose(x, x), "equal": lambda x: torch.equal(x, x), "cpu": lambda x: x.cpu(),
     "unique": lambda x: x.unique(), "masked_select": lambda x: x.masked_select(x > 0),
     "put at a mask": lambda x: x.index_put((x > 0,), x[0]), "range": lambda x: torch.arange(x[1].long()),
-    "repeat": lambda x: x.repeat_interleave(torch.ones_like(x).long()), "list": lambda x: torch.tensor([x[0], 1.0], device=x.device),
+    "repeat": lambda x: x.repeat_interleave(torch.ones_like(x).long()),
+    "list": lambda x: torch.tensor([x[0], 1.0], device=x.device),
     "bincount": lambda x: x.long().bincount(),
 }  # fmt: skip
 
