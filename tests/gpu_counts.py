@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median, median_low
@@ -277,7 +276,6 @@ if __name__ == "__main__":
         f"{HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
         "training": {"unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights", "kinds": {
             kind: training_counts(kind) for kind in TRAINED}},
-        "command": "python -m tests.gpu_counts " + " ".join(sys.argv[1:]), "date": str(date.today()),
     }  # fmt: skip
     if len(sys.argv) > 1:
         place = Path(sys.argv[1])

@@ -313,8 +313,8 @@ class Distillation(lightning.LightningModule):
         if index + 1 < number:
             return
         if watched:
-            values = torch.stack(list(self.batch_sums.values())).tolist()  # one wait for a GPU
-            self.step_figures |= dict(zip(self.batch_sums, values, strict=True))
+            read = torch.stack(list(self.batch_sums.values())).tolist()  # one wait for a GPU
+            self.step_figures |= dict(zip(self.batch_sums, read, strict=True))
         self.batch_sums = {}
 
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
