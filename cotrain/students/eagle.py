@@ -160,7 +160,8 @@ class EagleStudent(Student):
             angles = network.angles(rounds.positions[:, :count] + depth)
             features = network.layer(embedded, features[:, :count], *angles, attend)
             at, inside = rounds.of(depth)
-            states = network.norm(features)[inside]
+            states = network.norm(features).flatten(0, 1)
+            states = states if inside is None else states[inside]
             guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters()), pruned=pruned))
         return guesses
 
@@ -204,18 +205,20 @@ class EagleRounds:
         B, T = ids.shape
         every = torch.arange(T, device=ids.device).expand(B, T)
         positions = every if position_ids is None else position_ids
-        self.text = segments(positions)
+        self.packed, self.text = position_ids is not None, segments(positions)
         self.positions = positions[:, :-1]
         of = self.text[:, :-1]
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
 
-    def of(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the flat positions (N,) of a depth's guesses, and a mask (B, T-1-depth) of the rounds that make one.
-        These are the rounds whose drafts stay within their text."""
+    def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Return the flat positions (N,) of a depth's guesses, and the flat numbers (N,), among B * (T-1-depth), of the
+        rounds that make one. These are the rounds whose drafts stay within their text; None: all of them."""
         T = self.text.shape[1]
-        inside = self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]
-        every = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)
-        return every[:, depth + 1 :][inside], inside
+        at = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)[:, depth + 1 :].flatten()
+        if not self.packed:
+            return at, None
+        inside = (self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]).flatten().nonzero().squeeze(-1)
+        return at[inside], inside
 
 
 def segments(position_ids: Tensor) -> Tensor:

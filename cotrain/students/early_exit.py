@@ -86,8 +86,11 @@ class EarlyExitStudent(Student):
         flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
-            inside = within >= depth  # the anchor is in the same text
-            guesses.append(Guess(depth, flat[inside], states[inside], head))
+            if position_ids is None:  # the anchor is in the same text
+                guesses.append(Guess(depth, flat[:, depth:].flatten(), states[:, depth:].flatten(0, 1), head))
+            else:
+                inside = (within >= depth).flatten().nonzero().squeeze(-1)
+                guesses.append(Guess(depth, flat.flatten()[inside], states.flatten(0, 1)[inside], head))
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:

@@ -130,6 +130,7 @@ class HeadRounds:
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
         every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        self.packed = position_ids is not None
         self.positions = every if position_ids is None else position_ids.to(ids.device)
         self.flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         self.depths = min(heads, ids.shape[1] - 1)
@@ -138,6 +139,8 @@ class HeadRounds:
         """Return the flat positions (N,) of a depth's guesses, and their states (N, D). states (B, R, D): one row per
         round, with R >= T-1-depth."""
         gap = depth + 1
-        inside = self.positions[:, gap:] == self.positions[:, :-gap] + gap
-        at = self.flat[:, gap:][inside]
-        return at.to(states.device), states[:, : inside.shape[1]][inside.to(states.device)]
+        at, states = self.flat[:, gap:].flatten().to(states.device), states[:, : self.flat.shape[1] - gap].flatten(0, 1)
+        if not self.packed:
+            return at, states
+        inside = (self.positions[:, gap:] == self.positions[:, :-gap] + gap).flatten().nonzero().squeeze(-1)
+        return at[inside.to(at.device)], states[inside.to(at.device)]

@@ -293,9 +293,10 @@ class StandingWeights(Callback):
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.until, random = trainer.global_step + FIRST, torch.Generator().manual_seed(0)
         self.looked_at = [
-            (weight, at := torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random), _values(weight, at))
+            (weight, at := some.to(weight.device), _values(weight, at))
             for weight in module.draft.parameters()
             if (size := _local(weight).numel()) and weight.requires_grad
+            for some in [torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random)]
         ]
         self.learns = [torch.zeros_like(before, dtype=torch.bool) for _, _, before in self.looked_at]
 
@@ -327,7 +328,7 @@ def _local(weight: Tensor) -> Tensor:
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
     """Return a copy of the entries `at` of a tensor, or of this process's part of it."""
-    return _local(weight.detach()).flatten()[at.to(weight.device)]
+    return _local(weight.detach()).flatten()[at]
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:

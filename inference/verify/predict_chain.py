@@ -211,7 +211,8 @@ def _count(s: Tensor, lengths: Tensor | None) -> Tensor:
 def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
     if lengths is None:
         return torch.full(r.shape[:1], r.shape[1], device=r.device)
-    if lengths.shape != r.shape[:1] or bool((lengths > r.shape[1]).any()):
+    longer = lengths.device.type == "cpu" and bool((lengths > r.shape[1]).any())  # a GPU would be waited for
+    if lengths.shape != r.shape[:1] or longer:
         raise ValueError(f"lengths must be ({r.shape[0]},) and at most {r.shape[1]}, got {lengths.tolist()}")
     return lengths.to(r.device)
 
