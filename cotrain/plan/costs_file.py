@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from cotrain.bench.forecast import at_acceptance, break_even
 from cotrain.errors import UserError
@@ -18,18 +19,20 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, Any]]:
     """Return, for each draft in a file and number of rows, the speed-up over plain decoding at each of `ACCEPTANCES`,
     the same at every depth, with its best draft length of at most `longest`. Raises the errors of `read_costs`."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            drafts = json.load(file).get("costs", {path: None})
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"costs={path}: {error}") from error
+    with _readable(path, rows):
+        content = _content(path)
+        drafts = {
+            draft: _by_rows(given, rows, longest) for draft, given in content.get("costs", {path: content}).items()
+        }
     speedups = []
-    for draft in drafts:
-        for count, costs in read_costs(path, draft, rows, longest).items():
+    for draft, by_rows in drafts.items():
+        for count, costs in by_rows.items():
             seconds = costs.rounds[: longest + 1]
             best = {f"{acceptance:g}": at_acceptance(seconds, acceptance) for acceptance in ACCEPTANCES}
-            speedups.append({"draft": draft, "rows": count, "speedups": best, "break_even": break_even(seconds),
-                          "costs": asdict(costs)})  # fmt: skip
+            even = break_even(seconds)
+            speedups.append(
+                {"draft": draft, "rows": count, "speedups": best, "break_even": even, "costs": asdict(costs)}
+            )
     return speedups
 
 
@@ -50,20 +53,35 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
 
     Raises UserError for other files, for missing rows, for fewer draft lengths and for numbers that are no seconds.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            given: dict[str, Any] = json.load(file)
+    with _readable(path, rows):
+        given = _content(path)
         if "costs" in given:  # a plan
             of_drafts = given["costs"]
             given = of_drafts.get(draft) or next(iter(of_drafts.values()), {})
             if len(of_drafts) > 1 and given is not of_drafts.get(draft):
                 raise UserError(f"costs={path}: it has costs of {', '.join(of_drafts)}, and none of {draft}")
-        return {count: _costs(given[str(count)], count, longest) for count in rows}
+        return _by_rows(given, rows, longest)
+
+
+@contextmanager
+def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
+    """Turn the errors of reading a file of costs into UserError."""
+    try:
+        yield
     except KeyError as error:
         raise UserError(f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
                         f"needed, each with {', '.join(PARTS)}") from error  # fmt: skip
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"costs={path}: {error}") from error
+
+
+def _content(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        return cast(dict[str, Any], json.load(file))
+
+
+def _by_rows(given: Mapping[str, Any], rows: Sequence[int], longest: int) -> dict[int, Costs]:
+    return {count: _costs(given[str(count)], count, longest) for count in rows}
 
 
 def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:

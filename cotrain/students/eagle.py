@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
-from cotrain.losses.guess import Pruned
+from cotrain.losses.guess import Pruned, chosen, numbers
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
@@ -160,8 +160,7 @@ class EagleStudent(Student):
             angles = network.angles(rounds.positions[:, :count] + depth)
             features = network.layer(embedded, features[:, :count], *angles, attend)
             at, inside = rounds.of(depth)
-            states = network.norm(features).flatten(0, 1)
-            states = states if inside is None else states[inside]
+            states = chosen(network.norm(features), inside)
             guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters()), pruned=pruned))
         return guesses
 
@@ -214,11 +213,9 @@ class EagleRounds:
         """Return the flat positions (N,) of a depth's guesses, and the flat numbers (N,), among B * (T-1-depth), of the
         rounds that make one. These are the rounds whose drafts stay within their text; None: all of them."""
         T = self.text.shape[1]
-        at = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)[:, depth + 1 :].flatten()
-        if not self.packed:
-            return at, None
-        inside = (self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]).flatten().nonzero().squeeze(-1)
-        return at[inside], inside
+        at = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)[:, depth + 1 :]
+        inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
+        return chosen(at, inside), inside
 
 
 def segments(position_ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
+from cotrain.losses.guess import chosen, numbers
 from cotrain.students.base import NEW, Guess, Seen, Student
 from cotrain.students.eagle import segments
 from cotrain.students.independent import pretrained_network
@@ -86,11 +87,8 @@ class EarlyExitStudent(Student):
         flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
-            if position_ids is None:  # the anchor is in the same text
-                guesses.append(Guess(depth, flat[:, depth:].flatten(), states[:, depth:].flatten(0, 1), head))
-            else:
-                inside = (within >= depth).flatten().nonzero().squeeze(-1)
-                guesses.append(Guess(depth, flat.flatten()[inside], states.flatten(0, 1)[inside], head))
+            inside = None if position_ids is None else numbers(within[:, depth:] >= depth)  # the anchor is in the text
+            guesses.append(Guess(depth, chosen(flat[:, depth:], inside), chosen(states[:, depth:], inside), head))
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:

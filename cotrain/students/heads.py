@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
+from cotrain.losses.guess import chosen, numbers
 from cotrain.students.base import LAST, NEW, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
@@ -139,8 +140,6 @@ class HeadRounds:
         """Return the flat positions (N,) of a depth's guesses, and their states (N, D). states (B, R, D): one row per
         round, with R >= T-1-depth."""
         gap = depth + 1
-        at, states = self.flat[:, gap:].flatten().to(states.device), states[:, : self.flat.shape[1] - gap].flatten(0, 1)
-        if not self.packed:
-            return at, states
-        inside = (self.positions[:, gap:] == self.positions[:, :-gap] + gap).flatten().nonzero().squeeze(-1)
-        return at[inside.to(at.device)], states[inside.to(at.device)]
+        inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
+        at, states = self.flat[:, gap:].to(states.device), states[:, : self.flat.shape[1] - gap]
+        return chosen(at, inside), chosen(states, inside)

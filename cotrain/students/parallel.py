@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from cotrain.config.groups import Draft, Init
+from cotrain.losses.guess import chosen
 from cotrain.students.base import SHAPE, Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import HEAD, IndependentStudent
@@ -193,8 +194,8 @@ class PEagleStudent(EagleStudent):
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
         at, inside = rounds.of(0)
-        first, pruned = states[:, : ids.shape[1] - 1].flatten(0, 1), self.pruned
-        guesses = [Guess(0, at, first if inside is None else first[inside], *head, pruned=pruned)]
+        pruned = self.pruned
+        guesses = [Guess(0, at, chosen(states[:, : ids.shape[1] - 1], inside), *head, pruned=pruned)]
         for depth in range(1, depths):
             at, of_masks = positions_of(masks, depth, ids, rounds.text if rounds.packed else None, 1)
             of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]

@@ -293,10 +293,13 @@ class StandingWeights(Callback):
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.until, random = trainer.global_step + FIRST, torch.Generator().manual_seed(0)
         self.looked_at = [
-            (weight, at := some.to(weight.device), _values(weight, at))
+            (
+                weight,
+                at := torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random).to(weight.device),
+                _values(weight, at),
+            )
             for weight in module.draft.parameters()
             if (size := _local(weight).numel()) and weight.requires_grad
-            for some in [torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random)]
         ]
         self.learns = [torch.zeros_like(before, dtype=torch.bool) for _, _, before in self.looked_at]
 
