@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench import matrix, measurement, planner, quantisation_table
+from cotrain.bench import measurement, planner
 from cotrain.bench import plan as plans
 from cotrain.bench.plan import Plan
 from cotrain.config.settings import Bench
@@ -15,6 +15,7 @@ from inference import Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.timing import Interval
 from inference.output import Emitted
+from studies import matrix, quantisation_table
 from tests.tiny import tiny
 
 RANKING, FINAL = [[i, 2] for i in range(5)], [[i, 3, 4, 5, 6, 7] for i in range(5)]

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from cotrain.bench import planner, quantisation_table
+from cotrain.bench import planner
 from cotrain.bench.plan import CompiledParts
 from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose
 from inference.measure.costs import Costs, RealRound, calibrated
@@ -210,46 +209,3 @@ def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyP
     assert planner.taus(plan, "texts") == {k: k + 0.5 for k in (1, 2, 3, 4)}  # type: ignore[arg-type]
     assert len(asked) == 1 and asked[0][0].policy.k == 4 and asked[0][2] == "texts"
     assert planner.tau_of(figures, "match", 3) == 3 == planner.tau_of(figures, "token", 3)  # type: ignore[arg-type]
-
-
-def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drafted = torch.tensor([[1, 2, 0], [2, 0, 0]])
-    alpha = torch.tensor([[0.5, 0.25, 9], [0.75, 9, 9]])
-    figures = SimpleNamespace(lengths=torch.tensor([3, 2]), k=drafted, alpha=alpha)
-    figures.first = lambda one: one
-    asked, seen = list[Any](), list[Any]()
-    monkeypatch.setattr(quantisation_table, "pair_figures", lambda *given: asked.append(given) or figures)
-    monkeypatch.setattr(quantisation_table, "tau_of", lambda figures, verify, k: (verify, k))
-    monkeypatch.setattr(quantisation_table, "rounded", lambda draft, kind: seen.append((draft, kind)) or draft)
-    monkeypatch.setattr(quantisation_table, "line", lambda cell: "")
-    plan = plan_of(objective="greedy", bench=replace(plan_of().bench, draft_dtype="float32"))
-
-    class Named(str):
-        config = SimpleNamespace(is_encoder_decoder=False)
-
-    held: Any = lambda kind: Named(f"target {kind}")  # noqa: E731
-    cells = quantisation_table.table(plan, held, ["none", "nf4"], ["none", "int8"], [0.0, 0.5], 2)
-    wanted = [(t, at, d) for t in ("none", "nf4") for at in (0.0, 0.5) for d in ("none", "int8")]
-    assert [(cell["target"], cell["temperature"], cell["draft"]) for cell in cells] == wanted
-    assert {kind for _, kind in seen} == {"none", "int8"} and {draft.dtype for draft, _ in seen} == {torch.float32}
-    texts = [round for round in met if list(round["arms"]) == ["plain"]]
-    timed = [round for round in met if "speculative" in round["arms"]]
-    assert len(texts) == 4 and len(timed) == len(asked) == 8
-    for round, (target, at, _) in zip(texts, wanted[::2], strict=True):
-        assert round["prompts"] == plan.ranking(2, 64) and (round["rows"], round["seed"]) == (32, 17)
-        arm = round["arms"]["plain"]
-        assert (arm.engine.target, arm.sampling) == (f"target {target}", replace(REGIME, temperature=at))
-    for round, given, cell, (target, at, draft) in zip(timed, asked, cells, wanted, strict=True):
-        fast, slow = (round["arms"][name] for name in ("speculative", "plain"))
-        assert round["prompts"] == RANKING[:2] and (round["rows"], round["seed"]) == (3, 17)
-        assert {fast.engine.target, slow.engine.target, given[0].target} == {f"target {target}"}
-        assert {fast.sampling.temperature, slow.sampling.temperature, given[3].temperature} == {at}
-        assert given[1].greedy and given[0].rows == 32 and fast.engine.rows == slow.engine.rows == 3
-        assert (given[2].prompts, given[4:]) == ([["plain"]], (6, 0.0)) and fast.engine.policy.k == 2
-        figures_of = {"alpha": pytest.approx(0.5), "tau": ("block", 2), "tokens": 5, "plain": 20.0, "k": 2,
-                      "speedup": Timed([], [], 0, 0).ratio("speculative", "plain")._asdict()}  # fmt: skip
-        assert cell == figures_of | {"target": target, "temperature": at, "draft": draft}
-    assert plan.bench.draft_int8 is False

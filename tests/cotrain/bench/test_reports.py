@@ -2,22 +2,16 @@
 
 from dataclasses import asdict, replace
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cotrain.bench import matrix, measurement, planner
-from cotrain.bench import plan as plans
-from cotrain.bench.matrix import Grid
+from cotrain.bench import measurement, planner
 from cotrain.bench.plan import CompiledParts
 from cotrain.bench.planner import DraftLength, MeasuredCosts
-from inference import Sampling
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
-from inference.measure.floor import Machine
-from inference.proposers import NGram
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
 
 ALONE = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
@@ -110,107 +104,3 @@ def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatc
     _, asked, plan, *_ = reported(monkeypatch, bench=replace(plan_of().bench, draft_dtype="float32"))
     given = asked["choose_compiled"][0]
     assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served
-
-
-# --- a matrix
-
-
-def stubbed(monkeypatch: pytest.MonkeyPatch, costs: Costs, machine: Machine) -> tuple[list[Any], list[Any], Any]:
-    """Parts of a matrix that tell what they were asked: loads of rounds, plans that taus are of; the draft's model."""
-    asked, sent, lm = list[Any](), list[Any](), SimpleNamespace(model="assistant")
-
-    def loads(target: Any, draft: Any, drafted: int, *shape: int) -> list[Any]:
-        asked.append((target, draft, drafted, *shape))
-        return [SimpleNamespace(seconds=lambda machine, s=s + drafted: s, bytes=100 + drafted) for s in (0.25, 0.5)]
-
-    def choose_compiled(plan: Any) -> Any:
-        return replace(plan, compiled=CompiledParts(True, False, True)), MeasuredCosts(costs, ALONE, {})
-
-    def taus(plan: Any) -> dict[int, float]:
-        sent.append(plan)
-        return {1: 1.0, 2: 1.5, 3: 9.0, 4: 3.0}
-
-    monkeypatch.setattr(matrix, "choose_compiled", choose_compiled)
-    monkeypatch.setattr(matrix, "taus", taus)
-    monkeypatch.setattr(matrix, "round_loads", loads)
-    monkeypatch.setattr(matrix, "measure_machine", lambda device, dtype: machine)
-    monkeypatch.setattr(matrix, "peak_memory", lambda: 3 * 2**20)
-    monkeypatch.setattr(matrix, "line", lambda cell: "")
-    made = measurement.Plan.proposer
-
-    def proposer(self: Any, counted: bool = False) -> Any:
-        result = made(self, counted)
-        result.language_model = lambda *_: lm
-        return result
-
-    monkeypatch.setattr(measurement.Plan, "proposer", proposer)
-    monkeypatch.setattr(plans, "Engine", lambda target, *given, **settings: SimpleNamespace(
-        target=SimpleNamespace(vocabulary=32, of=target), given=given, **settings))  # fmt: skip
-    monkeypatch.setitem(SPEEDS, "transformers compiled", 10.0)
-    return asked, sent, lm
-
-
-@pytest.mark.parametrize(("rows", "limit", "k"), [(1, None, 3), (4, 3, 1)])
-def test_a_cell_of_a_matrix(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    rows: int,
-    limit: int | None,
-    k: int,
-) -> None:
-    monkeypatch.setitem(LIMIT, "depths", limit)
-    costs, machine = replace(REAL, rows=rows), Machine(2.0, 3.0)
-    asked, sent, lm = stubbed(monkeypatch, costs, machine)
-    plan = plan_of(bench=replace(plan_of().bench, compile=True))
-    (cell,) = matrix.matrix(plan, Grid([0.5], [rows], 2, None, tmp_path), lambda _: None)
-    (round,) = met
-    at = replace(REGIME, temperature=0.5)
-    alone = {"transformers assisted", "transformers matched", "transformers compiled"} if rows == 1 else set[str]()
-    assert set(round["arms"]) == {"speculative", "speculative k=2", "plain", "ngram", "transformers"} | alone
-    queue = 1 if rows == 1 else 6 * rows
-    assert (round["rows"], round["seed"], round["prompts"]) == (queue, 17, plan.final(0, max(4, 3 * queue)))
-    assert {(arm.sampling, arm.new) for arm in round["arms"].values()} == {(at, 6)}
-    arms = round["arms"]
-    own = {"speculative": (k, "block"), "speculative k=2": (2, "token"), "ngram": (2, "block")}
-    assert {name: (arms[name].engine.policy.k, arms[name].engine.verify) for name in own} == own
-    assert {arms[name].engine.rows for name in (*own, "plain")} == {rows}
-    assert isinstance(arms["ngram"].engine.given[0], NGram) and arms["transformers"].others == {"rows": rows}
-    if rows == 1:
-        assert arms["transformers compiled"].others == {"rows": 1, "compile": True}
-        assert arms["transformers assisted"].others == {"assistant": "assistant"}
-        assert arms["transformers matched"].others == {"assistant": "assistant", "k": 2}
-    assert sent[0].sampling == at and sent[0].compiled == CompiledParts(True, False, True)
-    assert (cell["temperature"], cell["rows"], cell["speculative"]) == (0.5, rows, "speculative")
-    assert cell["costs"] == asdict(costs) and cell["compiled"] == CompiledParts(True, False, True)._asdict()
-    for name, arm in cell["arms"].items():
-        drafted = {"speculative": k, "speculative k=2": 2}.get(name)
-        assert arm == arm_of(name) | (allowed_of(name, drafted, costs) if drafted else {})
-    assert cell["floor"] == {
-        "machine": asdict(machine), "peak_memory_mib": 3.0, "plain_share": 0.75 / costs.round(0), "plain_bytes": 200,
-        "round_share": (0.75 + 2 * k) / costs.round(k), "round_bytes": 200 + 2 * k,
-    }  # fmt: skip
-    assert [one[1:] for one in asked] == [(lm, 0, rows, 40), (lm, k, rows, 40)]
-
-
-def arm_of(name: str) -> dict[str, Any]:
-    timing = Timed([], [], 0, 0)
-    return {"speed": SPEEDS[name], "tau": TAUS.get(name), "over_plain": timing.ratio(name, "plain")._asdict(),
-            "under_speculative": timing.ratio("speculative", name)._asdict()}  # fmt: skip
-
-
-def allowed_of(name: str, k: int, costs: Costs) -> dict[str, Any]:
-    allowed = TAUS[name] * costs.round(0) / costs.round(k)
-    decoding = Timed([], [], 0, 0).ratio(name, "plain", decode=True).value
-    return {"k": k, "allowed": allowed, "of_allowed": decoding / allowed}
-
-
-def test_the_faster_of_the_drafting_arms_is_what_others_are_compared_with() -> None:
-    class Slow(Timed):
-        def speed(self, name: str, decode: bool = False) -> float:
-            return 1.0 if name == "speculative" else super().speed(name, decode)
-
-    timing: Any = Slow([SimpleNamespace(name=name) for name in ("speculative", "speculative k=2", "plain")], [], 1, 0)
-    result = matrix._entry(timing, REAL, {"speculative": 3, "speculative k=2": 2, "plain": 0}, Sampling(0.5))
-    assert result["speculative"] == "speculative k=2"
-    assert result["arms"]["plain"]["under_speculative"] == timing.ratio("speculative k=2", "plain")._asdict()

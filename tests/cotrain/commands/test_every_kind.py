@@ -238,24 +238,3 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
         words = load_tokenizer(drafted(place, kind))
         assert words is not None and words.get_vocab() == tokenizer().get_vocab()
     assert not said
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"matrix__vllm": "python"},
-            "matrix.vllm: vLLM is measured with independent drafts only, and draft.path=.* is medusa",
-        ),
-        (
-            {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
-            "matrix.drafts: MedusaNetwork has 2 matrices that are not in an nn.Linear",
-        ),
-    ],
-    ids=["vllm", "rounded"],
-)
-def test_what_heads_do_not_have_is_refused(
-    values: dict[str, Any], message: str, place: Path, settings: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ran(settings, "bench", drafted(place, "medusa"), place / "none", matrix__temperatures=[1.0], **values)

@@ -7,10 +7,10 @@ import torch
 from safetensors import safe_open
 
 from cotrain.teacher.target_model import load_pair
-from inference.measure import floor
-from inference.measure.floor import Load, Machine, measure_machine, pass_load, round_loads, weight_bytes
 from inference.models.cache import token_bytes
 from inference.models.lm import LM
+from studies import floor
+from studies.floor import Load, Machine, measure_machine, pass_load, round_loads, weight_bytes
 from tests.folders import target_folder
 from tests.inference.models.test_llama import WIDE, build
 from tests.tiny import tiny

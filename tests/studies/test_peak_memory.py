@@ -1,6 +1,6 @@
 """Peak memory of a process."""
 
-from inference.measure.floor import peak_memory
+from studies.floor import peak_memory
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -1,26 +1,68 @@
-"""Measurement of speed-up by temperature and batch size. A cell is one pair of them, and an arm is one engine or draft
-length. The arms of a cell are timed in turn. Each speed-up is compared with the one that the measured costs allow."""
+"""Speed-up by temperature and batch size, or by the weight quantisations of target and draft.
 
+    python -m studies.matrix draft.path=outputs/demo/draft matrix.temperatures=[0,0.7,1] matrix.vllm=<its Python>
+    python -m studies.matrix draft.path=outputs/demo/draft matrix.targets=[none,int8,nf4] matrix.temperatures=[0,1]
+
+The other settings are those of `cotrain bench`, which runs first; its report gets the cells in extra.matrix or, with
+matrix.targets=, in extra.bits. A cell is one temperature and batch size, and an arm is one engine or draft length. The
+arms of a cell are timed in turn. Each speed-up is compared with the one that the measured costs allow."""
+
+import copy
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import PreTrainedModel
+
 from cotrain.bench.plan import Plan
 from cotrain.bench.planner import choose, choose_compiled, taus
+from cotrain.commands import bench
+from cotrain.commands.served_pair import Pair, measured, refuse_pair, resolved
+from cotrain.config.overrides import quote
+from cotrain.config.settings import BenchConfig, checked, register
+from cotrain.errors import UserError
+from cotrain.paths import folder
+from cotrain.students import quantised
+from cotrain.students.base import DEFAULT
+from cotrain.training.job import models
+from cotrain.training.preconditions import refuse_rounded
 from inference import Sampling
+from inference.drafts.bundled_target import resolve
 from inference.measure.arms import Arm, engine_arm, transformers_arm
 from inference.measure.costs import Costs
-from inference.measure.floor import Machine, measure_machine, peak_memory, round_loads
 from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
+from inference.models.quantisation import refuse_quantisation
 from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
+from studies.floor import Machine, measure_machine, peak_memory, round_loads
+from studies.quantisation_table import table
 
 BATCHES = 3  # the least number of batches of prompts, for an interval
 QUEUE = 6  # prompts per row in each run of an arm, so that the idle rows at the end of a run matter little
 Say = Callable[[str], None]
+
+
+@dataclass
+class Matrix:
+    """The settings. Without targets the cells are of several engines at each temperature and batch size; with them, of
+    weight quantisations (none, int8, nf4) of target and draft. k: the draft length of engines that do not choose their
+    own. vllm: the Python interpreter of a vLLM installation."""
+
+    temperatures: list[float] = field(default_factory=list)
+    batches: list[int] = field(default_factory=lambda: [1, 4, 8, 32])
+    k: int = 4
+    vllm: str | None = None
+    targets: list[str] = field(default_factory=list)
+    drafts: list[str] = field(default_factory=lambda: ["none", "int8", "nf4"])
 
 
 @dataclass(frozen=True)
@@ -167,3 +209,70 @@ def line(cell: dict[str, Any]) -> str:
         f"{floor['machine']['bandwidth'] / 1e9:.0f} GB/s; peak memory {floor['peak_memory_mib']:.0f} MiB"
     )
     return "\n".join(rows)
+
+
+# --- the command
+
+
+def refuse(asked: Matrix, cfg: BenchConfig, kind: str, pair: Pair) -> None:
+    """Raise UserError or ValueError, naming the key, for a matrix that cannot be measured."""
+    regime = cfg.regime
+    if not asked.targets and not asked.temperatures:
+        raise UserError("name matrix.temperatures=, or matrix.targets= for a table of weight quantisations")
+    if asked.vllm and kind != DEFAULT:
+        raise UserError(
+            f"matrix.vllm: vLLM is measured with {DEFAULT} drafts only, and draft.path={cfg.draft.path} is {kind}"
+        )
+    if asked.vllm and cfg.target.adapter:
+        raise UserError("matrix.vllm: vLLM would ignore target.adapter=; merge the adapter into a target folder first")
+    if asked.vllm and (regime.top_k or regime.top_p != 1):
+        raise UserError("matrix.vllm: vLLM is measured without top-k and top-p: set regime.top_k=0 regime.top_p=1")
+    if asked.vllm and shutil.which(asked.vllm) is None:
+        raise UserError(
+            f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation"
+        )
+    if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is not one of {', '.join(quantised.QUANTISATIONS)}")
+    if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
+        raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
+    if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
+        quantised.refuse_unknown(pair.draft, "matrix.drafts")
+    for bits in asked.targets:
+        refuse_rounded(kind, bits, pair.target)
+        try:
+            refuse_quantisation(str(cfg.target.path), bits, pair.target.config)
+        except ValueError as error:
+            raise UserError(f"matrix.targets: {error}") from error
+
+
+def cells_of(asked: Matrix, cfg: BenchConfig, plan: Plan, logs: Path) -> dict[str, Any]:
+    """Measure what is asked for, and return the entry of the report's `extra`."""
+
+    def load(kind: str) -> PreTrainedModel:
+        other = copy.deepcopy(cfg)
+        other.quantisation.kind = kind
+        return models(other)[0]
+
+    if asked.targets:
+        temperatures = asked.temperatures or [plan.sampling.temperature]
+        return {"bits": table(plan, load, asked.targets, asked.drafts, temperatures, asked.k)}
+    servers = None if asked.vllm is None else (asked.vllm, resolve(str(cfg.target.path)), str(cfg.draft.path))
+    return {"matrix": matrix(plan, Grid(asked.temperatures, asked.batches, asked.k, servers, logs))}
+
+
+def main(arguments: Sequence[str]) -> None:
+    own = [argument.removeprefix("matrix.") for argument in arguments if argument.startswith("matrix.")]
+    settings: Any = OmegaConf.merge(OmegaConf.structured(Matrix), OmegaConf.from_dotlist(own))
+    asked: Any = OmegaConf.to_object(settings)
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        others = [argument for argument in arguments if not argument.startswith("matrix.")]
+        cfg: Any = checked("bench", compose("bench", overrides=quote(others)))
+    known = copy.deepcopy(cfg)
+    pair = refuse_pair(cfg.draft.path, resolved(known), cfg.target.trust_remote_code)
+    refuse(asked, known, measured(cfg.draft.path).kind, pair)
+    bench.run(cfg, partial(cells_of, asked, cfg))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
