@@ -23,13 +23,14 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import choose, choose_compiled, taus
 from cotrain.commands import bench
 from cotrain.commands.served_pair import Pair, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import BenchConfig, checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
+from cotrain.planning.forecast import forecast
+from cotrain.planning.planner import choose_compiled, measure_acceptance
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
 from cotrain.training.job import models
@@ -110,7 +111,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     plan, measured = choose_compiled(plan)
     size, sampling, costs = plan.bench, plan.sampling, measured.costs
     most = max(plan.depths)
-    k, fixed = choose(costs, taus(plan).__getitem__, range(1, most + 1)).drafting, min(grid.k, most)
+    k, fixed = forecast(measure_acceptance(plan), costs).among(range(1, most + 1)).k, min(grid.k, most)
     lengths = {"speculative": k, f"speculative k={fixed}": fixed, "plain": 0}
     token = replace(plan, verify="token")  # the rule of the other engines
     engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH, tau_of
+from cotrain.planning.forecast import acceptance
+from cotrain.planning.planner import BATCH
 from cotrain.students.quantised import rounded
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.arms import engine_arm
@@ -17,8 +18,15 @@ from inference.measure.timing import interleave
 Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `target_model.QUANTISATIONS`
 
 
-def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str], temperatures: Sequence[float], k: int,
-          say: Callable[[str], None] = print) -> list[dict[str, Any]]:  # fmt: skip
+def table(
+    plan: Plan,
+    load: Load,
+    targets: Sequence[str],
+    drafts: Sequence[str],
+    temperatures: Sequence[float],
+    k: int,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
     """Measure each combination of target quantisation, temperature and draft quantisation. Return one entry per
     combination.
 
@@ -32,8 +40,10 @@ def table(plan: Plan, load: Load, targets: Sequence[str], drafts: Sequence[str],
             here = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
             texts = _texts(here)
             for draft in drafts:
-                cells.append({"target": target, "temperature": temperature, "draft": draft, "k": k}
-                             | _cell(_with(here, draft), texts, k))  # fmt: skip
+                cells.append(
+                    {"target": target, "temperature": temperature, "draft": draft, "k": k}
+                    | _cell(_with(here, draft), texts, k)
+                )
                 say(line(cells[-1]))
     return cells
 
@@ -56,12 +66,14 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     counted = plan.student(plan.draft).proposer(greedy=plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
     tokens, drafted = figures.lengths.sum(), figures.k > 0  # positions at which a round has drafts
-    arms = [engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
-            engine_arm("plain", plan.plain(), sampling, size.new_tokens)]  # fmt: skip
+    arms = [
+        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
+        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
+    ]
     timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)
     return {
         "alpha": float(figures.first(figures.alpha)[drafted].sum() / max(int(drafted.sum()), 1)),
-        "tau": tau_of(figures, plan.verify, k),
+        "tau": acceptance(figures, plan.verify, k).tau(k),
         "tokens": int(tokens),
         "speedup": timing.ratio("speculative", "plain")._asdict(),
         "plain": timing.speed("plain"),
@@ -70,5 +82,7 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
 
 def line(cell: dict[str, Any]) -> str:
     ratio, who = cell["speedup"], f"target {cell['target']:<4}  T {cell['temperature']:<4g} draft {cell['draft']:<4}"
-    return (f"{who}  alpha {cell['alpha']:.3f}  tau({cell['k']}) {cell['tau']:.3f}  {ratio['value']:.2f}x "
-            f"[{ratio['low']:.2f}, {ratio['high']:.2f}] of {cell['plain']:.0f} tokens/s")  # fmt: skip
+    return (
+        f"{who}  alpha {cell['alpha']:.3f}  tau({cell['k']}) {cell['tau']:.3f}  {ratio['value']:.2f}x "
+        f"[{ratio['low']:.2f}, {ratio['high']:.2f}] of {cell['plain']:.0f} tokens/s"
+    )

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.bench.server_parity import figures_after
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.publishing import on_card
+from cotrain.planning.planner import BATCH, choice_line
 from cotrain.students.base import DEFAULT
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
@@ -121,12 +121,12 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
     arms, left_out, planned = list[Arm](), list(others.left_out), dict[str, dict[str, Any]]()
     for name in cells.drafts:
         key = name, regime, rows, task
-        plan, chosen = cells.planned(key, cells.seconds)
-        arms.append(engine_arm(name, plan.engine(chosen.k), plan.sampling, plan.bench.new_tokens))
-        planned[name] = {"k": chosen.k, "planned": chosen.line}
+        plan, _, chosen = cells.planned(key, cells.seconds)
+        arms.append(engine_arm(name, plan.engine(chosen.length), plan.sampling, plan.bench.new_tokens))
+        planned[name] = {"k": chosen.length, "planned": choice_line(chosen)}
         if rows == 1 and plan.kind == DEFAULT:
             arms.append(transformers_arm(f"transformers, {name}", plan.target, plan.sampling, plan.bench.new_tokens,
-                                         assistant=plan.running, k=chosen.k))  # fmt: skip
+                                         assistant=plan.running, k=chosen.length))  # fmt: skip
         else:
             why = "it takes one prompt at a time" if rows > 1 else f"the draft is of kind {plan.kind}"
             left_out.append(f"transformers assisted by {name}: {why}")

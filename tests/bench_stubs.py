@@ -1,16 +1,20 @@
 """Stand-ins for engines and clocks of a bench: what is timed is noted, and every figure tells what it is of."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from cotrain.bench import measurement, planner
+from cotrain.bench import measurement
 from cotrain.bench import plan as plans
 from cotrain.bench.plan import Plan
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning import planner
+from cotrain.planning.forecast import Acceptance, Forecast
 from inference import Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.timing import Interval
@@ -85,6 +89,20 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(Plan, "student", lambda self, network: SimpleNamespace(
         proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)))  # fmt: skip
     return found
+
+
+def rates_of(taus: Sequence[float], texts: int = 4, tokens: int = 8) -> Acceptance:
+    """Texts of which a call at draft length k = 1, 2, ... gives so many tokens."""
+    lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
+    return Acceptance(
+        torch.stack([lengths / tau for tau in (1.0, *taus)]), lengths, torch.zeros(len(taus) + 1, 1, texts)
+    )
+
+
+def chains_of(k: int, speedups: Sequence[float], rates: Acceptance | None = None) -> Forecast:
+    """The forecast of chains of which k drafts are chosen."""
+    nothing = (0.0,) * len(speedups)
+    return Forecast(rates or rates_of(speedups[1:]), nothing, k, k, tuple(speedups), nothing, 0.0)
 
 
 def plan_of(**changed: Any) -> Plan:

@@ -8,9 +8,13 @@ from math import inf, nan
 from typing import Any
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import (
+from cotrain.board import tags
+from cotrain.config.groups import Bench
+from cotrain.console import Display
+from cotrain.planning.planner import (
     BATCH,
     advice,
+    choice_line,
     choose_compiled,
     plain_texts,
     plan_draft,
@@ -19,9 +23,7 @@ from cotrain.bench.planner import (
     served_tree,
     text_figures,
 )
-from cotrain.board import tags
-from cotrain.config.groups import Bench
-from cotrain.console import Display
+from cotrain.students.base import Trials, student_class
 from inference import Engine, Sampling
 from inference.drafts import moved_target
 from inference.exactness.figures import check_calls
@@ -33,6 +35,7 @@ from inference.measure.timing import Timing, interleave, together
 from inference.models.pretrained import quantisation_of
 from inference.output import Emitted, pieces
 from inference.proposers import NGram
+from inference.proposers.base import Proposer
 from inference.report.build import build
 from inference.report.replay import Recorder
 
@@ -88,6 +91,24 @@ def sample_text(plan: Plan, k: int) -> str:
 # --- in full
 
 
+def prepare(plan: Plan) -> None:
+    """Calibrate a draft whose kind needs it, and store the result in its config. The ranking prompts are used for it,
+    which are not timed later."""
+    if not student_class(plan.kind).calibrated:
+        return
+    size, replayed = plan.bench, plan.target.device.type == "cuda"
+    served = replace(plan, compiled=plan.compiled._replace(plain=replayed, target=replayed, draft=replayed))
+
+    def drafting(proposer: Proposer) -> Engine:
+        return served.engine(max(size.depths), proposer=proposer)
+
+    prompts = plan.ranking(0, max(4 * size.quick_prompts, size.rows))
+    trials = Trials(drafting, served.plain, prompts, plan.sampling, size.new_tokens, size.seed)
+    settings = plan.student(plan.draft).calibrate(served.proposer(), trials)
+    for network in (plan.draft, plan.served, plan.running):
+        network.config.update(settings)
+
+
 def refuse(size: Bench) -> None:
     """Raise ValueError, naming the key, for sizes that cannot be measured."""
     if not size.depths or min(size.depths) < 1:
@@ -127,19 +148,18 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
-    chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
-    plan, k, served, costs = chosen.plan, chosen.k, chosen.served, chosen.costs
-    choice = plan_entries(chosen.length, chosen.tree, served, plan.verify)
+    plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
+    k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
         print(f"bench: plain decoding is expected to be faster here, {chosen.speedup:.2f}x with drafts at best")
-    print(f"bench: {chosen.line}; {size.prompts} prompts in turn: speculative, plain, transformers")
+    print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
     moved = moved_target.about(target, plan.adapter)
-    sentence = advice(chosen.length, timing.ratio("speculative", "plain"), served)
+    sentence = advice(chosen, timing.ratio("speculative", "plain"))
     entries = choice | {
         "kind": plan.kind,
         "target_quantisation": quantisation_of(plan.target.config),
@@ -153,7 +173,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "said": [
             *([moved_target.said(moved)] if moved else []),
             *([sentence] if sentence else []),
-            *([chosen.line] if chosen.tree else []),
+            *([line] if chosen.tree else []),
             *adaptive.lines(reached),
         ],
         "prompts": plan.prompts.source,
@@ -162,9 +182,17 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     return build(
-        timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
-        target=target, draft=draft, verdict=verdict, extra=entries | (extra or {}),
-    )  # fmt: skip
+        timing,
+        engine,
+        "speculative",
+        "plain",
+        sampling=plan.sampling,
+        max_new_tokens=size.new_tokens,
+        target=target,
+        draft=draft,
+        verdict=verdict,
+        extra=entries | (extra or {}),
+    )
 
 
 def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tuple[Timing, Reached]:
@@ -249,9 +277,13 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
         return None
     measured = calls.tokens / calls.measured
     return asdict(calls) | {
-        "tau_measured": measured, "tau_predicted": calls.tau, "z": calls.z, "relative": calls.tau / measured - 1,
-        "passed": calls.passed, "line": calls.line(),
-    }  # fmt: skip
+        "tau_measured": measured,
+        "tau_predicted": calls.tau,
+        "z": calls.z,
+        "relative": calls.tau / measured - 1,
+        "passed": calls.passed,
+        "line": calls.line(),
+    }
 
 
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:

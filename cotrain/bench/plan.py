@@ -116,9 +116,15 @@ class Plan:
         decoded at once; set it only when tokens are counted and nothing is timed. proposer: replaces the draft's
         proposer and drafts chains."""
         rule = self.rule if proposer is None else self.verify
-        return Engine(self.target, proposer or self.proposer(bool(rows)), verify=rule, policy=Fixed(k),
-                      tokenizer=self.tokenizer, rows=rows or self.bench.rows,
-                      compile=None if rows else self.compiled.target)  # fmt: skip
+        return Engine(
+            self.target,
+            proposer or self.proposer(bool(rows)),
+            verify=rule,
+            policy=Fixed(k),
+            tokenizer=self.tokenizer,
+            rows=rows or self.bench.rows,
+            compile=None if rows else self.compiled.target,
+        )
 
     def plain(self, rows: int | None = None) -> Engine:
         """Return the engine that decodes without a draft. rows: as in `engine`."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
+from cotrain.planning.planner import BATCH
 from inference import Engine
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures

@@ -40,9 +40,11 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 def _plan_line(metadata: Metadata) -> str:
     """Return a line that says what is measured, if the folder's plan is measured."""
-    return (f"bench: {shape(metadata)} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
-            f"bench.depths=[2,4,8], "
-            "bench.trees=16 or verify=")  # fmt: skip
+    return (
+        f"bench: {shape(metadata)} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
+        f"bench.depths=[2,4,8], "
+        "bench.trees=16 or verify="
+    )
 
 
 def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
@@ -90,9 +92,16 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     given = prompts(cfg.data, cfg.bench, pair.target, pair.tokenizer, room, draft_folder.path)
     metadata = draft_folder.metadata
     plan = plan_of(
-        cfg, draft_folder, models(cfg), cfg.bench, cfg.verify, given=given, planned=planned, adapter=cfg.target.adapter,
+        cfg,
+        draft_folder,
+        models(cfg),
+        cfg.bench,
+        cfg.verify,
+        given=given,
+        planned=planned,
+        adapter=cfg.target.adapter,
         tree=metadata.tree if metadata else None,
-    )  # fmt: skip
+    )
     with claim(cfg.output, cfg.overwrite, command="bench") as folder:
         if metadata and planned:
             print(_plan_line(metadata))

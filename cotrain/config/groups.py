@@ -86,7 +86,7 @@ class Draft:
     datastore: str | None  # look-up kinds: a folder written by `cotrain datastore`
     shortest: int  # look-up kinds: the least length of a match, in tokens
     width: int | None
-    layers: int | None  # null, for an early exit: cotrain.bench.exit_planner chooses
+    layers: int | None  # null, for an early exit: cotrain.planning.exits chooses
     intermediate: int | None
     head_dim: int | None
     kv_heads: int | None

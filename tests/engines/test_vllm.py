@@ -15,12 +15,12 @@ import torch
 
 from cotrain.bench import server_parity as checked
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
+from cotrain.planning.planner import BATCH
 from cotrain.rollout import training_texts
 from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling

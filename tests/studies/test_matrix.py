@@ -11,14 +11,14 @@ import pytest
 from cotrain.bench import measurement
 from cotrain.bench import plan as plans
 from cotrain.bench.plan import CompiledParts, Plan
-from cotrain.bench.planner import MeasuredCosts, taus
+from cotrain.planning.planner import MeasuredCosts, measure_acceptance
 from inference import Sampling
 from inference.measure.costs import Costs
 from inference.proposers import NGram
 from studies import matrix
 from studies.floor import Machine
 from studies.matrix import Grid, Matrix
-from tests.bench_stubs import LIMIT, REGIME, SPEEDS, TAUS, Timed, met, plan_of  # noqa: F401
+from tests.bench_stubs import LIMIT, REGIME, SPEEDS, TAUS, Timed, met, plan_of, rates_of  # noqa: F401
 from tests.cotrain.bench.test_reports import ALONE, REAL
 from tests.folders import network, tokenizer
 from tests.kinds import medusa
@@ -38,13 +38,13 @@ def real_plan(verify: str = "token", kind: str = "independent") -> Plan:
 
 
 def test_the_length_is_planned_for_the_rule_that_verifies() -> None:
-    token, block = (taus(real_plan(verify=rule)) for rule in ("token", "block"))
-    assert token[1] == pytest.approx(block[1]) and all(token[k] < block[k] for k in (2, 3))
+    token, block = (measure_acceptance(real_plan(verify=rule)) for rule in ("token", "block"))
+    assert token.tau(1) == pytest.approx(block.tau(1)) and all(token.tau(k) < block.tau(k) for k in (2, 3))
 
 
 def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     monkeypatch.setattr(matrix, "measure_machine", lambda *_: Machine(1e9, 1e9))
     monkeypatch.setattr(matrix, "QUEUE", 1)
     plan = real_plan()
@@ -70,7 +70,7 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path, monkeyp
 
 def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     machine = Machine(1e9, 1e9)
     plan, grid = real_plan(kind="medusa"), matrix.Grid([1.0], [1], 4, None, tmp_path)
     plan.bench.depths = [2, 3, 8]  # of three heads
@@ -105,12 +105,12 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, costs: Costs, machine: Machine) -> 
     def choose_compiled(plan: Any) -> Any:
         return replace(plan, compiled=CompiledParts(True, False, True)), MeasuredCosts(costs, ALONE, {})
 
-    def taus(plan: Any) -> dict[int, float]:
+    def rates(plan: Any) -> Any:
         sent.append(plan)
-        return {1: 1.0, 2: 1.5, 3: 9.0, 4: 3.0}
+        return rates_of((1.0, 1.5, 9.0, 3.0)[: max(plan.depths)])
 
     monkeypatch.setattr(matrix, "choose_compiled", choose_compiled)
-    monkeypatch.setattr(matrix, "taus", taus)
+    monkeypatch.setattr(matrix, "measure_acceptance", rates)
     monkeypatch.setattr(matrix, "round_loads", loads)
     monkeypatch.setattr(matrix, "measure_machine", lambda device, dtype: machine)
     monkeypatch.setattr(matrix, "peak_memory", lambda: 3 * 2**20)

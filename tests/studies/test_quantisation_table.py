@@ -70,7 +70,8 @@ def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
     figures.first = lambda one: one
     asked, seen = list[Any](), list[Any]()
     monkeypatch.setattr(quantisation_table, "pair_figures", lambda *given: asked.append(given) or figures)
-    monkeypatch.setattr(quantisation_table, "tau_of", lambda figures, verify, k: (verify, k))
+    rates = lambda figures, verify, k: SimpleNamespace(tau=lambda k: (verify, k))  # noqa: E731
+    monkeypatch.setattr(quantisation_table, "acceptance", rates)
     monkeypatch.setattr(quantisation_table, "rounded", lambda draft, kind: seen.append((draft, kind)) or draft)
     monkeypatch.setattr(quantisation_table, "line", lambda cell: "")
     plan = plan_of(objective="greedy", bench=replace(plan_of().bench, draft_dtype="float32"))

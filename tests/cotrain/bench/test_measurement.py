@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import calibration, measurement
+from cotrain.bench import measurement
 from cotrain.bench.measurement import Budget, parity, quick
 from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.config.settings import Bench
@@ -199,5 +199,5 @@ def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("cotrain.students.retrieval.calibrate", noted)
     asked = plan("hybrid")
     asked.draft.config.lookup = {"datastore": None, "shortest": 2}
-    calibration.prepare(asked)
+    measurement.prepare(asked)
     assert {tuple(prompt) for prompt in gated} == set(map(tuple, asked.prompts.ranking))

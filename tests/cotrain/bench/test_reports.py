@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench import measurement, planner
+from cotrain.bench import measurement
 from cotrain.bench.plan import CompiledParts
-from cotrain.bench.planner import DraftLength, MeasuredCosts
+from cotrain.planning import planner
+from cotrain.planning.forecast import TreeForecast
+from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
-from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
+from tests.bench_stubs import REGIME, SPEEDS, TREE, Timed, chains_of, met, plan_of, rates_of  # noqa: F401
 
 ALONE = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 REAL = replace(ALONE, draft=0.75, rest=(0.2, 0.2, 0.3, 0.4, 0.5))
@@ -20,12 +22,12 @@ MORE = replace(REAL, draft=0.875)
 REACHED = Reached(0.1, None, True, 2, 3, 4.0, None, 8)
 
 
-def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = None, **changed: Any) -> Any:
+def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None, **changed: Any) -> Any:
     """What a measurement gives `build`, and what its parts were asked."""
     asked: dict[str, Any] = {}
-    plan = plan_of(**changed)
+    plan = replace(plan_of(**changed), tree=own)
     here = replace(plan, tree=None, compiled=CompiledParts(False, True, False))
-    length = DraftLength(2, 4, (1.0, 0.9, 1.3, 1.1, 1.2))
+    chosen = chains_of(4, (1.0, 0.9, 1.3, 1.1, 1.2), rates_of((1, 1, 1, 2.5)))
 
     def part(name: str, result: Any) -> Any:
         return lambda *given, **others: (asked.__setitem__(name, given), result)[1]
@@ -36,12 +38,10 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
     monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
-    monkeypatch.setattr(planner, "text_figures", part("text_figures", "figures"))
-    monkeypatch.setattr(planner, "taus_of", part("taus_of", {4: 2.5}))
-    monkeypatch.setattr(planner, "alone_length", part("alone_length", None))
-    monkeypatch.setattr(planner, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
-    monkeypatch.setattr(planner, "best_tree", part("best_tree", grown))
-    monkeypatch.setattr(planner, "chain_or_tree", part("chain_or_tree", (served, "a line")))
+    monkeypatch.setattr(planner, "measure_acceptance", part("measure_acceptance", chosen.acceptance))
+    monkeypatch.setattr(planner, "measured", part("measured", MeasuredCosts(REAL, ALONE, {})))
+    monkeypatch.setattr(planner, "plan_length", part("plan_length", (chosen, MeasuredCosts(MORE, ALONE, rounds))))
+    monkeypatch.setattr(planner, "best_tree", part("best_tree", tree))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
@@ -50,24 +50,24 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     built: dict[str, Any] = {}
     monkeypatch.setattr(measurement, "build", lambda *given, **settings: built.update(settings, given=given) or built)
     result = measurement.measure(plan, {"own": 1})
-    return result, asked, plan, here, timing, verdict, length
+    return result, asked, plan, here, timing, verdict, chosen
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     size = replace(plan_of().bench, minutes=10)
-    result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
-    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
-    assert asked["plain_texts"] == (here, 32) and asked["text_figures"] == (here, "texts", 4)
-    assert asked["taus_of"] == (here, "figures") and asked["alone_length"][0] == here
-    assert asked["alone_length"][1].costs == MORE and asked["alone_length"][2:] == ("figures", 100 + 0.25 * 600)
-    assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
-    assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
+    result, asked, plan, here, timing, verdict, chosen = reported(monkeypatch, bench=size)
+    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][3]
+    assert asked["plain_texts"] == (here, 32) and asked["measure_acceptance"] == (here, "texts")
+    assert asked["measured"][0].bench.rows == 1 and asked["measured"][1] == 100 + 0.25 * 600
+    assert asked["plan_length"][0] == here and asked["plan_length"][1].costs == MORE  # again, for batches alone
+    assert asked["plan_length"][2] is chosen.acceptance and asked["plan_length"][4] == REAL.rounds
+    assert asked["best_tree"][1:3] == (chosen, "texts")
     engine = asked["_timed"][1]
     assert asked["_timed"][0] == here and asked["_timed"][2:] == (REGIME, 100 + 0.65 * 600)
     assert (engine.policy.k, engine.rows, engine.compile, engine.verify) == (4, 3, True, "block")
     assert asked["check"][0] is engine and asked["check"][1].prompts == [["speculative"]]
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
-    assert asked["advice"] == (length, timing.ratio("speculative", "plain"), None)
+    assert asked["advice"] == (chosen, timing.ratio("speculative", "plain"))
     assert asked["parity"] == (here, 4, 100 + 0.85 * 600, 0.375) and asked["greedy"] == (here, 4, False)
     given, extra = result.pop("given"), result.pop("extra")
     assert given == (timing, engine, "speculative", "plain")
@@ -86,17 +86,18 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
 
 def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The plan's own tree is one to consider: nothing before is measured with it."""
-    served = SimpleNamespace(tree=TREE, tau=1.5, speedup=0.9, chain=0.8)
-    result, asked, plan, here, timing, _, length = reported(monkeypatch, served, served, tree=TREE)
+    served = TreeForecast(TREE, 1.5, 1.0, 0.9, 0.125, 0.0)
+    result, asked, plan, here, timing, *_ = reported(monkeypatch, served, own=TREE)
     assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
     assert asked["choose_compiled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
     assert {asked[name][0].tree for name in ("_timed", "parity", "greedy")} == {TREE}
     assert asked["_timed"][1].policy.k == asked["parity"][1] == asked["greedy"][1] == TREE.depth == 2
-    assert asked["_timed"][1].verify == "traversal" and asked["advice"][2] is served
+    assert asked["_timed"][1].verify == "traversal" and asked["advice"][0].served is served
     extra = result["extra"]
     assert (extra["planned_k"], extra["planned_shape"], extra["planned_rule"]) == (4, [-1, -1, 0], "traversal")
     assert extra["planned_likeliest"] is True and extra["plain_is_faster"] is True
-    assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9} and extra["said"][:2] == ["advice", "a line"]
+    assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9}
+    assert extra["said"][0] == "advice" and extra["said"][1].startswith("a tree of 3 nodes in 2 levels")
 
 
 def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -74,7 +74,7 @@ def plain(place: Path) -> list[int]:
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost is not looked at here."""
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
 
 
 def said(engine: Engine) -> list[int]:

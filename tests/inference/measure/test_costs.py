@@ -14,7 +14,6 @@ from inference import Engine, Sampling
 from inference.measure.costs import (
     Costs,
     RealRound,
-    best_k,
     calibrated,
     interleaved,
     joined,
@@ -125,21 +124,7 @@ def test_interleaved_costs_are_medians_of_a_round_robin():
     assert result == {"a": 2, "b": 7} and order == ["a", "b"] * 4
 
 
-def test_best_length_agrees_with_the_published_formula():
-    """Leviathan et al. 2023, theorem 3.8, T5 EnDe base at temperature 0: alpha .8, c .04, K = 7 gives 3.3."""
-    alpha, c = 0.8, 0.04
-    costs = Costs((1.0,) * 8, c, (0.0,) * 8)
-    choice = best_k(costs, lambda k: (1 - alpha ** (k + 1)) / (1 - alpha))
-    assert choice.speedups[7] == pytest.approx((1 - alpha**8) / ((1 - alpha) * (7 * c + 1)))
-    assert choice.speedups[7] == pytest.approx(3.3, abs=0.07)
-    assert choice.k == 7 and choice.speedup == choice.speedups[7]
-
-
-def test_best_length_looks_past_a_cliff_and_may_be_none():
-    cliff = Costs((1.0, 2.0, 2.0, 2.0, 2.0), 0.01, (0.0,) * 5)
-    assert best_k(cliff, lambda k: 1 + 0.9 * k).k == 4  # k = 1 is slower than plain: a local rule stops there
-    assert best_k(cliff, lambda k: 1 + 0.9 * k).speedups[1] < 1
-    assert best_k(Costs((1.0, 2.0), 0.5, (0.1, 0.1)), lambda k: 1.2).k == 0
+def test_a_round_is_the_sum_of_its_parts():
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).round(1) == 2.6
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(1) == pytest.approx(2.9)
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(0) == 1.25

@@ -7,28 +7,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cotrain.bench import measurement, planner
+from cotrain.bench import measurement
 from cotrain.bench.plan import CompiledParts
-from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose, plan_length
+from cotrain.planning import planner
+from cotrain.planning.forecast import Forecast, acceptance, forecast
+from cotrain.planning.planner import MeasuredCosts, advice, plan_entries, plan_length
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
-from tests.bench_stubs import plan_of
+from tests.bench_stubs import chains_of, plan_of, rates_of
 
 TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
 SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
 
 
 def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:
-    sure = dict(enumerate((1.3, 1.32, 1.33, 1.33), 1)).__getitem__
-    assert choose(Costs((1.0,) * 5, 0.2, (0.0,) * 5), sure, [3, 4]).k == 1
-    dear = choose(Costs((1.0,) * 5, 0.6, (0.0,) * 5), sure, [3, 4])
-    assert (dear.k, dear.drafting) == (0, 1) and dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
+    sure, plan = rates_of((1.3, 1.32, 1.33, 1.33)), plan_of(bench=replace(plan_of().bench, depths=[3, 4]))
+    rounds = {k: RealRound(0, 1, 0) for k in range(5)}
+
+    def chosen(draft: float) -> Forecast:
+        costs = Costs((1.0,) * 5, draft, (0.0,) * 5)
+        return plan_length(plan, MeasuredCosts(costs, costs, rounds), sure)[0]
+
+    assert chosen(0.2).k == 1 and plan_entries(chosen(0.2), "token")["plain_is_faster"] is False
+    dear = chosen(0.6)
+    assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
+    assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
 
 
 def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> None:
     """By the line through 0, 2 and 4 the third is best; run, it is not."""
-    tau = dict(enumerate((1.5, 2.0, 3.4, 3.5), 1)).__getitem__
+    rates = rates_of((1.5, 2.0, 3.4, 3.5))
     ran = []
 
     def rounds_of(plan, lengths, until):
@@ -37,19 +46,21 @@ def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> N
 
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     start = MeasuredCosts(calibrated(TABLE, SLOW), TABLE, SLOW)
-    assert choose(start.costs, tau, [2, 3, 4]).drafting == 3
-    length, measured = plan_length(SimpleNamespace(depths=[2, 3, 4], planned=None), start, tau)
-    assert ran[0] == 3 and 3 in measured.rounds and length.speedups[3] < choose(start.costs, tau, [3]).speedups[3]
+    before = forecast(rates, start.costs)
+    assert before.among([2, 3, 4]).k == 3
+    plan = SimpleNamespace(depths=[2, 3, 4], planned=None, bench=SimpleNamespace(rows=1))
+    chains, measured = plan_length(plan, start, rates)  # type: ignore[arg-type]
+    assert ran[0] == 3 and 3 in measured.rounds and chains.speedups[3] < before.speedups[3]
 
 
 def test_a_slow_down_is_put_in_words() -> None:
-    length = DraftLength(0, 1, (1.0, 0.9))
+    length = chains_of(1, (1.0, 0.9))
     line = advice(length, Interval(0.8, 0.7, 0.9))
     assert line is not None and line.startswith("plain decoding is faster here: 0.80x at k = 1, 0.90x predicted")
-    assert "no speed-up is shown" in str(advice(DraftLength(2, 2, (1.0, 1.1, 1.2)), Interval(1.1, 0.9, 1.3)))
+    assert "no speed-up is shown" in str(advice(chains_of(2, (1.0, 1.1, 1.2)), Interval(1.1, 0.9, 1.3)))
     assert "train a smaller or better draft" in str(advice(length, Interval(1.1, 0.9, 1.3)))
     assert "plain decoding is faster" in str(advice(length, Interval(0.9, nan, nan)))
-    assert advice(DraftLength(2, 2, (1.0, 1.1, 1.2)), Interval(1.2, 1.1, 1.3)) is None
+    assert advice(chains_of(2, (1.0, 1.1, 1.2)), Interval(1.2, 1.1, 1.3)) is None
 
 
 @pytest.fixture
@@ -106,24 +117,14 @@ def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> 
     r = torch.full((4, 80), 1.0, dtype=torch.float64)
     none, k = torch.zeros_like(r, dtype=torch.bool), torch.full((4, 80), 1)
     figures = Figures(torch.full_like(r, -0.1), torch.full_like(r, -0.1), r, none, none, k, lengths)
-    asked = []
-
-    def measured(plan, until):
-        asked.append(plan)
-        return SimpleNamespace(costs=Costs((0.1, 0.6), 0.0, (0.0, 0.0)))
-
-    monkeypatch.setattr(planner, "measured", measured)
-    size = SimpleNamespace(rows=4)
-    plan = SimpleNamespace(bench=size, depths=[1], planned=None, verify="token", batched=lambda rows: ("plan of", rows))
+    plan = SimpleNamespace(bench=SimpleNamespace(rows=4), depths=[1], planned=None)
     table = Costs((0.95, 1.05), 0.1, (0.05, 0.05), 4)
     timed = MeasuredCosts(table, table, {1: RealRound(0.1, 1.05, 0.05)})
-    length, costs = planner.alone_length(plan, timed, figures) or (None, None)  # type: ignore[arg-type]
+    rates = acceptance(figures, "token", 1)
+    length, costs = plan_length(plan, timed, rates, one_row=(0.1, 0.6))  # type: ignore[arg-type]
     assert costs is timed  # rounds of this length were run before
     # plainly 40 rounds of four rows and 40 of one; with a draft half as many of each
-    assert length is not None and asked == [("plan of", 1)]
     assert length.speedups == pytest.approx((1.0, (40 + 40 * 0.1) / (20 * 1.2 + 20 * 0.6))) and length.k == 1
-    few = SimpleNamespace(**vars(plan) | {"bench": SimpleNamespace(rows=8)})
-    assert planner.alone_length(few, timed, figures) is None  # type: ignore[arg-type]
     ran = []
 
     def rounds_of(plan, lengths, until):
@@ -132,18 +133,20 @@ def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> 
 
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     plain = MeasuredCosts(table, table, {0: RealRound(0.0, 0.95, 0.05)})
-    length, costs = planner.alone_length(plan, plain, figures) or (None, None)  # type: ignore[arg-type]
-    assert ran == [1] and length is not None and length.k == 0 and costs is not plain
+    length, costs = plan_length(plan, plain, rates, one_row=(0.1, 0.6))  # type: ignore[arg-type]
+    assert ran == [1] and length.speedup < 1 and costs is not plain
 
 
 def test_the_tau_of_a_plan_is_that_of_its_draft_length(monkeypatch) -> None:
-    length = DraftLength(2, 2, (1.0, 1.1, 1.2, 1.15))
-    costs = MeasuredCosts(TABLE, TABLE, {})
-    monkeypatch.setattr(planner, "text_figures", lambda *given: "figures")
-    monkeypatch.setattr(planner, "taus_of", lambda *given: {1: 1.5, 2: 1.8, 3: 1.9})
-    monkeypatch.setattr(planner, "plan_length", lambda *given: (DraftLength(3, 3, (1.0, 1.1, 1.2, 1.3)), costs))
-    monkeypatch.setattr(planner, "alone_length", lambda *given: (length, costs))
+    """With several rows, it is chosen again for batches that are decoded alone, if the texts fill one."""
+    costs, rates = MeasuredCosts(TABLE, TABLE, {}), rates_of((1.5, 1.8, 1.9))
+    full, asked = chains_of(3, (1.0, 1.1, 1.2, 1.3), rates), []
+    monkeypatch.setattr(planner, "measure_acceptance", lambda *given: rates)
+    monkeypatch.setattr(planner, "plan_length", lambda *given: (replace(full, k=2) if given[4:] else full, costs))
+    monkeypatch.setattr(planner, "measured", lambda plan, until: asked.append(plan.bench.rows) or costs)
     monkeypatch.setattr(planner, "best_tree", lambda *given: None)
-    for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8)):
-        plan = planner.plan_draft(plan_of(bench=replace(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
-        assert (plan.k, plan.tau, plan.speedup) == (k, tau, plan.length.speedups[k])
+    for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8), (8, 3, 1.9)):
+        plan, known, chosen = planner.plan_draft(plan_of(bench=replace(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
+        assert (chosen.length, chosen.tau, chosen.speedup) == (k, pytest.approx(tau), full.speedups[k])
+        assert known is costs and plan.tree is None
+    assert asked == [1]

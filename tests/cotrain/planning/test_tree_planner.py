@@ -11,26 +11,26 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from cotrain.bench import measurement, planner
+from cotrain.bench import measurement
 from cotrain.bench.measurement import recorded
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import (
-    DraftLength,
-    MeasuredTree,
+from cotrain.commands import generate
+from cotrain.config.groups import Bench
+from cotrain.data.splits import Prompts
+from cotrain.planning import planner
+from cotrain.planning.forecast import Forecast, TreeForecast
+from cotrain.planning.planner import (
     advice,
     best_tree,
     candidates,
-    chain_or_tree,
+    choice_line,
     plain_distributions,
     plain_texts,
     plan_entries,
     served_tree,
+    tree_calls,
     tree_search,
-    tree_tau,
 )
-from cotrain.commands import generate
-from cotrain.config.groups import Bench
-from cotrain.data.splits import Prompts
 from cotrain.training import distil
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, read, save
@@ -48,6 +48,7 @@ from inference.proposers.heads import Medusa, MedusaConfig, MedusaNetwork
 from inference.proposers.trees import StaticTrees
 from inference.sampling.noise import row_ids
 from inference.verify.tree import Tree, chain, depths_of, full
+from tests.bench_stubs import chains_of, rates_of
 from tests.folders import network, target_folder, tokenizer
 from tests.tiny import near, tiny
 
@@ -225,12 +226,20 @@ def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
         seconds = {key: tree if isinstance(key, PlannedTree) else 1.25 if key else 1.0 for key in engines}
         return {key: RealRound(0.1, one - 0.2, 0.1) for key, one in seconds.items()}
 
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     monkeypatch.setattr(planner, "measure_drafting", in_turn)
     return asked
 
 
-LENGTH, TAUS = DraftLength(2, 2, (1.0, 1.1, 1.2)), {1: 1.3, 2: 1.6}
+CHAINS = chains_of(2, (1.0, 1.1, 1.2), rates_of((1.3, 1.6), texts=32))
+
+
+def tau_of(distributions: Any, tree: PlannedTree) -> float:
+    return float(distributions.lengths.sum() / tree_calls(distributions, tree).sum())
+
+
+def chosen_of(tree: TreeForecast, served: bool) -> Forecast:
+    return replace(CHAINS, tree=tree, serves_tree=served)
 
 
 def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
@@ -258,29 +267,29 @@ def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
 def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them ran in turn, with plain decoding."""
     asked, plan = rounds(monkeypatch, tree=9.0), plan_of(tree=TREE)
-    result = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    result = best_tree(plan, CHAINS, plain_texts(plan))
     assert result and result.chain == pytest.approx(1.28) and result.speedup < 1
     assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
-    served, line = chain_or_tree(LENGTH, result)
-    assert (
-        served is None and line == f"draft length 2: {result.speedup:.2f}x is expected with trees, 1.28x with the chain"
+    chosen, line = (
+        chosen_of(result, False),
+        f"draft length 2: {result.speedup:.2f}x is expected with trees, 1.28x with ",
     )
-    extra = plan_entries(LENGTH, result, served, "block")
+    assert result.gain < 0 and choice_line(chosen) == line + "the chain"
+    extra = plan_entries(chosen, "block")
     assert extra["planned_shape"] is extra["planned_likeliest"] is None is served_tree(extra)
     assert extra["planned_rule"] == "block" and extra["planned_k"] == 2
 
 
 def test_the_tree_of_the_folder_is_considered_though_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, plan = rounds(monkeypatch, tree=0.5), plan_of({"trees": 0}, tree=TREE)
-    result = best_tree(plan, LENGTH, TAUS, plain_texts(plan))
+    result = best_tree(plan, CHAINS, plain_texts(plan))
     assert result and asked == [[0, 2, TREE]] and result.speedup == pytest.approx(2 * result.tau)
-    served, _ = chain_or_tree(LENGTH, result)
-    assert served is result and served_tree(plan_entries(LENGTH, result, served, "block")) == TREE
+    assert result.gain > 0 and served_tree(plan_entries(chosen_of(result, True), "block")) == TREE
 
 
 @pytest.mark.parametrize("rule", ["coupled", "match"])
 def test_rules_that_were_named_are_not_replaced(rule: str) -> None:
-    assert best_tree(plan_of(tree=TREE, verify=rule), LENGTH, TAUS, Emitted([], [], [], [])) is None
+    assert best_tree(plan_of(tree=TREE, verify=rule), CHAINS, Emitted([], [], [], [])) is None
 
 
 def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,11 +327,11 @@ def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: st
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "plain_distributions", lambda *_: 1 / 0)
-    assert best_tree(plan_of({"trees": 0}), LENGTH, TAUS, Emitted([], [], [], [])) is None
+    assert best_tree(plan_of({"trees": 0}), CHAINS, Emitted([], [], [], [])) is None
 
 
 def test_a_kind_that_drafts_no_trees_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert best_tree(plan_of(kind="retrieval"), LENGTH, TAUS, Emitted([[1, 2]], [0], [[3, 4, 5]], [])) is None
+    assert best_tree(plan_of(kind="retrieval"), CHAINS, Emitted([[1, 2]], [0], [[3, 4, 5]], [])) is None
     assert "bench: retrieval drafts are planned as chains" in capsys.readouterr().out
 
 
@@ -339,16 +348,16 @@ def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
     plan = plan_of({"trees": 0}, sampling=Sampling(temperature=0))
     texts = plain_texts(plan)
     tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
-    result = best_tree(replace(plan, tree=tree), LENGTH, TAUS, texts)
+    result = best_tree(replace(plan, tree=tree), CHAINS, texts)
     distributions = plain_distributions(plan, texts)
     assert result and distributions and result.tree == replace(tree, likeliest=True)
-    assert result.tau == tree_tau(distributions, result.tree)
+    assert result.tau == tau_of(distributions, result.tree)
 
 
 def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
     shallow = replace(plan, bench=replace(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
-    result = best_tree(shallow, LENGTH, TAUS, plain_texts(plan))
+    result = best_tree(shallow, CHAINS, plain_texts(plan))
     assert result and result.tree.depth == 3 and result.tau > 1
 
 
@@ -378,7 +387,7 @@ def test_children_are_as_the_draft_was_trained() -> None:
     assert distributions
     flat = candidates(tree_search(plan, distributions), lambda parents: 1.0)
     assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
-    taus = [tree_tau(distributions, tree) for tree in flat]
+    taus = [tau_of(distributions, tree) for tree in flat]
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
     assert all(
         tree.likeliest
@@ -401,6 +410,5 @@ def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatc
 
 
 def test_advice_names_the_tree_that_was_measured() -> None:
-    tree = MeasuredTree(TREE, 2.0, RealRound(1, 1, 1), 0.8, 0.7)
-    said = advice(DraftLength(0, 2, (1.0, 0.6, 0.7)), Interval(0.9, 0.8, 0.95), tree)
+    said = advice(chosen_of(TreeForecast(TREE, 2.0, 3.0, 0.8, 0.1, 0.0), True), Interval(0.9, 0.8, 0.95))
     assert said and "0.90x with a tree of 5 nodes in 2 levels, sampled children, traversal, 0.80x predicted" in said

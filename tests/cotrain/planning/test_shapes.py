@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench.forecast import at_acceptance, break_even
 from cotrain.cli import main
-from cotrain.plan.shapes import ACCEPTANCES, Shape, shape_table
+from cotrain.planning.forecast import at_acceptance, break_even
+from cotrain.planning.shapes import ACCEPTANCES, entry, shape_table
 from inference.measure.costs import Costs
 from tests.folders import target_folder
 
@@ -65,5 +65,5 @@ def test_the_break_even_acceptance_is_where_the_best_length_starts_to_pay() -> N
 
 
 def test_a_shape_that_cannot_pay_has_a_dash() -> None:
-    lines = shape_table([Shape("draft=x", "x", 2_000_000, {1: CHEAP, 8: DEAR})]).splitlines()
+    lines = shape_table([entry("draft=x", "x", 2_000_000, {1: CHEAP, 8: DEAR})]).splitlines()
     assert "2.00 M" in lines[1] and "(k = 2)" in lines[1] and lines[2].split()[-6:] == ["-"] * 6

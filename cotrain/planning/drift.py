@@ -70,8 +70,10 @@ def planned(file: Path) -> PlannedTau:
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         draft = _entry(plan, "recommended", kind=str)
-        profiles = {float(t): _numbers(_entry(one, "prefix"), f"acceptance.{t}.prefix", 0, 1)
-                    for t, one in _entry(plan, "acceptance", draft, kind=dict).items()}  # fmt: skip
+        profiles = {
+            float(t): _numbers(_entry(one, "prefix"), f"acceptance.{t}.prefix", 0, 1)
+            for t, one in _entry(plan, "acceptance", draft, kind=dict).items()
+        }
         for cell in _entry(plan, "cells", kind=list):
             (t,) = _numbers([_entry(cell, "temperature")], "temperature", 0)
             if _entry(cell, "draft") == draft and math.isclose(t, next(iter(profiles), math.nan), rel_tol=1e-4):
@@ -82,8 +84,10 @@ def planned(file: Path) -> PlannedTau:
                     return PlannedTau(draft, profiles, tau, errors)
         raise ValueError(f"no cell has tau and tau_errors of {draft} at the first temperature, for every draft length")
     except (OSError, ValueError, OverflowError) as error:
-        raise UserError(f"output: {file} is no plan of a draft: {error}; make it again with cotrain plan draft.path= "
-                        "of the served draft") from error  # fmt: skip
+        raise UserError(
+            f"output: {file} is no plan of a draft: {error}; make it again with cotrain plan draft.path= "
+            "of the served draft"
+        ) from error
 
 
 def _entry(given: Any, *keys: str, kind: type = object) -> Any:
@@ -149,8 +153,10 @@ def _impossible(one: Served) -> str | None:
     if min(depths) < 0 or any(later > before for before, later in pairwise((one.rounds, *depths))):
         return f"of {one.rounds} rounds, {depths} drafts were accepted by depth: numbers cannot rise, or be below 0"
     if not accepted <= one.drafted <= one.rounds * len(depths):
-        return (f"{one.drafted} tokens were drafted in {one.rounds} rounds of at most {len(depths)}, and {accepted} "
-                "accepted: these cannot be counters of the same rounds")  # fmt: skip
+        return (
+            f"{one.drafted} tokens were drafted in {one.rounds} rounds of at most {len(depths)}, and {accepted} "
+            "accepted: these cannot be counters of the same rounds"
+        )
     if not math.isclose(one.accepted, accepted, rel_tol=SMALL, abs_tol=len(depths)):
         return f"{one.accepted} drafts were accepted, and {accepted} by depth: save the whole page at one time"
     return None
@@ -163,12 +169,15 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
     profiles, k = plan.profiles, len(counters.by_depth)
     longest = min(map(len, profiles.values()))
     if k > longest:
-        raise UserError(f"log: the server drafts {k} tokens, and the plan has {longest}: plan again with bench.depths "
-                        f"up to {k}")  # fmt: skip
+        raise UserError(
+            f"log: the server drafts {k} tokens, and the plan has {longest}: plan again with bench.depths up to {k}"
+        )
     if counters.drafted < FIXED * counters.rounds * k:
-        raise UserError(f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
-                        "drift is found where all rounds draft equally many; serve some prompts without a schedule and "
-                        "without an adaptive policy, and save their counters")  # fmt: skip
+        raise UserError(
+            f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
+            "drift is found where all rounds draft equally many; serve some prompts without a schedule and "
+            "without an adaptive policy, and save their counters"
+        )
     shares = [accepted / counters.rounds for accepted in counters.by_depth]
     at = next(iter(profiles))  # the first temperature is that of serving
     nearest = min(profiles, key=lambda t: abs(sum(profiles[t][:k]) - sum(shares)))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cotrain.plan.page import page
+from cotrain.planning.page import page
 
 
 def plan(*drafts: str, k: int = 2, **more: Any) -> dict[str, Any]:

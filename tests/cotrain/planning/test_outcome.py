@@ -6,21 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench.forecast import Calls
-from cotrain.plan import outcome
-from cotrain.plan.outcome import profile, schedules
+from cotrain.planning import outcome
+from cotrain.planning.forecast import Acceptance
+from cotrain.planning.outcome import profile, schedules
 
 
 def best(kind: str = "independent", verify: str = "token", prefix: tuple[float, ...] = (0.6, 0.3)) -> Any:
     """Two texts of 19 and 19 tokens; with two drafts a round emits 1 + 0.6 + 0.3 tokens, so each takes 10 rounds."""
     lengths = torch.tensor([19.0, 19.0], dtype=torch.float64)
     one = (1 + prefix[0]) if len(prefix) else 1.0
-    calls = Calls(torch.stack([lengths, lengths / one, lengths / (1 + sum(prefix))]), lengths, torch.zeros(3, 1, 2))
     at_least = [1.0, *prefix, 0.0]
-    acceptance = {"histogram": [at_least[n] - at_least[n + 1] for n in range(len(prefix) + 1)]}
-    cells = {(1.0, 1): SimpleNamespace(chains=SimpleNamespace(calls=calls))}
+    histogram = [at_least[n] - at_least[n + 1] for n in range(len(prefix) + 1)]
+    calls = torch.stack([lengths, lengths / one, lengths / (1 + sum(prefix))])
+    rates = Acceptance(calls, lengths, torch.zeros(3, 1, 2), 0.5, {"histogram": histogram})
+    cells = {(1.0, 1): SimpleNamespace(k=2)}
     plan = SimpleNamespace(kind=kind, verify=verify, names=("/data/org/target", "/home/me/drafts/mine"))
-    return SimpleNamespace(path="/home/me/drafts/mine", plan=plan, cells=cells, profiles={1.0: acceptance})
+    return SimpleNamespace(path="/home/me/drafts/mine", plan=plan, cells=cells, acceptance={1.0: rates})
 
 
 MADE: Any = {"settings": {}, "environment": {}}
@@ -28,7 +29,7 @@ MADE: Any = {"settings": {}, "environment": {}}
 
 def test_the_profile_is_that_of_expected_rounds() -> None:
     """A round emits one token more than it accepts: position i of the rates is length i + 2 of the histogram."""
-    found = profile(best(), 1.0, 1, MADE)
+    found = profile(best(), 1.0, MADE)
     assert found["mean_accept_length"] == pytest.approx(1.9) and found["validation"]["mean_consistency"]["passed"]
     histogram = {int(n): count for n, count in found["acceptance_length_histogram"].items()}
     rounds = sum(histogram.values())
@@ -43,12 +44,12 @@ def test_the_profile_is_that_of_expected_rounds() -> None:
 
 def test_a_profile_that_contradicts_itself_says_so() -> None:
     given = best()
-    given.profiles[1.0]["histogram"] = [0.7, -0.3, 0.6]
-    found = profile(given, 1.0, 1, MADE)["validation"]
+    given.acceptance[1.0].by_depth["histogram"] = [0.7, -0.3, 0.6]
+    found = profile(given, 1.0, MADE)["validation"]
     assert found["marginal_monotonicity"]["violations"] == [
         {"position": 1, "value": 0.6, "previous": pytest.approx(0.3)}
     ]
-    assert profile(best(), 1.0, 1, MADE)["validation"]["mean_consistency"]["abs_delta"] == pytest.approx(0, abs=1e-9)
+    assert profile(best(), 1.0, MADE)["validation"]["mean_consistency"]["abs_delta"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +58,13 @@ def test_a_profile_that_contradicts_itself_says_so() -> None:
      ("block", "token", "dflash", "measured_per_k"), ("medusa", "token", "medusa", "measured_per_k")],
 )  # fmt: skip
 def test_kinds_have_their_names_there(kind: str, verify: str, method: str, model: str) -> None:
-    found = profile(best(kind, verify), 1.0, 1, MADE)
+    found = profile(best(kind, verify), 1.0, MADE)
     assert (found["method"], found["accept_length_model"]) == (method, model)
     assert found["verification_method"] == ("block" if verify == "block" else "longest_prefix")
 
 
 def test_paths_of_this_machine_are_not_published() -> None:
-    found = profile(best(), 1.0, 1, MADE)
+    found = profile(best(), 1.0, MADE)
     assert found["draft_checkpoint"] == {"id": "drafts/mine"} and found["target_model"] == {"id": "org/target"}
 
 
@@ -81,11 +82,9 @@ def test_without_a_recommended_draft_no_engine_is_told_to_draft() -> None:
 
 def test_files_are_of_the_first_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     given = best()
-    given.alpha = {1.0: 0.5, 0.0: 0.9}
+    given.acceptance[0.0] = given.acceptance[1.0]
     other = SimpleNamespace(k=0)
-    given.cells |= {(0.0, 1): SimpleNamespace(chains=other), (0.0, 4): SimpleNamespace(chains=other)}
-    given.cells[1.0, 4] = SimpleNamespace(chains=SimpleNamespace(k=1))
-    given.cells[1.0, 1].chains.k = 2
+    given.cells |= {(0.0, 1): other, (0.0, 4): other, (1.0, 4): SimpleNamespace(k=1)}
     given.policy, given.costs = None, {}
     monkeypatch.setattr(outcome, "policy_content", lambda policy: {})
     found = outcome.files(given, [1, 4], MADE)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.plan.costs_file import PARTS, read_costs
+from cotrain.planning.costs_file import PARTS, read_costs
 from inference.measure.costs import Costs
 from tests.broken import broken
 

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import exit_planner
-from cotrain.bench.exit_planner import Exit, TextStates, best, between, figures, line_of, moved, rated, read
+from cotrain.acceptance import iid_tau
 from cotrain.cli import main
 from cotrain.data.splits import SPLITS
+from cotrain.planning import exits as exit_planner
+from cotrain.planning.exits import TextStates, between, figures, line_of, moved, rated, read
 from cotrain.students.early_exit import candidates
 from inference import Sampling
 from inference.measure.costs import Costs
 from inference.models.passes import LAST
 from inference.output import Emitted
+from tests.bench_stubs import rates_of
 from tests.cotrain.commands.test_train import SIZES
 from tests.folders import VOCABULARY, network, own_texts, target_folder
 
@@ -26,21 +28,27 @@ from tests.folders import VOCABULARY, network, own_texts, target_folder
 COSTS = Costs(target=(1.0, 1.0, 1.0), draft=0.0, rest=(0.0, 0.0, 0.0))
 
 
-def iid(alpha: float) -> Any:
-    return lambda k: (1 - alpha ** (k + 1)) / (1 - alpha)
+def at(layers: int, alpha: float, draft: float, depths: tuple[int, ...] = (1, 2)) -> Any:
+    rates = rates_of([iid_tau(alpha, k) for k in (1, 2)])
+    return SimpleNamespace(**rated(layers, rates, replace(COSTS, draft=draft), depths))
 
 
-def at(layers: int, alpha: float, draft: float, depths: tuple[int, ...] = (1, 2)) -> Exit:
-    return rated(layers, alpha, iid(alpha), replace(COSTS, draft=draft), depths)
+def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, exits: list[Any]) -> int:
+    folder.mkdir()
+    cfg = SimpleNamespace(draft=SimpleNamespace(kind="early_exit", layers=None), init=SimpleNamespace(kind="scratch"))
+    monkeypatch.setattr(exit_planner, "exits", lambda job: [vars(one) for one in exits])
+    exit_planner.planned(SimpleNamespace(cfg=cfg, folder=folder))  # type: ignore[arg-type]
+    return cfg.draft.layers  # type: ignore[return-value]
 
 
-def test_the_exit_of_most_speed_up_is_chosen() -> None:
+def test_the_exit_of_most_speed_up_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: tau(2) is 1 + a + a^2, a round takes 1 + 2c. The exit that accepts most costs too much, the cheapest
     accepts too little."""
     exits = [at(1, 0.5, 0.1), at(2, 0.8, 0.2), at(3, 0.95, 0.6)]
     assert [one.speedup for one in exits] == pytest.approx([1.75 / 1.2, 2.44 / 1.4, 2.8525 / 2.2])
-    assert best(exits) == exits[1] and (exits[1].k, exits[1].tau, exits[1].cost) == (2, pytest.approx(2.44), 0.2)
-    assert best([at(4, 0.5, 0.1), at(2, 0.5, 0.1)]).layers == 2
+    assert (exits[1].k, exits[1].tau, exits[1].cost) == (2, pytest.approx(2.44), 0.2)
+    assert chosen(tmp_path / "a", monkeypatch, exits) == 2
+    assert chosen(tmp_path / "b", monkeypatch, [at(4, 0.5, 0.1), at(2, 0.5, 0.1)]) == 2
 
 
 def test_a_draft_length_is_chosen_for_each_exit() -> None:
@@ -158,11 +166,10 @@ def test_every_exit_costs_what_its_share_of_the_way_says(monkeypatch: pytest.Mon
     monkeypatch.setattr(exit_planner, "costs_of", lambda plan: replace(COSTS, draft=5.0 + 2.0 * plan.at))
     monkeypatch.setattr(exit_planner, "plain_texts", lambda plan: None)
     monkeypatch.setattr(exit_planner, "read", lambda *of: ([], None))
-    result = SimpleNamespace(alpha=torch.ones(1), lengths=torch.ones(1))
-    monkeypatch.setattr(exit_planner, "figures", lambda *of: result)
-    monkeypatch.setattr(exit_planner, "tau_of", lambda figures, verify, k: 1.0 + k)
+    monkeypatch.setattr(exit_planner, "figures", lambda *of: None)
+    monkeypatch.setattr(exit_planner, "acceptance", lambda *of: rates_of((2.0, 3.0)))
     job: Any = SimpleNamespace(target=None, vocabulary=V)
-    assert [(one.layers, one.cost) for one in exit_planner.exits(job)] == [
+    assert [(one["layers"], one["cost"]) for one in exit_planner.exits(job)] == [
         (layers, pytest.approx(5.0 + 2.0 * layers)) for layers in range(2, 31, 2)
     ]
 
@@ -209,12 +216,12 @@ def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pyt
 
 def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on has the exit that it began with; layers that are given are not looked at."""
-    rows = [at(1, 0.5, 0.1), at(2, 0.8, 0.2)]
+    rows = [vars(at(1, 0.5, 0.1)), vars(at(2, 0.8, 0.2))]
     built: list[int] = []
     monkeypatch.setattr(exit_planner, "exits", lambda job: built.append(1) or rows)
 
     def job(layers: int | None, init: str = "target_layers", folder: Path = tmp_path) -> Any:
-        cfg = SimpleNamespace(draft=SimpleNamespace(layers=layers), init=SimpleNamespace(kind=init))
+        cfg = SimpleNamespace(draft=SimpleNamespace(kind="early_exit", layers=layers), init=SimpleNamespace(kind=init))
         return SimpleNamespace(cfg=cfg, folder=folder)
 
     first, again, given = job(None), job(None), job(3)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.plan.drift import Drift, planned, served
-from cotrain.plan.drift import drift as drift_of
+from cotrain.planning.drift import Drift, planned, served
+from cotrain.planning.drift import drift as drift_of
 from tests.broken import broken
 
 PREFIX = {"1": [0.6, 0.36, 0.22, 0.13], "0.3": [0.8, 0.64, 0.51, 0.41]}

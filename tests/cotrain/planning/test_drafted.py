@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cotrain.bench.forecast import acceptance, expected, mean_acceptance
-from cotrain.plan.drafted import by_domain, domains_of
+from cotrain.planning.drafted import by_domain, domains_of
+from cotrain.planning.forecast import acceptance, mean_acceptance
 from inference.source import SourcedText
-from tests.cotrain.bench.test_forecast import K, figures
+from tests.cotrain.planning.test_forecast import K, figures
 
 LENGTHS = torch.tensor([30, 21, 12, 30])
 
@@ -15,20 +15,20 @@ def test_each_domain_has_the_figures_of_its_texts() -> None:
     torch.manual_seed(0)
     r = torch.rand(4, 30, dtype=torch.float64)
     whole = figures(r, LENGTHS)
-    found = by_domain(whole, expected(whole, "token", K), ["code", "prose", "code", "prose"], "token")
+    found = by_domain(whole, acceptance(whole, "token", K), ["code", "prose", "code", "prose"], "token")
     assert list(found) == ["code", "prose"]
     for name, mine in (("code", [0, 2]), ("prose", [1, 3])):
         alone = figures(r[mine], LENGTHS[mine])
-        calls = expected(alone, "token", K)
+        calls = acceptance(alone, "token", K)
         assert found[name]["texts"] == 2 and found[name]["alpha"] == pytest.approx(mean_acceptance(alone))
         assert found[name]["tau"] == pytest.approx([calls.tau(k) for k in range(K + 1)])
-        assert found[name]["conditional"] == pytest.approx(acceptance(alone, "token", K)["conditional"])
+        assert found[name]["conditional"] == pytest.approx(calls.by_depth["conditional"])
     assert found["code"]["alpha"] != pytest.approx(found["prose"]["alpha"], abs=1e-3)
 
 
 def test_one_domain_or_none_has_no_figures_of_its_own() -> None:
     whole = figures(torch.full((4, 30), 0.5, dtype=torch.float64), LENGTHS)
-    calls = expected(whole, "token", K)
+    calls = acceptance(whole, "token", K)
     assert by_domain(whole, calls, ["code"] * 4, "token") == by_domain(whole, calls, [], "token") == {}
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cotrain.bench.forecast import SIGMAS
 from cotrain.page.html_page import document
 from cotrain.page.loaded_run import Number
 from cotrain.page.rendering import Chart, Section, Series, drawn, interval, joined, number, table
-from cotrain.plan.timed import arms_of
+from cotrain.planning.forecast import SIGMAS
+from cotrain.planning.timed import arms_of
 
 GENERATOR, PAGE = "cotrain plan", "plan.html"
 
@@ -32,11 +32,16 @@ def page(plan: Mapping[str, Any]) -> str:
         Section("recommended", "What is recommended", _recommended(cells, names)),
         Section("lengths", "Speed-up by draft length", drawn(_by_length(cells, names))),
         Section("depths", "Acceptance by depth", drawn(_by_depth(plan["acceptance"], names))),
-        Section("domains", "Acceptance by domain", _by_domain(plan["acceptance"], names),
-                "the prompts have one domain"),
-        Section("measured", "Measured beside forecast", _measured(plan.get("measured") or []),
-                "nothing was timed: cotrain plan measure=true"),
-    ]  # fmt: skip
+        Section(
+            "domains", "Acceptance by domain", _by_domain(plan["acceptance"], names), "the prompts have one domain"
+        ),
+        Section(
+            "measured",
+            "Measured beside forecast",
+            _measured(plan.get("measured") or []),
+            "nothing was timed: cotrain plan measure=true",
+        ),
+    ]
     return document([(Planned(names[best]), _headline(cells, best))], sections, GENERATOR)
 
 
@@ -56,8 +61,9 @@ def _headline(cells: Sequence[Mapping[str, Any]], best: str) -> Markup:
         return joined(Markup("<strong>{}x</strong>").format(gain), f" expected {where}, with the tree of plan.json")
     if not cell["k"]:
         return joined(f"plain decoding is recommended {where}")
-    return joined(Markup("<strong>{}</strong>").format(_speedup(cell, cell["k"])), f" expected {where}, with k = "
-                  f"{cell['k']}")  # fmt: skip
+    return joined(
+        Markup("<strong>{}</strong>").format(_speedup(cell, cell["k"])), f" expected {where}, with k = {cell['k']}"
+    )
 
 
 def _speedup(cell: Mapping[str, Any], k: int) -> Markup:
@@ -75,9 +81,11 @@ def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -
         shown: list[object] = [number(Number(value), ".2f") for value in numbers]
         shown.insert(2, "recommended" if tree and tree["recommended"] else "")
         rows.append([name, k, number(Number(cell["tau"][k])), _speedup(cell, k) if k else "-", *shown])
-    note = ("Speed-ups over plain decoding on this machine, with the interval that the texts leave. Batch alone: no "
-            "prompts wait for the slots of rows that have ended. Break-even: the acceptance above which some length "
-            "pays.")  # fmt: skip
+    note = (
+        "Speed-ups over plain decoding on this machine, with the interval that the texts leave. Batch alone: no "
+        "prompts wait for the slots of rows that have ended. Break-even: the acceptance above which some length "
+        "pays."
+    )
     return table(head, rows, note)
 
 
@@ -88,19 +96,27 @@ def _by_length(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> 
         series = []
         for cell in (one for one in cells if one["temperature"] == t):
             both = list(zip(cell["speedups"], cell["errors"], strict=True))
-            y, low, high = ([Number(value + sigmas * error) for value, error in both]
-                            for sigmas in (0, -SIGMAS, SIGMAS))  # fmt: skip
+            y, low, high = (
+                [Number(value + sigmas * error) for value, error in both] for sigmas in (0, -SIGMAS, SIGMAS)
+            )
             name = f"{names[cell['draft']]}, {cell['rows']} rows"
             series.append(Series(name, range(len(y)), y, low, high))
-        charts.append(Chart(f"lengths-{t:g}", f"Temperature {t:g}", "draft length k", "speed-up", series, at=1.0,
-                            spec=".2f"))  # fmt: skip
+        charts.append(
+            Chart(f"lengths-{t:g}", f"Temperature {t:g}", "draft length k", "speed-up", series, at=1.0, spec=".2f")
+        )
     return charts
 
 
 def _by_depth(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> list[Chart]:
-    series = [Series(f"{names[draft]}, T {t}", range(1, len(one["conditional"]) + 1),
-                     [Number(value) for value in one["conditional"]])
-              for draft, profiles in acceptance.items() for t, one in profiles.items()]  # fmt: skip
+    series = [
+        Series(
+            f"{names[draft]}, T {t}",
+            range(1, len(one["conditional"]) + 1),
+            [Number(value) for value in one["conditional"]],
+        )
+        for draft, profiles in acceptance.items()
+        for t, one in profiles.items()
+    ]
     note = "Of the rounds whose earlier drafts were all accepted."
     return [Chart("depths", "Accepted drafts", "depth", "share", series, note, range=(0, 1))]
 
@@ -119,8 +135,15 @@ def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
     rows: list[list[object]] = []
     for cell in cells:
         for name, arm in arms_of(cell).items():
-            shown = [interval([Number(arm[part][end]) for end in ("value", "low", "high")])
-                     for part in ("speedup", "decode")]  # fmt: skip
-            rows.append([f"T {cell['temperature']:g}, {cell['rows']} rows: {name}", *shown,
-                         number(Number(arm.get("predicted")), ".2f"), number(Number(arm.get("tau")))])  # fmt: skip
+            shown = [
+                interval([Number(arm[part][end]) for end in ("value", "low", "high")]) for part in ("speedup", "decode")
+            ]
+            rows.append(
+                [
+                    f"T {cell['temperature']:g}, {cell['rows']} rows: {name}",
+                    *shown,
+                    number(Number(arm.get("predicted")), ".2f"),
+                    number(Number(arm.get("tau"))),
+                ]
+            )
     return table(["", "speed-up", "decoding alone", "forecast", "tau"], rows) if rows else None

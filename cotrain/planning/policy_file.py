@@ -166,9 +166,12 @@ def _decided(decisions: CallDecisions, tops: Numbers) -> int:
 def content(policy: Adaptive) -> dict[str, Any]:
     """Return the content of the file that `Adaptive.load` reads."""
     deciding = dict.fromkeys(policy.seconds, 0.0) if policy.deciding is None else policy.deciding
-    return {"seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
-            "estimates": asdict(policy.estimates),
-            "deciding": {str(rows): one for rows, one in deciding.items()}, "identity": policy.draft}  # fmt: skip
+    return {
+        "seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
+        "estimates": asdict(policy.estimates),
+        "deciding": {str(rows): one for rows, one in deciding.items()},
+        "identity": policy.draft,
+    }
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:

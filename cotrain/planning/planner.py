@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from cotrain.bench.forecast import alone
-from cotrain.bench.forecast import expected as expected_calls
+from torch import Tensor
+
 from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast, acceptance, alone, error_of_sum, forecast
 from cotrain.rollout.training_texts import start_of
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
-from inference.exactness.figures import Figures, predictable_reach
+from inference.exactness.figures import Figures
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.arms import engine_arm
 from inference.measure.costs import (
     Costs,
     RealRound,
-    best_k,
     calibrated,
     joined,
     measure_costs,
@@ -32,15 +32,13 @@ from inference.measure.costs import (
 )
 from inference.measure.timing import Interval, interleave
 from inference.measure.tree_plan import Distributions, Search, distributions_of, distributions_of_rounds, reach_under
-from inference.measure.tree_shapes import Seconds, fitted, probes, tokens_of
+from inference.measure.tree_shapes import Seconds, fitted, probes
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.proposers import kind_of
 from inference.verify import predict_chain
-from inference.verify.tree import chain
 
 BATCH = 32  # rows, if tokens are counted and nothing is timed
-ALWAYS = (0, 1)  # draft lengths that are considered in addition to bench.depths
 SHAPE = 5  # repeats of the timing of each part; few, since the times are scaled to real rounds
 TRIES = 3  # how often the draft length is chosen again after rounds at the chosen length were timed
 
@@ -66,59 +64,6 @@ class MeasuredCosts:
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
 
-@dataclass(frozen=True)
-class DraftLength:
-    """The chosen draft length of chains. k: the fastest draft length, 0 for plain decoding. drafting: the fastest of at
-    least 1, which is measured and exported. speedups[k]: the predicted speed-up over plain decoding, k = 0..K."""
-
-    k: int
-    drafting: int
-    speedups: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MeasuredTree:
-    """A tree that was run in turn with plain decoding and the best chain. tau: expected tokens per target call on the
-    ranking texts. round: the times of its phases. speedup, chain: the speed-up of the tree and of the best chain over
-    plain decoding, predicted from their rounds."""
-
-    tree: PlannedTree
-    tau: float
-    round: RealRound
-    speedup: float
-    chain: float
-
-    def words(self) -> str:
-        """Return a description of the tree."""
-        tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
-        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
-
-
-@dataclass(frozen=True)
-class PlannedDraft:
-    """The chosen draft. plan: the plan that drafts it, with its tree if it is one. costs: those of chains, scaled to
-    the rounds that were timed. length: that of the best chain. tree: the fastest tree, None if none was run. served:
-    the same tree if it is drafted, else None. line: the choice, in words. tau: expected tokens per target call."""
-
-    plan: Plan
-    costs: MeasuredCosts
-    length: DraftLength
-    tree: MeasuredTree | None
-    served: MeasuredTree | None
-    line: str
-    tau: float
-
-    @property
-    def k(self) -> int:
-        """Return the draft length, or the number of levels of the tree."""
-        return self.served.tree.depth if self.served else self.length.drafting
-
-    @property
-    def speedup(self) -> float:
-        """Return the predicted speed-up over plain decoding."""
-        return self.served.speedup if self.served else self.length.speedups[self.k]
-
-
 # --- costs
 
 
@@ -139,8 +84,10 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
     both = eager, measured(replace(plan, compiled=CompiledParts(True, True, True)), until)
     k = sorted(plan.depths)[len(plan.depths) // 2]
     parts: tuple[Callable[[Costs], float], ...] = (
-        lambda costs: costs.target[0], lambda costs: costs.target[k], lambda costs: costs.drafting(k),
-    )  # fmt: skip
+        lambda costs: costs.target[0],
+        lambda costs: costs.target[k],
+        lambda costs: costs.drafting(k),
+    )
     faster = CompiledParts(*(part(both[1].costs) < part(both[0].costs) for part in parts))
     plan = replace(plan, compiled=faster)
     if len(set(faster)) == 1:
@@ -199,105 +146,67 @@ def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figu
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
-def tau_of(figures: Figures, verify: str, k: int) -> float:
-    """Return the predicted tokens per target call at draft length k, see `predictable_reach`."""
-    return float(predict_chain.tau_from(predictable_reach(figures, verify, k), figures.lengths))
-
-
-def taus(plan: Plan, texts: Emitted | None = None) -> dict[int, float]:
-    """Return the predicted tau by draft length on `texts`. By default these are new `plain_texts`."""
-    return taus_of(plan, text_figures(plan, texts or plain_texts(plan), max(plan.depths)))
-
-
-def taus_of(plan: Plan, figures: Figures) -> dict[int, float]:
-    """Return the predicted tau by draft length, from figures at the longest of the plan's depths."""
-    return {k: tau_of(figures, plan.verify, k) for k in range(1, max(plan.depths) + 1)}
+def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
+    """Return the acceptance of the plan's drafts at lengths up to the longest of its depths, on `texts`. By default
+    these are new `plain_texts`."""
+    longest = max(plan.depths)
+    return acceptance(text_figures(plan, texts or plain_texts(plan), longest), plan.verify, longest)
 
 
 # --- the choice
 
 
-def plan_draft(plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf) -> PlannedDraft:
+def plan_draft(
+    plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf
+) -> tuple[Plan, MeasuredCosts, Forecast]:
     """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others. texts:
     `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds.
 
+    Return the plan that drafts the choice, the costs of chains, scaled to the rounds that were timed, and the forecast.
     At several rows the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
-    timed. Those of trees are of full batches."""
-    chains = replace(plan, tree=None)
-    figures = text_figures(chains, texts, max(chains.depths))
-    expected = taus_of(chains, figures)
-    length, costs = plan_length(chains, costs, expected.__getitem__, until)
-    if plan.bench.rows > 1:
-        length, costs = alone_length(chains, costs, figures, until) or (length, costs)
-    tree = best_tree(replace(chains, tree=plan.tree), length, expected, texts, until)
-    served, line = chain_or_tree(length, tree, plan.planned is not None)
-    plan = replace(chains, tree=served.tree if served else None)
-    tau = served.tau if served else expected[length.drafting]
-    return PlannedDraft(plan, costs, length, tree, served, line, tau)
-
-
-# --- the draft length of a chain
+    timed. Those of trees are of full batches. A planned tree is drafted in any case."""
+    given, plan, rows = plan, replace(plan, tree=None), plan.bench.rows
+    rates = measure_acceptance(plan, texts)
+    chains, costs = plan_length(plan, costs, rates, until)
+    if 1 < rows <= len(rates.lengths):
+        one_row = measured(plan.batched(1), until).costs.rounds
+        chains, costs = plan_length(plan, costs, rates, until, one_row)
+    tree = best_tree(given, chains, texts, until)
+    served = tree is not None and (plan.planned is not None or tree.gain > 0)
+    plan = replace(plan, tree=tree.tree if tree and served else None)
+    return plan, costs, replace(chains, tree=tree, serves_tree=served)
 
 
 def plan_length(
-    plan: Plan, costs: MeasuredCosts, tau: Callable[[int], float], until: float = inf
-) -> tuple[DraftLength, MeasuredCosts]:
-    """Choose the fastest draft length among 0, 1 and bench.depths. If no rounds at the chosen length were timed, time
-    some, and choose again with the costs scaled to them. A planned length is not chosen, and compared with 0 alone."""
-    return _length_after_rounds(plan, costs, lambda known: best_k(known, tau).speedups, until)
+    plan: Plan, costs: MeasuredCosts, rates: Acceptance, until: float = inf, one_row: Sequence[float] = ()
+) -> tuple[Forecast, MeasuredCosts]:
+    """Choose the fastest draft length among 1 and bench.depths. If no rounds at the chosen length were timed, time
+    some, and choose again with the costs scaled to them. A planned length is not chosen. one_row: seconds of rounds of
+    one row by draft length, for batches that are decoded alone."""
+    lengths = plan.depths if plan.planned else sorted({1, *plan.depths})
 
+    def rated() -> Forecast:
+        chains, rows = forecast(rates, costs.costs), plan.bench.rows
+        if one_row:
+            chains = replace(chains, speedups=alone(rates, {1: one_row, rows: costs.costs.rounds}, rows))
+        return chains.among(lengths)
 
-def _length_after_rounds(
-    plan: Plan, costs: MeasuredCosts, speedups: Callable[[Costs], tuple[float, ...]], until: float
-) -> tuple[DraftLength, MeasuredCosts]:
-    """Choose the fastest draft length, and time rounds at it, until no other one is chosen. speedups: by draft length,
-    from costs."""
-    always = ALWAYS[:1] if plan.planned else ALWAYS
     for _ in range(TRIES):
-        length = fastest(speedups(costs.costs), plan.depths, always)
-        if length.drafting in costs.rounds:
+        chains = rated()
+        if chains.k in costs.rounds:
             break
-        costs = costs.at(rounds_of(plan, (length.drafting,), until))
-    return fastest(speedups(costs.costs), plan.depths, always), costs
-
-
-def choose(costs: Costs, tau: Callable[[int], float], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
-    """Choose the draft length with the fewest seconds per token, see `measure.costs.best_k`."""
-    return fastest(best_k(costs, tau).speedups, depths, always)
-
-
-def fastest(speedups: tuple[float, ...], depths: Any, always: Sequence[int] = ALWAYS) -> DraftLength:
-    """Choose the fastest draft length among `always` and `depths`. speedups: by draft length."""
-    allowed = sorted({*always, *depths})
-    best, drafting = (max(lengths, key=speedups.__getitem__) for lengths in (allowed, allowed[1:]))
-    return DraftLength(best, drafting, speedups)
-
-
-def alone_length(
-    plan: Plan, costs: MeasuredCosts, figures: Figures, until: float = inf
-) -> tuple[DraftLength, MeasuredCosts] | None:
-    """Choose the draft length of batches that are decoded alone, from the costs of rounds of one row, measured here,
-    and of all rows. As in `plan_length`, rounds at the chosen length are timed. Return None if the texts fill no batch.
-    figures: of the texts."""
-    rows = plan.bench.rows
-    if len(figures.lengths) < rows:
-        return None
-    one_row = measured(plan.batched(1), until).costs.rounds
-    calls = expected_calls(figures, plan.verify, max(plan.depths))
-    return _length_after_rounds(plan, costs, lambda known: alone(calls, {1: one_row, rows: known.rounds}, rows), until)
+        costs = costs.at(rounds_of(plan, (chains.k,), until))
+    return rated(), costs
 
 
 # --- trees
 
 
-def best_tree(
-    plan: Plan, length: DraftLength, chains: Mapping[int, float], texts: Emitted, until: float = inf
-) -> MeasuredTree | None:
+def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) -> TreeForecast | None:
     """Return the fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
 
     Return None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no
-    candidates. length: that of the best chain. chains: tau by draft length. texts: `plain_texts`, on which trees and
-    chains are rated.
+    candidates. chains: the forecast of chains on the same texts, `plain_texts`.
     """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
@@ -312,21 +221,38 @@ def best_tree(
     if plan.bench.trees:
         trees = candidates(tree_search(plan, distributions), tree_seconds(plan, until))[:CANDIDATES]
     trees += [given] if given is not None and given not in trees else []
+    return fastest_tree(plan, chains, distributions, trees, until, in_turn=True)
+
+
+def fastest_tree(
+    plan: Plan,
+    chains: Forecast,
+    distributions: Distributions,
+    trees: Sequence[PlannedTree],
+    until: float = inf,
+    in_turn: bool = False,
+) -> TreeForecast | None:
+    """Return the fastest of these trees, None if there are none. Their rounds are timed in turn with plain decoding and
+    the chain. chains: the forecast of chains at the plan's temperature and rows. distributions: on the first of its
+    texts. in_turn: compare with the chain's seconds in these rounds; otherwise all seconds are scaled to those of
+    `chains`."""
     if not trees:
         return None
-    k = length.drafting
-    rounds = rounds_in_turn(plan, [0, k, *trees], until)
-    plain, expected = rounds[0].seconds, {tree: tree_tau(distributions, tree) for tree in trees}
-    all_texts = len(distributions.lengths) == len(texts.tokens)  # else trees were rated on fewer texts than chains
-    tau = (
-        chains[k]
-        if all_texts
-        else tree_tau(distributions, PlannedTree(chain(k), RULES[plan.verify], plan.objective == "greedy"))
-    )
-    chained = plain * tau / rounds[k].seconds
-    speeds = {tree: plain * expected[tree] / rounds[tree].seconds for tree in trees}
-    best = max(trees, key=speeds.__getitem__)
-    return MeasuredTree(best, expected[best], rounds[best], speeds[best], chained)
+    k = chains.k
+    rounds = rounds_in_turn(plan, list(dict.fromkeys([0, k, *trees])), until)
+    plain, chained = (rounds[at].seconds if in_turn else chains.seconds[at] for at in (0, k))
+    scale = chained / rounds[k].seconds  # the chain's seconds may come from other rounds
+    lengths = distributions.lengths.double()
+    with_chain = chained * chains.acceptance.calls[k, : len(lengths)]
+    rated = []
+    for tree in trees:
+        seconds, calls = rounds[tree].seconds * scale, tree_calls(distributions, tree)
+        with_tree = seconds * calls
+        total = float(with_tree.sum())
+        faster = float(with_chain.sum()) / total
+        tau, error = float(lengths.sum() / calls.sum()), error_of_sum(with_chain - faster * with_tree) / total
+        rated.append(TreeForecast(tree, tau, seconds, plain * float(lengths.sum()) / total, faster - 1, error))
+    return max(rated, key=lambda one: one.speedup)
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
@@ -385,7 +311,7 @@ def tree_search(plan: Plan, distributions: Distributions) -> Search:
 
 def candidates(search: Search, seconds: Seconds) -> list[PlannedTree]:
     """Return the best tree for each rule and sort of children, in the order of seconds per token."""
-    return [PlannedTree(one.shape.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
+    return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 
 
 def _likeliest_only(plan: Plan) -> bool:
@@ -393,44 +319,37 @@ def _likeliest_only(plan: Plan) -> bool:
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
-def tree_tau(distributions: Distributions, tree: PlannedTree) -> float:
-    """Return the expected tokens per target call on the texts, see `reach_under`."""
+def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
+    """Return the expected target calls of each text, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
-    calls = predict_chain.calls_from(reach, distributions.lengths).sum()
-    return tokens_of(distributions.p, distributions.lengths) / float(calls)
+    return predict_chain.calls_from(reach, distributions.lengths)
 
 
 # --- the choice, in words and for the report
 
 
-def chain_or_tree(
-    length: DraftLength, tree: MeasuredTree | None, planned: bool = False
-) -> tuple[MeasuredTree | None, str]:
-    """Return the tree if it is planned, or if it is expected to be faster than the best chain, else None. A line of
-    text about the choice is returned with it."""
-    k = length.drafting
+def choice_line(chosen: Forecast) -> str:
+    """Return a line of text about the choice between chain and tree."""
+    k, tree = chosen.k, chosen.tree
     if tree is None:
-        return None, f"draft length {k}"
-    if planned or tree.speedup > tree.chain:
-        return tree, f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
-    return None, f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
+        return f"draft length {k}"
+    if chosen.serves_tree:
+        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
+    return f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
 
 
-def plan_entries(
-    length: DraftLength, best: MeasuredTree | None, served: MeasuredTree | None, rule: str
-) -> dict[str, Any]:
+def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
     """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, that tree.
-    best: the fastest tree, served or not. rule: the rule for chains."""
-    tree = served.tree if served else None
-    speedups = {"chain": best.chain, "tree": best.speedup} if best else None
+    rule: the rule for chains."""
+    best, tree = chosen.tree, chosen.served.tree if chosen.served else None
     return {
-        "planned_k": length.drafting,
+        "planned_k": chosen.k,
         "planned_shape": list(tree.parents) if tree else None,
         "planned_rule": tree.rule if tree else rule,
         "planned_likeliest": tree.likeliest if tree else None,
-        "planned_speedups": speedups,
-        "plain_is_faster": (served.speedup <= 1) if served else length.k == 0,
-        "predicted_speedups": list(length.speedups),
+        "planned_speedups": {"chain": best.chain, "tree": best.speedup} if best else None,
+        "plain_is_faster": chosen.speedup <= 1,
+        "predicted_speedups": list(chosen.speedups),
     }
 
 
@@ -441,16 +360,19 @@ def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
-def advice(length: DraftLength, speedup: Interval, tree: MeasuredTree | None = None) -> str | None:
+def advice(chosen: Forecast, speedup: Interval) -> str | None:
     """Return a sentence for the user if no speed-up was measured, else None. speedup: the measured speed-up over plain
-    decoding, at length.drafting or with `tree`."""
-    drafted = f"{speedup.value:.2f}x " + (f"with {tree.words()}" if tree else f"at k = {length.drafting}")
-    predicted = tree.speedup if tree else length.speedups[length.drafting]
+    decoding, of what is drafted."""
+    drafted = f"{speedup.value:.2f}x " + (f"with {chosen.served.words()}" if chosen.served else f"at k = {chosen.k}")
     if speedup.faster is False:
-        return (f"plain decoding is faster here: {drafted}, {predicted:.2f}x predicted, and no "
-                "draft length does better; serve without this draft, or train a smaller or better one")  # fmt: skip
+        return (
+            f"plain decoding is faster here: {drafted}, {chosen.speedup:.2f}x predicted, and no "
+            "draft length does better; serve without this draft, or train a smaller or better one"
+        )
     if speedup.faster is None:
-        better = ", or train a smaller or better draft" if predicted <= 1 else ""
-        return (f"no speed-up is shown: {drafted}, {predicted:.2f}x predicted, and its interval contains 1; time more "
-                f"prompts (bench.minutes=){better}")  # fmt: skip
+        better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
+        return (
+            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and its interval contains 1; time "
+            f"more prompts (bench.minutes=){better}"
+        )
     return None

@@ -28,8 +28,10 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
                 raise UserError(f"costs={path}: it has costs of {', '.join(of_drafts)}, and none of {draft}")
         return {count: _costs(given[str(count)], count, longest) for count in rows}
     except KeyError as error:
-        raise UserError(f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
-                        f"needed, each with {', '.join(PARTS)}") from error  # fmt: skip
+        raise UserError(
+            f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
+            f"needed, each with {', '.join(PARTS)}"
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"costs={path}: {error}") from error
 
@@ -39,14 +41,17 @@ def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
     target, rest = (tuple(map(float, given[part])) for part in ("target", "rest"))
     draft, first = float(given["draft"]), float(given["first"])
     if not longest < len(target) == len(rest):
-        raise ValueError(f"{rows} rows: target and rest must have {longest + 1} numbers or more, for draft lengths 0 "
-                         f".. {longest}; they have {len(target)} and {len(rest)}")  # fmt: skip
+        raise ValueError(
+            f"{rows} rows: target and rest must have {longest + 1} numbers or more, for draft lengths 0 "
+            f".. {longest}; they have {len(target)} and {len(rest)}"
+        )
     whole = Costs(target, draft, rest, rows, int(given.get("context", 0)), first=first)
     if not all(math.isfinite(one) for one in (*target, *rest, draft, first)):
         raise ValueError(f"{rows} rows: {', '.join(PARTS)} must be finite numbers of seconds")
     if min(*target, *rest, draft, *map(whole.drafting, range(len(target)))) < 0:
-        raise ValueError(f"{rows} rows: {', '.join(PARTS)} must be seconds of at least 0, and so must all drafts of a "
-                         "round together")  # fmt: skip
+        raise ValueError(
+            f"{rows} rows: {', '.join(PARTS)} must be seconds of at least 0, and so must all drafts of a round together"
+        )
     if not min(whole.rounds) > 0:
         raise ValueError(f"{rows} rows: rounds must take some seconds, not {whole.rounds}")
     return whole

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cotrain.acceptance import iid_tau
-from cotrain.bench.forecast import Calls, acceptance, alone, expected, forecast, schedule, stops_paying
+from cotrain.planning.forecast import Acceptance, acceptance, alone, forecast, schedule, stops_paying
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
+from tests.bench_stubs import rates_of
 
 K = 4
 
@@ -19,12 +20,12 @@ def costs(target: tuple[float, ...] = (1.0, 1.05, 1.1, 1.15, 1.2), draft: float 
     return Costs(target, draft, (0.02,) * 5, rows)
 
 
-def calls(alpha: float | Tensor, texts: int = 40, tokens: int = 400) -> Calls:
+def calls(alpha: float | Tensor, texts: int = 40, tokens: int = 400) -> Acceptance:
     """Long texts whose drafts are accepted with the same probability at every depth; alpha (N,) for each text."""
     each = torch.as_tensor(alpha, dtype=torch.float64).expand(texts)
     lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
     rows = [lengths / torch.tensor([iid_tau(float(a), k) for a in each], dtype=torch.float64) for k in range(K + 1)]
-    return Calls(torch.stack(rows), lengths, torch.zeros(K + 1, 1, texts))
+    return Acceptance(torch.stack(rows), lengths, torch.zeros(K + 1, 1, texts))
 
 
 def figures(r: Tensor, lengths: Tensor) -> Figures:
@@ -37,7 +38,7 @@ def test_expected_calls_are_those_of_simulated_rounds() -> None:
     torch.manual_seed(0)
     lengths = torch.tensor([30, 21])
     r = torch.rand(2, 30, dtype=torch.float64)
-    found = expected(figures(r, lengths), "token", K)
+    found = acceptance(figures(r, lengths), "token", K)
     assert found.calls[0].tolist() == lengths.tolist()
     counts = torch.zeros(2, dtype=torch.float64)
     trials = 4000
@@ -95,9 +96,9 @@ def test_the_error_is_the_spread_of_other_samples() -> None:
     for _ in range(300):
         alpha = 0.3 + 0.5 * torch.rand(30, dtype=torch.float64)
         one = forecast(calls(alpha, 30), costs())
-        taus.append(one.calls.tau(3))
+        taus.append(one.acceptance.tau(3))
         speeds.append(one.speedups[3])
-        said_tau.append(one.calls.error(3))
+        said_tau.append(one.acceptance.error(3))
         said.append(one.errors[3])
     for values, errors in ((taus, said_tau), (speeds, said)):
         spread, mean = float(torch.tensor(values).std()), sum(errors) / len(errors)
@@ -106,7 +107,7 @@ def test_the_error_is_the_spread_of_other_samples() -> None:
 
 def test_one_text_leaves_everything_open() -> None:
     one = forecast(calls(0.8, 1), costs())
-    assert math.isinf(one.errors[2]) and math.isinf(one.calls.error(2)) and one.k == 0
+    assert math.isinf(one.errors[2]) and math.isinf(one.acceptance.error(2)) and one.k == 0
 
 
 def test_a_schedule_covers_every_number_of_rows_once() -> None:
@@ -116,11 +117,12 @@ def test_a_schedule_covers_every_number_of_rows_once() -> None:
 
 def test_the_profile_is_that_of_the_expected_rounds() -> None:
     r = torch.full((3, 4000), 0.6, dtype=torch.float64)
-    found: Any = acceptance(figures(r, torch.full((3,), 4000)), "token", K)
+    rates = acceptance(figures(r, torch.full((3,), 4000)), "token", K)
+    found: Any = rates.by_depth
     assert found["conditional"] == pytest.approx([0.6] * K, abs=2e-3)
     assert found["prefix"] == pytest.approx([0.6**n for n in range(1, K + 1)], abs=2e-3)
     assert found["histogram"] == pytest.approx([0.4 * 0.6**n for n in range(K)] + [0.6**K], abs=2e-3)
-    assert sum(found["histogram"]) == pytest.approx(1)
+    assert sum(found["histogram"]) == pytest.approx(1) and rates.alpha == pytest.approx(0.6)
 
 
 def test_equal_acceptance_at_all_depths() -> None:
@@ -132,7 +134,7 @@ def test_samples_of_rounds_have_the_expected_number() -> None:
     torch.manual_seed(1)
     lengths = torch.full((300,), 25)
     lengths[::3] = 11
-    found = expected(figures(torch.rand(300, 25, dtype=torch.float64), lengths), "block", K)
+    found = acceptance(figures(torch.rand(300, 25, dtype=torch.float64), lengths), "block", K)
     for k in range(1, K + 1):
         means, wanted = found.samples[k].double().mean(1), float(found.calls[k].mean())
         assert abs(float(means.mean()) - wanted) < 4 * float(means.std()) / 4
@@ -144,7 +146,7 @@ def test_a_batch_alone_pays_for_the_rows_that_are_left() -> None:
     less than rounds of all rows, but more per row."""
     ends = torch.tensor([[[8, 8, 8]], [[6, 2, 5]]])
     table = {1: (1.0, 1.5), 2: (1.2, 2.0), 3: (1.4, 2.5)}
-    one = Calls(torch.tensor([[8.0, 8.0, 8.0], [6.0, 2.0, 5.0]]), torch.full((3,), 8.0), ends)
+    one = Acceptance(torch.tensor([[8.0, 8.0, 8.0], [6.0, 2.0, 5.0]]), torch.full((3,), 8.0), ends)
     assert alone(one, table, 3) == pytest.approx((1.0, 8 * 1.4 / (2 * 2.5 + 3 * 2.0 + 1.5)))
     assert alone(one, table, 1) == pytest.approx((1.0, 24 * 1.0 / (13 * 1.5)))
     assert alone(one, table, 4) == ()
@@ -153,12 +155,18 @@ def test_a_batch_alone_pays_for_the_rows_that_are_left() -> None:
 def test_batches_of_texts_in_any_order() -> None:
     """Each sample has other batches: texts of two sorts, sorted, would otherwise only meet their own sort."""
     ends = torch.cat((torch.full((1, 16, 20), 10), torch.tensor([2] * 10 + [10] * 10).expand(1, 16, 20)))
-    one = Calls(ends[:, 0].double(), torch.full((20,), 10.0), ends)
+    one = Acceptance(ends[:, 0].double(), torch.full((20,), 10.0), ends)
     mixed = alone(one, {1: (1.0, 1.0), 2: (1.0, 1.0)}, 2)[1]
     assert mixed == pytest.approx(10 / (10 * (1 - 9 / 38) + 2 * 9 / 38), rel=0.06)  # 9 / 38: both of the short sort
 
 
 def test_batches_of_texts_that_end_together_are_full_batches() -> None:
     table = {1: (1.0, 1.1), 4: (2.0, 2.5)}
-    same = Calls(torch.tensor([[8.0] * 8, [4.0] * 8]), torch.full((8,), 8.0), torch.tensor([[[8] * 8], [[4] * 8]]))
+    same = Acceptance(torch.tensor([[8.0] * 8, [4.0] * 8]), torch.full((8,), 8.0), torch.tensor([[[8] * 8], [[4] * 8]]))
     assert alone(same, table, 4)[1] == pytest.approx(8 * 2.0 / (4 * 2.5))
+
+
+def test_the_best_length_lies_past_a_cliff_or_is_none() -> None:
+    cliff = forecast(rates_of([1 + 0.9 * k for k in range(1, 5)]), Costs((1.0, 2.0, 2.0, 2.0, 2.0), 0.01, (0.0,) * 5))
+    assert cliff.k == 4 and cliff.speedups[1] < 1  # a local rule stops there
+    assert forecast(rates_of((1.2,)), Costs((1.0, 2.0), 0.5, (0.1, 0.1))).k == 0

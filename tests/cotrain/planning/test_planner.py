@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench import planner
 from cotrain.bench.plan import CompiledParts
-from cotrain.bench.planner import DraftLength, MeasuredCosts, advice, choose
+from cotrain.planning import planner
+from cotrain.planning.forecast import forecast
+from cotrain.planning.planner import MeasuredCosts, advice
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
-from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
+from tests.bench_stubs import RANKING, REGIME, chains_of, met, plan_of, rates_of  # noqa: F401
 from tests.encoder_decoders import t5
 
 EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
@@ -123,10 +124,12 @@ def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(planner, "rounds_of", rounds_of)
     at = {0: RealRound(0.0, 1.0, 0.1), 1: RealRound(0.75, 1.5, 0.2)}
     result = MeasuredCosts(EAGER, EAGER, at)
-    length, table = planner.plan_length(plan, result, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, 8.0)
-    assert asked[0] == ((4,), 8.0) and set(table.rounds) >= {0, 1, 4} and length.drafting != 4
+    rates = rates_of((1.2, 3.0, 99.0, 9.0))
+    length, table = planner.plan_length(plan, result, rates, 8.0)
+    assert asked[0] == ((4,), 8.0) and set(table.rounds) >= {0, 1, 4} and length.k != 4
     assert table.costs == calibrated(EAGER, table.rounds) and table.alone == EAGER
-    assert length == choose(table.costs, {1: 1.2, 2: 3.0, 3: 99.0, 4: 9.0}.__getitem__, plan.depths)
+    again = forecast(rates, table.costs).among([1, *plan.depths])
+    assert (length.k, length.speedups) == (again.k, again.speedups)
 
 
 def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,21 +143,16 @@ def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: p
         )
 
     monkeypatch.setattr(planner, "calibrated", as_run)
-    length, table = planner.plan_length(
-        plan, MeasuredCosts(EAGER, EAGER, {}), {1: 1.2, 2: 3.0, 3: 5.0, 4: 9.0}.__getitem__
-    )
-    assert set(table.rounds) == {2, 3, 4} and length.drafting == 1 and length.speedups[4] < 1
+    length, table = planner.plan_length(plan, MeasuredCosts(EAGER, EAGER, {}), rates_of((1.2, 3.0, 5.0, 9.0)))
+    assert set(table.rounds) == {2, 3, 4} and length.k == 1 and length.speedups[4] < 1
 
 
 def test_of_lengths_that_are_allowed_the_best() -> None:
-    """Nothing and one draft always are; what is exported drafts one at least, though plain decoding be faster."""
-    tau = {1: 1.1, 2: 2.0, 3: 99.0, 4: 2.1}.__getitem__
-    result = choose(EAGER, tau, [4])
+    chains = forecast(rates_of((1.1, 2.0, 99.0, 2.1)), EAGER)
     plain = EAGER.round(0)
-    wanted = [1.0, *(plain * tau(k) / EAGER.round(k) for k in (1, 2, 3, 4))]
-    assert result.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
-    assert (result.k, result.drafting) == (0, 1)
-    assert choose(EAGER, tau, [3, 2]).k == 3 and choose(EAGER, tau, [2]).drafting == 2
+    wanted = [1.0, *(plain * tau / EAGER.round(k) for k, tau in enumerate((1.1, 2.0, 99.0, 2.1), 1))]
+    assert chains.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
+    assert [chains.among(some).k for some in ((0, 1, 4), (1, 4), (1, 2, 3), (1, 2))] == [0, 1, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -172,17 +170,18 @@ def test_of_lengths_that_are_allowed_the_best() -> None:
     ],
 )
 def test_what_is_said_where_drafting_does_not_pay(low: float, high: float, predicted: float, said: str | None) -> None:
-    length = DraftLength(3, 2, (1.0, 7.0, predicted, 9.0))
+    chosen = chains_of(2, (1.0, 7.0, predicted, 9.0))
     value = 1.1 if not high < 1 else 0.85
-    result = advice(length, Interval(value, low, high))
+    result = advice(chosen, Interval(value, low, high))
     assert (result is None and said is None) or (said is not None and result is not None and result.startswith(said))
     tree: Any = SimpleNamespace(speedup=predicted, words=lambda: "a tree")
-    again = advice(DraftLength(3, 2, (1.0, 7.0, 5.0, 9.0)), Interval(value, low, high), tree)
+    with_tree = replace(chains_of(2, (1.0, 7.0, 5.0, 9.0)), tree=tree, serves_tree=True)
+    again = advice(with_tree, Interval(value, low, high))
     assert again == (result and result.replace("at k = 2", "with a tree"))
 
 
 def test_one_batch_below_1_is_slower() -> None:
-    result = advice(DraftLength(2, 2, (1, 1, 1.5)), Interval(0.9, nan, nan))
+    result = advice(chains_of(2, (1, 1, 1.5)), Interval(0.9, nan, nan))
     assert result is not None and result.startswith("plain decoding is faster here: 0.90x")
 
 
@@ -198,14 +197,6 @@ def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyP
     engine, proposer, *rest = asked.pop()
     assert (engine.policy.k, engine.rows, engine.verify, proposer.compile) == (3, 32, "block", None)
     assert rest == ["texts", REGIME, 6, 0.5]
-    figures = SimpleNamespace(lengths="lengths")
-    monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or figures)
-    monkeypatch.setattr(
-        "inference.exactness.figures.reach_of", lambda figures, *rule: None if rule[0] == "match" else rule
-    )
-    monkeypatch.setattr(
-        planner.predict_chain, "tau_from", lambda reach, lengths: reach[1] + 0.5 * (reach[0] == "block")
-    )
-    assert planner.taus(plan, "texts") == {k: k + 0.5 for k in (1, 2, 3, 4)}  # type: ignore[arg-type]
+    monkeypatch.setattr(planner, "acceptance", lambda *given: given)
+    assert planner.measure_acceptance(plan, "texts") == ("figures", "block", 4)  # type: ignore[arg-type]
     assert len(asked) == 1 and asked[0][0].policy.k == 4 and asked[0][2] == "texts"
-    assert planner.tau_of(figures, "match", 3) == 3 == planner.tau_of(figures, "token", 3)  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ N tokens, D width, B texts, T tokens of the longest, V vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,10 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench.plan import CompiledParts, Plan
-from cotrain.bench.planner import choose, costs_of, plain_texts, tau_of
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
+from cotrain.planning.forecast import Acceptance, acceptance, forecast
+from cotrain.planning.planner import costs_of, plain_texts
 from cotrain.ranks import awaited, rank
+from cotrain.students.base import student_class
 from cotrain.students.early_exit import candidates
 from cotrain.teacher.target_model import served
 from inference.drafts.atomic import write_atomic
@@ -63,24 +64,6 @@ class TrainingJob(Protocol):
         """Return the plan that measures a draft on these prompts."""
 
 
-@dataclass(frozen=True)
-class Exit:
-    """A candidate exit and its rating. layers: how many decoder layers draft. alpha: mean acceptance of the linear
-    exit. k, tau: the best draft length and its tokens per target call. cost: the cost of one draft, in plain steps.
-    speedup: the expected speed-up over plain decoding."""
-
-    layers: int
-    alpha: float
-    k: int
-    tau: float
-    cost: float
-    speedup: float
-
-    def line(self) -> str:
-        return (f"{self.layers:6} {self.alpha:10.3f} {self.cost:6.3f} {self.k:3} {self.tau:5.2f} "
-                f"{self.speedup:7.2f}x")  # fmt: skip
-
-
 class TextStates(NamedTuple):
     """One text and the states that predict it: its tokens x (n,), and per layer the normed states (n, D). The key LAST
     has the states that the target's head reads."""
@@ -89,17 +72,19 @@ class TextStates(NamedTuple):
     states: Mapping[int, Tensor]
 
 
-def rated(layers: int, alpha: float, tau: Callable[[int], float], costs: Costs, depths: Sequence[int]) -> Exit:
-    """Return the rating of an exit at its best draft length, by measured costs, see `planner.choose`."""
-    length = choose(costs, tau, depths)
-    k = length.drafting
-    return Exit(layers, alpha, k, tau(k), costs.ratio, length.speedups[k])
-
-
-def best(exits: Sequence[Exit]) -> Exit:
-    """Return the exit with the highest speed-up. Among exits of equal speed-up, return the one with the fewest
-    layers."""
-    return max(exits, key=lambda one: (one.speedup, -one.layers))
+def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -> dict[str, Any]:
+    """Return the rating of an exit at its best draft length. layers: how many decoder layers draft. alpha: mean
+    acceptance of the linear exit. k, tau: the draft length and its tokens per target call. cost: of one draft, in plain
+    steps. speedup: the expected one over plain decoding."""
+    chains = forecast(rates, costs).among(sorted({1, *depths}))
+    return {
+        "layers": layers,
+        "alpha": rates.alpha,
+        "k": chains.k,
+        "tau": chains.tau,
+        "cost": costs.ratio,
+        "speedup": chains.speedup,
+    }
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
@@ -182,7 +167,7 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
     return replace(job.plan_with(network, given), compiled=CompiledParts(graphs, graphs, graphs))
 
 
-def exits(job: TrainingJob) -> list[Exit]:
+def exits(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the ratings of the exits after each number of layers in `candidates`."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
@@ -191,39 +176,44 @@ def exits(job: TrainingJob) -> list[Exit]:
     texts, head = read(plain_texts(plan), job.target, job.vocabulary, layers)
     rows = []
     for at in layers:
-        one = figures(at, texts, head, plan)
-        alpha = float(one.alpha.sum() / one.lengths.sum())
-        tau = partial(tau_of, one, plan.verify)
-        rows.append(rated(at, alpha, tau, between(low, high, (at - layers[0]) / span), plan.depths))
+        rates = acceptance(figures(at, texts, head, plan), plan.verify, max(plan.depths))
+        rows.append(rated(at, rates, between(low, high, (at - layers[0]) / span), plan.depths))
     return rows
 
 
 def planned(job: TrainingJob) -> dict[str, Any] | None:
-    """Set draft.layers if it is null, print the table of candidates, and return it. Return None if draft.layers is set,
-    and for init=pretrained, which fixes the exit.
+    """Set draft.layers if it is null, print the table of candidates, and return it. Return None for kinds of which it
+    is not chosen, if draft.layers is set, and for init=pretrained, which fixes the exit.
 
-    The choice is written to the run's folder. A resumed run and the other processes of the run read it there."""
-    if job.cfg.draft.layers is not None or job.cfg.init.kind == "pretrained":
+    Of exits of equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's folder. A
+    resumed run and the other processes of the run read it there."""
+    draft = job.cfg.draft
+    if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":
         return None
     path = job.folder / FILE
     if rank():
         awaited(path.is_file, f"the process that makes {path}")
     if not path.is_file():
         rows = exits(job)
-        write_atomic(path, json.dumps({"layers": best(rows).layers, "exits": [asdict(one) for one in rows]}) + "\n")
+        best = max(rows, key=lambda one: (one["speedup"], -one["layers"]))
+        write_atomic(path, json.dumps({"layers": best["layers"], "exits": rows}) + "\n")
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    job.cfg.draft.layers = plan["layers"]
+    draft.layers = plan["layers"]
     print("\n".join(lines(plan)))
     return plan
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
     """Return the table of candidates and the choice, as lines of text."""
-    rows = [Exit(**one) for one in plan["exits"]]
-    chosen = next(one for one in rows if one.layers == plan["layers"])
+    rows = [
+        f"{one['layers']:6} {one['alpha']:10.3f} {one['cost']:6.3f} {one['k']:3} {one['tau']:5.2f} "
+        f"{one['speedup']:7.2f}x"
+        for one in plan["exits"]
+    ]
+    chosen = next(one for one in plan["exits"] if one["layers"] == plan["layers"])
     return [
         "draft.layers: a linear exit, fitted and judged on texts of the target; costs measured here",
         "layers acceptance   cost   k   tau speed-up",
-        *(one.line() for one in rows),
-        f"draft.layers={chosen.layers}: {chosen.speedup:.2f}x expected at k = {chosen.k}, before training",
+        *rows,
+        f"draft.layers={chosen['layers']}: {chosen['speedup']:.2f}x expected at k = {chosen['k']}, before training",
     ]

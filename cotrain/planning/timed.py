@@ -8,7 +8,7 @@ from typing import Any
 
 from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench
-from cotrain.plan.drafted import Cell
+from cotrain.planning.forecast import Forecast
 from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import FEWEST, Wanted, until_known
@@ -20,12 +20,12 @@ QUEUE = 6  # prompts per row of a run whose rows are replaced, so that its end m
 PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 
-def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Adaptive) -> list[dict[str, Any]]:
+def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Forecast], policy: Adaptive) -> list[dict[str, Any]]:
     """Time each cell (temperature, rows) on final prompts, for bench.minutes or until the interval is bench.interval
     wide. Return an entry per cell: arms with the measured speed-up over plain decoding (`_ratios`: value, low, high)
     and tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more
-    than one row the forecast of a length is `Cell.alone`; that of a tree is of full batches. For these, the recommended
-    length is timed again with prompts that wait (`full_batches`)."""
+    than one row the forecast of a length is `Forecast.alone`; that of a tree is of full batches. For these, the
+    recommended length is timed again with prompts that wait (`full_batches`)."""
     measured = []
     for (t, rows), cell in cells.items():
         print(f"plan: timing at temperature {t:g}, {rows} row{'s' * (rows > 1)}")
@@ -34,14 +34,14 @@ def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Cell], policy: Ada
     return measured
 
 
-def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
-    size, chains, tree = plan.bench, cell.chains, cell.tree
-    best = chains.k or chains.fastest or 1
-    lengths = [k for k in (best - 1, best, best + 1) if 0 < k < len(chains.seconds)]
+def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
+    size, tree = plan.bench, cell.served
+    best = cell.k or cell.fastest or 1
+    lengths = [k for k in (best - 1, best, best + 1) if 0 < k < len(cell.seconds)]
     adaptive = plan.engine(best)
     adaptive.policy = policy
     engines = {PLAIN: plan.plain()} | {f"k = {k}": plan.engine(k) for k in lengths} | {ADAPTIVE: adaptive}
-    if tree and tree.recommended:
+    if tree:
         engines[TREE] = replace(plan, tree=tree.tree).engine(tree.tree.depth)
     arms = [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
     batches, wanted = _wanted(size, -(-size.prompts // size.rows), 2 / 3 if size.rows > 1 else 1.0)
@@ -52,26 +52,37 @@ def _timed(plan: Plan, cell: Cell, policy: Adaptive) -> dict[str, Any]:
     for name in engines:
         stats = timing.stats(name)
         figures[name] = _ratios(timing, name) | {"tau": stats.tau if stats else None}
-    predicted = cell.alone if size.rows > 1 else chains.speedups
+    predicted = cell.alone if size.rows > 1 else cell.speedups
     for k in lengths:
-        figures[f"k = {k}"] |= {"predicted": predicted[k] if predicted else None, "predicted_tau": chains.calls.tau(k)}
-    if tree and TREE in figures:
+        figures[f"k = {k}"] |= {
+            "predicted": predicted[k] if predicted else None,
+            "predicted_tau": cell.acceptance.tau(k),
+        }
+    if tree:
         figures[TREE] |= {"predicted": tree.speedup, "predicted_tau": tree.tau}
     gain = timing.ratio(ADAPTIVE, f"k = {best}")._asdict()
     full = _full(plan, cell, best, engines) if size.rows > 1 else None
-    return {"temperature": plan.sampling.temperature, "rows": size.rows, "k": chains.k, "arms": figures,
-            "adaptive_over_best": gain, "full_batches": full, "runs": reached.runs, "seconds": reached.seconds,
-            "others": reached.others}  # fmt: skip
+    return {
+        "temperature": plan.sampling.temperature,
+        "rows": size.rows,
+        "k": cell.k,
+        "arms": figures,
+        "adaptive_over_best": gain,
+        "full_batches": full,
+        "runs": reached.runs,
+        "seconds": reached.seconds,
+        "others": reached.others,
+    }
 
 
-def _full(plan: Plan, cell: Cell, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
+def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
     """Return the speed-up of the draft length `best` where `QUEUE` prompts come for each row, so that others wait for
     the slots of rows that have ended; with its forecast."""
     size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
     arms = [engine_arm(one, engines[one], plan.sampling, size.new_tokens) for one in (PLAIN, name)]
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
     timing, _ = until_known(arms, plan.final(0, runs * queue), queue, (name, PLAIN), wanted, size.seed)
-    return {"k": best, "predicted": cell.chains.speedups[best]} | _ratios(timing, name)
+    return {"k": best, "predicted": cell.speedups[best]} | _ratios(timing, name)
 
 
 def _ratios(timing: Timing, name: str) -> dict[str, Any]:
@@ -103,7 +114,16 @@ def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
                 continue
             tau, decode, forecast = arm.get("tau"), arm["decode"], arm.get("predicted")
             interval = f"[{decode['low']:.2f}, {decode['high']:.2f}]"
-            rows.append([f"{cell['temperature']:g}", str(cell["rows"]), name, "" if tau is None else f"{tau:.3f}",
-                         f"{arm['speedup']['value']:.2f}x", f"{decode['value']:.2f}x", interval,
-                         "" if forecast is None else f"{forecast:.2f}x"])  # fmt: skip
+            rows.append(
+                [
+                    f"{cell['temperature']:g}",
+                    str(cell["rows"]),
+                    name,
+                    "" if tau is None else f"{tau:.3f}",
+                    f"{arm['speedup']['value']:.2f}x",
+                    f"{decode['value']:.2f}x",
+                    interval,
+                    "" if forecast is None else f"{forecast:.2f}x",
+                ]
+            )
     return aligned(rows, left=0)

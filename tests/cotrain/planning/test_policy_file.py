@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.plan import policy_file
-from cotrain.plan.policy_file import (
+from cotrain.planning import policy_file
+from cotrain.planning.policy_file import (
     BY_RATE,
     RowRound,
     content,

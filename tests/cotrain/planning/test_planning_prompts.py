@@ -3,9 +3,9 @@
 import pytest
 
 from cotrain.bench.plan import Plan
-from cotrain.bench.planner import rounds_of, taus
 from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning.planner import measure_acceptance, rounds_of
 from inference import Engine, Sampling
 from tests.folders import network, tokenizer
 
@@ -25,5 +25,5 @@ def test_plans_read_ranking_prompts_only(monkeypatch: pytest.MonkeyPatch) -> Non
         return generate(self, prompts, **settings)
 
     monkeypatch.setattr(Engine, "generate", noted)
-    assert set(taus(plan)) == {1, 2} and set(rounds_of(plan, (0, 2), until=0.0)) == {0, 2}
+    assert len(measure_acceptance(plan).calls) == 3 and set(rounds_of(plan, (0, 2), until=0.0)) == {0, 2}
     assert {tuple(prompt) for prompt in decoded} == set(map(tuple, ranking))

@@ -7,8 +7,9 @@ N texts, K the longest draft.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cotrain.acceptance import iid_tau
 from inference.adaptive_policy import seconds_of
+from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures, predictable_reach
 from inference.measure.costs import Costs
 from inference.verify import predict_chain
@@ -26,13 +28,18 @@ WORTH = 0.02  # the gain of speed for which more texts are asked for
 
 
 @dataclass(frozen=True)
-class Calls:
-    """Expected target calls of texts at each draft length. calls (K+1, N) float64: row 0 is plain decoding, one call
-    per token. lengths (N,): tokens of each text. samples (K+1, S, N) int64: numbers of calls in S runs."""
+class Acceptance:
+    """What texts say of a draft under a rule, at draft lengths 0 .. K. calls (K+1, N) float64: expected target calls of
+    each text; row 0 is plain decoding, one call per token. lengths (N,): tokens of each text. samples (K+1, S, N)
+    int64: numbers of calls in S runs. alpha: mean acceptance of each round's first draft over the tokens. by_depth: at
+    the longest length, `prefix` and `conditional` acceptance at depths 1 .. K, and `histogram`, the probability that a
+    round accepts 0 .. K drafts; all over the expected rounds."""
 
     calls: Tensor
     lengths: Tensor
     samples: Tensor
+    alpha: float = math.nan
+    by_depth: Mapping[str, Any] = field(default_factory=dict)
 
     def tau(self, k: int) -> float:
         """Return the expected tokens per target call at draft length k."""
@@ -43,14 +50,18 @@ class Calls:
         return error_of_tau(self.lengths, self.calls[k])
 
 
-def expected(figures: Figures, verify: str, longest: int, seed: int = 0) -> Calls:
-    """Return the expected calls of the texts of `figures` for draft lengths 0 .. longest under a rule, see
-    `predictable_reach`, and samples of them."""
+def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Acceptance:
+    """Return the acceptance of the texts of `figures` for draft lengths 0 .. longest under a rule, see
+    `predictable_reach`. seed: of the samples."""
     reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
     generator = torch.Generator().manual_seed(seed)
     samples = [figures.lengths.expand(SAMPLES, -1), *(sampled(reach, figures.lengths, generator) for reach in reaches)]
-    return Calls(torch.stack([row.double() for row in rows]), figures.lengths.double(), torch.stack(samples))
+    prefix, conditional = predict_chain.depths_from(reaches[-1], longest, figures.lengths)
+    histogram = predict_chain.histogram_from(reaches[-1], figures.lengths)
+    by_depth = {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}
+    calls = torch.stack([row.double() for row in rows])
+    return Acceptance(calls, figures.lengths.double(), torch.stack(samples), mean_acceptance(figures), by_depth)
 
 
 def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
@@ -66,20 +77,79 @@ def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tenso
 
 
 @dataclass(frozen=True)
+class TreeForecast:
+    """The forecast of a tree in full batches. tau: expected tokens per target call. seconds: of a round, all rows
+    together. speedup: over plain decoding. gain: over the chain of the forecast, as a share of its speed; error: the
+    standard error of the gain that the texts leave."""
+
+    tree: PlannedTree
+    tau: float
+    seconds: float
+    speedup: float
+    gain: float
+    error: float
+
+    @property
+    def recommended(self) -> bool:
+        """Return whether the texts can tell that the tree is faster. Otherwise the chain, which is simpler, is
+        recommended."""
+        return self.gain > self.error
+
+    @property
+    def chain(self) -> float:
+        """Return the speed-up of the chain over plain decoding."""
+        return self.speedup / (1 + self.gain)
+
+    def words(self) -> str:
+        """Return a description of the tree."""
+        tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
+        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The forecast of one draft, at one temperature and batch size. seconds[k]: of a round that drafts k, all rows
-    together. k: the recommended draft length, 0 for plain decoding. fastest: the length of the least expected time,
+    together. k: the recommended length of chains, 0 for plain decoding. fastest: the length of the least expected time,
     which the texts may not tell apart from k. speedups[k], errors[k]: over plain decoding, with the standard error that
     the texts leave. gain: by how much, at most, `fastest` may beat k (upper end of a 95 % interval), as a share of the
-    speed."""
+    speed. alone[k]: speed-ups of batches that are decoded alone, see `alone`; empty if they are not known. tree: that
+    of the best tree, None if none was asked for or the kind drafts none. serves_tree: whether the tree is drafted
+    instead of the chain."""
 
-    calls: Calls
-    seconds: tuple[float, ...]
+    acceptance: Acceptance
+    seconds: Sequence[float]
     k: int
     fastest: int
     speedups: tuple[float, ...]
     errors: tuple[float, ...]
     gain: float
+    alone: Sequence[float] = ()
+    tree: TreeForecast | None = None
+    serves_tree: bool = False
+
+    @property
+    def served(self) -> TreeForecast | None:
+        """Return the tree if it is drafted."""
+        return self.tree if self.serves_tree else None
+
+    @property
+    def length(self) -> int:
+        """Return the draft length, or the number of levels of the tree that is drafted."""
+        return self.served.tree.depth if self.served else self.k
+
+    @property
+    def speedup(self) -> float:
+        """Return the expected speed-up of what is drafted."""
+        return self.served.speedup if self.served else self.speedups[self.k]
+
+    @property
+    def tau(self) -> float:
+        """Return the expected tokens per target call of what is drafted."""
+        return self.served.tau if self.served else self.acceptance.tau(self.k)
+
+    def among(self, lengths: Iterable[int]) -> "Forecast":
+        """Return the forecast whose k is the fastest of these lengths."""
+        return replace(self, k=max(lengths, key=self.speedups.__getitem__))
 
     @property
     def undecided(self) -> bool:
@@ -117,13 +187,13 @@ def break_even(seconds: Sequence[float]) -> float | None:
     return high
 
 
-def alone(calls: Calls, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
+def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
     """Return the speed-up at each draft length of batches of `rows` texts that are decoded alone: no other prompts wait
     for the slots of rows that have ended, so the last rounds have fewer rows. table: see `seconds_of`.
 
     Texts are put into batches in the order of a permutation for each sample. Texts that fill no batch are left out.
     """
-    samples, count = calls.samples, calls.samples.shape[-1] // rows * rows
+    samples, count = rates.samples, rates.samples.shape[-1] // rows * rows
     if not count:
         return ()
     generator = torch.Generator().manual_seed(0)
@@ -137,25 +207,26 @@ def alone(calls: Calls, table: Mapping[int, Sequence[float]], rows: int) -> tupl
     return tuple(totals[0] / total for total in totals)
 
 
-def forecast(calls: Calls, costs: Costs) -> Forecast:
+def forecast(rates: Acceptance, costs: Costs) -> Forecast:
     """Return the forecast of a draft with these costs.
 
     The recommended length is the shortest one whose expected time is at most one standard error of the paired
     difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
     Regression Trees, 1984, 3.4.3).
     """
-    longest = min(len(calls.calls) - 1, len(costs.target) - 1)
+    longest = min(len(rates.calls) - 1, len(costs.target) - 1)
     seconds = costs.rounds[: longest + 1]
-    times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * calls.calls[: longest + 1]  # (K+1, N)
+    times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * rates.calls[: longest + 1]  # (K+1, N)
     totals = times.sum(1)
     fastest = int(totals.argmin())
     worse = times - times[fastest]  # of each text
     k = next(k for k in range(longest + 1) if float(worse[k].sum()) <= error_of_sum(worse[k]) or k == fastest)
     gain = (float(worse[k].sum()) + SIGMAS * error_of_sum(worse[k])) / float(totals[fastest])
     speedups = tuple(float(totals[0] / total) for total in totals)
-    errors = tuple(speedup * error_of_sum(times[0] - speedup * times[k]) / float(totals[0])
-                   for k, speedup in enumerate(speedups))  # fmt: skip
-    return Forecast(calls, seconds, k, fastest, speedups, errors, gain)
+    errors = tuple(
+        speedup * error_of_sum(times[0] - speedup * times[k]) / float(totals[0]) for k, speedup in enumerate(speedups)
+    )
+    return Forecast(rates, seconds, k, fastest, speedups, errors, gain)
 
 
 def error_of_sum(values: Tensor) -> float:
@@ -196,12 +267,3 @@ def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
         else:
             ranges.append([rows, rows, k])
     return ranges
-
-
-def acceptance(figures: Figures, verify: str, k: int) -> dict[str, Sequence[float]]:
-    """Return prefix and conditional acceptance at depths 1 .. k, and the probability that a round accepts 0 .. k
-    drafts, all over the expected rounds."""
-    reach = predictable_reach(figures, verify, k)
-    prefix, conditional = predict_chain.depths_from(reach, k, figures.lengths)
-    histogram = predict_chain.histogram_from(reach, figures.lengths)
-    return {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}

@@ -1,17 +1,15 @@
 """The forecast of a tree beside the recommended chain: identities, and choices that noise does not make."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cotrain.bench.forecast import Calls, Forecast
-from cotrain.plan import tree_forecast as module
-from cotrain.plan.drafted import Cell
-from cotrain.plan.tree_forecast import TreeForecast, tree_forecast
+from cotrain.planning import planner
+from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast
+from cotrain.planning.planner import fastest_tree
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
 from inference.measure.tree_plan import Distributions, reach_under
@@ -40,7 +38,7 @@ def calls_of(some: Distributions, parents: tuple[int, ...]) -> Tensor:
 
 def chains(some: Distributions, k: int) -> Forecast:
     rows = [some.lengths.double(), *(calls_of(some, chain(n)) for n in range(1, K + 1))]
-    calls = Calls(torch.stack(rows), some.lengths.double(), torch.zeros(K + 1, 1, len(some.lengths)))
+    calls = Acceptance(torch.stack(rows), some.lengths.double(), torch.zeros(K + 1, 1, len(some.lengths)))
     return Forecast(calls, SECONDS, k, k, (1.0,) * (K + 1), (0.0,) * (K + 1), 0.0)
 
 
@@ -49,12 +47,10 @@ def forecast_of(
 ) -> Any:
     """The forecast with these seconds of rounds, of trees and of the chain in turn."""
     trees = [one for one in rounds if isinstance(one, PlannedTree)]
-    monkeypatch.setattr(module, "tree_seconds", lambda plan: None)
-    monkeypatch.setattr(module, "candidates", lambda search, seconds: trees)
     timed = {one: RealRound(0.0, seconds, 0.0) for one, seconds in rounds.items()}
-    monkeypatch.setattr(module, "rounds_in_turn", lambda plan, drafted: {one: timed[one] for one in drafted})
+    monkeypatch.setattr(planner, "rounds_in_turn", lambda plan, drafted, until: {one: timed[one] for one in drafted})
     nothing: Any = None
-    return tree_forecast(nothing, chain_, some, nothing)
+    return fastest_tree(nothing, chain_, some, trees)
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -101,7 +97,7 @@ def test_trees_may_be_rated_on_fewer_texts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gain_within_its_error_is_not_recommended() -> None:
     tree = TreeForecast(WIDE, 2.0, 1.5, 1.33, 0.03, 0.04)
-    some: Any = SimpleNamespace(k=1, speedups=(1.0, 1.29))
-    assert not tree.recommended and Cell(some, (), tree).speedup == 1.29 == Cell(some, (), None).speedup
-    sure = replace(tree, error=0.01)
-    assert sure.recommended and Cell(some, (), sure).speedup == 1.33
+    some = replace(chains(distributions(2), 1), speedups=(1.0, 1.29), tree=tree)
+    assert not tree.recommended and some.speedup == 1.29 and (some.served, some.length) == (None, 1)
+    served, sure = replace(some, serves_tree=True), replace(tree, error=0.01)
+    assert sure.recommended and served.speedup == 1.33 and (served.tau, served.length) == (2.0, 2)
