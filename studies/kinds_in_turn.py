@@ -10,8 +10,8 @@ from math import inf
 from typing import Any
 
 from cotrain.bench.measurement import prepare
-from cotrain.bench.plan import Plan
 from cotrain.planning.forecast import acceptance
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import MeasuredCosts, choose_compiled, plain_texts, plan_length, text_figures
 from cotrain.students.base import DEFAULT, student_class
 from inference import Engine, Sampling

@@ -22,7 +22,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from cotrain.bench.plan import Plan
 from cotrain.commands import bench
 from cotrain.commands.served_pair import Pair, measured, refuse_pair, resolved
 from cotrain.config.overrides import quote
@@ -30,6 +29,7 @@ from cotrain.config.settings import BenchConfig, checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.planning.forecast import forecast
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import choose_compiled, measure_acceptance
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT

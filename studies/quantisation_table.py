@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cotrain.bench.plan import Plan
 from cotrain.planning.forecast import acceptance
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.students.quantised import rounded
 from inference.exactness.side_by_side import pair_figures

@@ -23,10 +23,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import figures_after
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.publishing import on_card
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH, choice_line
 from cotrain.students.base import DEFAULT
 from inference import Sampling

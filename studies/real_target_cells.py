@@ -11,7 +11,6 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import prepare
-from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.commands.served_pair import load_network, measured, refuse_pair
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -19,6 +18,7 @@ from cotrain.data.conversations import Template
 from cotrain.data.splits import Prompts, apart
 from cotrain.paths import folder as shipped
 from cotrain.planning.forecast import Forecast
+from cotrain.planning.plan import CompiledParts, Plan
 from cotrain.planning.planner import (
     MeasuredCosts,
     choice_line,

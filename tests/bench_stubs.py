@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cotrain.bench import measurement
-from cotrain.bench import plan as plans
-from cotrain.bench.plan import Plan
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning import plan as plans
 from cotrain.planning import planner
 from cotrain.planning.forecast import Acceptance, Forecast
+from cotrain.planning.plan import Plan
 from inference import Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.timing import Interval

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, nan
 from typing import Any
 
-from cotrain.bench.plan import Plan
 from cotrain.board import tags
 from cotrain.config.groups import Bench
 from cotrain.console import Display
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     BATCH,
     advice,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.bench.plan import Plan
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from inference import Engine
 from inference.exactness.figures import Figures, reach_of

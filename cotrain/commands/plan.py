@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.bench.plan import Plan
 from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.shapes import shape_table, shapes
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
@@ -22,7 +22,7 @@ from cotrain.planning.drafted import Drafted, drafted
 from cotrain.planning.drift import drift, planned, served
 from cotrain.planning.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
 from cotrain.planning.page import PAGE, page
-from cotrain.planning.shapes import shape_table, shapes
+from cotrain.planning.plan import Plan
 from cotrain.planning.timed import measured_table, timed_cells
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse

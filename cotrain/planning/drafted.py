@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cotrain.bench.plan import Plan
 from cotrain.config.settings import PlanConfig
 from cotrain.planning.costs_file import read_costs
 from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast, acceptance, alone, forecast
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     BATCH,
     CANDIDATES,
@@ -104,12 +104,12 @@ def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verif
     parts = {one: [i for i, name in enumerate(domains) if name == one] for one in sorted({*domains})}
     if len(parts) < 2:
         return {}
-    found = {}
+    entries: dict[str, Any] = {}
     for one, mine in parts.items():
         own = acceptance(figures.of(mine), verify, len(rates.calls) - 1)
         tau = (rates.lengths[mine].sum() / rates.calls[:, mine].sum(1)).tolist()
-        found[one] = {"texts": len(mine), "alpha": own.alpha, "tau": tau, "conditional": own.by_depth["conditional"]}
-    return found
+        entries[one] = {"texts": len(mine), "alpha": own.alpha, "tau": tau, "conditional": own.by_depth["conditional"]}
+    return entries
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
@@ -118,10 +118,10 @@ def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[i
     if distributions is None:
         return {}
     print("plan: trees")
-    search, found = tree_search(plan, distributions), {}
+    search, best = tree_search(plan, distributions), dict[int, TreeForecast]()
     for rows, one in chains.items():
         here = plan.batched(rows)
         trees = candidates(search, tree_seconds(here))[:CANDIDATES]
         if tree := fastest_tree(here, one, distributions, trees):
-            found[rows] = tree
-    return found
+            best[rows] = tree
+    return best

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.planning.forecast import Acceptance, acceptance, forecast
+from cotrain.planning.plan import CompiledParts, Plan
 from cotrain.planning.planner import costs_of, plain_texts
 from cotrain.ranks import awaited, rank
 from cotrain.students.base import student_class

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast, acceptance, alone, error_of_sum, forecast
+from cotrain.planning.plan import CompiledParts, Plan
 from cotrain.rollout.training_texts import start_of
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree

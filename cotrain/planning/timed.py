@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench
 from cotrain.planning.forecast import Forecast
+from cotrain.planning.plan import Plan
 from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import FEWEST, Wanted, until_known

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from cotrain.bench import server_parity as checked
-from cotrain.bench.plan import Plan
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.rollout import training_texts
 from cotrain.teacher.target_model import load_pair, served

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cotrain.bench import measurement
-from cotrain.bench import plan as plans
-from cotrain.bench.plan import CompiledParts, Plan
+from cotrain.planning import plan as plans
+from cotrain.planning.plan import CompiledParts, Plan
 from cotrain.planning.planner import MeasuredCosts, measure_acceptance
 from inference import Sampling
 from inference.measure.costs import Costs

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench.plan import Plan
 from cotrain.export.hf import export
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.training.job import models
 from inference import Engine, Sampling, load

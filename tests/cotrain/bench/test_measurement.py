@@ -10,9 +10,9 @@ import torch
 
 from cotrain.bench import measurement
 from cotrain.bench.measurement import Budget, parity, quick
-from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning.plan import CompiledParts, Plan
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound

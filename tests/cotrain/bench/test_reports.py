@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cotrain.bench import measurement
-from cotrain.bench.plan import CompiledParts
 from cotrain.planning import planner
 from cotrain.planning.forecast import TreeForecast
+from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import configuration_utils
 
 from cotrain.bench import server_parity
-from cotrain.bench.plan import Plan
 from cotrain.commands import bench, generate, rollout, serve_check
 from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
+from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, describe, load_tokenizer

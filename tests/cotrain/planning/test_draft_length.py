@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cotrain.bench import measurement
-from cotrain.bench.plan import CompiledParts
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, acceptance, forecast
+from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, advice, plan_entries, plan_length
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound, calibrated

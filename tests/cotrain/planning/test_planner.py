@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench.plan import CompiledParts
 from cotrain.planning import planner
 from cotrain.planning.forecast import forecast
+from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, advice
 from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import measure_acceptance, rounds_of
 from inference import Engine, Sampling
 from tests.folders import network, tokenizer

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 
 from cotrain.bench import measurement
 from cotrain.bench.measurement import recorded
-from cotrain.bench.plan import Plan
 from cotrain.commands import generate
 from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, TreeForecast
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     advice,
     best_tree,

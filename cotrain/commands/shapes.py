@@ -13,13 +13,13 @@ import torch
 from hydra import compose
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.plan import Plan
 from cotrain.config.overrides import explain, quote
 from cotrain.config.ranges import refuse_unread
 from cotrain.config.settings import PlanConfig, TrainConfig, checked, sampling
 from cotrain.errors import UserError
 from cotrain.planning.drafted import costs_at
 from cotrain.planning.forecast import at_acceptance, break_even
+from cotrain.planning.plan import Plan
 from cotrain.students.base import student_class
 from cotrain.training.assembly import new_student
 from inference.measure.costs import Costs

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cotrain.cli import main
+from cotrain.commands.shapes import ACCEPTANCES, entry, shape_table
 from cotrain.planning.forecast import at_acceptance, break_even
-from cotrain.planning.shapes import ACCEPTANCES, entry, shape_table
 from inference.measure.costs import Costs
 from tests.folders import target_folder
 
