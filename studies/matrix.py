@@ -37,13 +37,14 @@ from cotrain.training.job import models
 from cotrain.training.preconditions import refuse_rounded
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
-from inference.measure.arms import Arm, engine_arm, transformers_arm
+from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import Costs
 from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
 from inference.models.quantisation import refuse_quantisation
 from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
+from studies.assisted import assisted_arm
 from studies.floor import Machine, measure_machine, peak_memory, round_loads
 from studies.quantisation_table import table
 
@@ -136,13 +137,13 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
     k and no confidence threshold ("matched")."""
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
-    arms = [transformers_arm("transformers", plan.target, sampling, new, rows=rows)]
+    arms = [assisted_arm("transformers", plan.target, sampling, new, rows=rows)]
     if plan.bench.compile and rows == 1:  # it compiles each shape separately, which takes minutes
-        arms.append(transformers_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
+        arms.append(assisted_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
     if rows == 1 and lm is not None:
         arms += [
-            transformers_arm("transformers assisted", plan.target, sampling, new, assistant=lm.model),
-            transformers_arm("transformers matched", plan.target, sampling, new, assistant=lm.model, k=k),
+            assisted_arm("transformers assisted", plan.target, sampling, new, assistant=lm.model),
+            assisted_arm("transformers matched", plan.target, sampling, new, assistant=lm.model, k=k),
         ]
     return arms
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inference.measure.costs import Costs
 from inference.measure.tree_plan import Distributions, Search, table_of
-from inference.measure.tree_shapes import Parents, Seconds, calls_of, every, tokens_of
+from inference.measure.tree_shapes import Parents, Seconds, calls_of, every
 from inference.verify.predict_tree import of_rounds
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of
 
@@ -63,7 +63,7 @@ def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ..
     """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
     first level if accept has a depth axis."""
     first = of_rounds(accept, 0, lengths)
-    return tuple((first.sum((0, 1)) / tokens_of(accept, lengths)).tolist())
+    return tuple((first.sum((0, 1)) / int(lengths.sum())).tolist())
 
 
 def sequoia(chances: Sequence[float], nodes: int, depth: int) -> Parents:

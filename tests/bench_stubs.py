@@ -81,8 +81,8 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     for module in (measurement, planner, quantisation_table, matrix):
         monkeypatch.setattr(module, "interleave", noted)
         monkeypatch.setattr(module, "engine_arm", engine_arm)
-    for module in (measurement, matrix):
-        monkeypatch.setattr(module, "transformers_arm", transformers_arm)
+    monkeypatch.setattr(measurement, "transformers_arm", transformers_arm)
+    monkeypatch.setattr(matrix, "assisted_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)
     monkeypatch.setattr(plans, "Engine", engine)
     monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])

@@ -112,11 +112,6 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
     return float(calls_from(reach_tree(accept, parents, lengths), lengths).sum())
 
 
-def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Return the total number of tokens in the texts."""
-    return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
-
-
 class Paths(NamedTuple):
     """The probabilities of paths. A node's effect on the expected calls depends only on its path of child numbers, not
     on the rest of the tree.

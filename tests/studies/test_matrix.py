@@ -81,16 +81,6 @@ def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, m
     assert 0 < whole - plain < 0.1 * plain  # the target's pass over more ids, and nothing of the heads
 
 
-def test_a_matrix_keeps_the_other_settings_of_the_regime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    met: list[Sampling] = []  # noqa: F811
-    monkeypatch.setattr(matrix, "measure_machine", lambda *_: None)
-    monkeypatch.setattr(matrix, "_cell", lambda plan, *_: met.append(plan.sampling))
-    monkeypatch.setattr(matrix, "line", lambda _: "")
-    cut = replace(real_plan(), sampling=Sampling(1.0, top_k=9, top_p=0.9))
-    matrix.matrix(cut, matrix.Grid([0.5, 1.0], [1], 2, None, tmp_path), lambda _: None)
-    assert met == [Sampling(0.5, top_k=9, top_p=0.9), Sampling(1.0, top_k=9, top_p=0.9)]
-
-
 # --- its parts
 
 

@@ -9,16 +9,15 @@ import torch
 
 from cotrain.bench import measurement
 from cotrain.planning import planner
-from cotrain.planning.forecast import Forecast, acceptance, forecast
+from cotrain.planning.forecast import Forecast, acceptance
 from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, advice, plan_entries, plan_length
 from inference.exactness.figures import Figures
-from inference.measure.costs import Costs, RealRound, calibrated
+from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
 from tests.bench_stubs import chains_of, plan_of, rates_of
 
 TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
-SLOW = {0: RealRound(0, 1.0, 0.1), 2: RealRound(0.8, 2.0, 0.2), 4: RealRound(1.6, 2.0, 0.3)}
 
 
 def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:
@@ -33,24 +32,6 @@ def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> No
     dear = chosen(0.6)
     assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
     assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
-
-
-def test_a_length_that_was_chosen_is_run_before_it_is_believed(monkeypatch) -> None:
-    """By the line through 0, 2 and 4 the third is best; run, it is not."""
-    rates = rates_of((1.5, 2.0, 3.4, 3.5))
-    ran = []
-
-    def rounds_of(plan, lengths, until):
-        ran.extend(lengths)
-        return {k: RealRound(9.0, 2.0, 0.3) for k in lengths}
-
-    monkeypatch.setattr(planner, "rounds_of", rounds_of)
-    start = MeasuredCosts(calibrated(TABLE, SLOW), TABLE, SLOW)
-    before = forecast(rates, start.costs)
-    assert before.among([2, 3, 4]).k == 3
-    plan = SimpleNamespace(depths=[2, 3, 4], planned=None, bench=SimpleNamespace(rows=1))
-    chains, measured = plan_length(plan, start, rates)  # type: ignore[arg-type]
-    assert ran[0] == 3 and 3 in measured.rounds and chains.speedups[3] < before.speedups[3]
 
 
 def test_a_slow_down_is_put_in_words() -> None:

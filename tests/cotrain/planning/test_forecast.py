@@ -125,11 +125,6 @@ def test_the_profile_is_that_of_the_expected_rounds() -> None:
     assert sum(found["histogram"]) == pytest.approx(1) and rates.alpha == pytest.approx(0.6)
 
 
-def test_equal_acceptance_at_all_depths() -> None:
-    assert iid_tau(0.5, 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert iid_tau(1.0, 3) == 4 and iid_tau(0.0, 3) == 1
-
-
 def test_samples_of_rounds_have_the_expected_number() -> None:
     torch.manual_seed(1)
     lengths = torch.full((300,), 25)
