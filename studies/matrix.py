@@ -37,7 +37,7 @@ from cotrain.training.job import models
 from cotrain.training.preconditions import refuse_rounded
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
-from inference.measure.arms import Arm, engine_arm
+from inference.measure.arms import Arm
 from inference.measure.costs import Costs
 from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
@@ -118,8 +118,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}
     lm = plan.proposer(counted=True).language_model(size.rows, engines["plain"].target.vocabulary)
     arms = [
-        *[engine_arm(name, engine, sampling, size.new_tokens) for name, engine in engines.items()],
-        engine_arm("ngram", plan.engine(fixed, proposer=NGram()), sampling, size.new_tokens),
+        *plan.arms(engines | {"ngram": plan.engine(fixed, proposer=NGram())}),
         *_transformers(plan, fixed, lm),
         *[vllm_arm(name, server, sampling, size.new_tokens) for name, server in servers.items()],
     ]

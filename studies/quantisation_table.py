@@ -12,7 +12,6 @@ from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.students.quantised import rounded
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.arms import engine_arm
 from inference.measure.timing import interleave
 
 Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `target_model.QUANTISATIONS`
@@ -57,8 +56,7 @@ def _with(plan: Plan, kind: str) -> Plan:
 def _texts(plan: Plan) -> Any:
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, 2 * BATCH)
-    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
-    return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
+    return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
 
 
 def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
@@ -66,10 +64,7 @@ def _cell(plan: Plan, texts: Any, k: int) -> dict[str, Any]:
     counted = plan.student(plan.draft).proposer(greedy=plan.objective == "greedy")
     figures = pair_figures(plan.engine(k, BATCH), counted, texts, sampling, size.new_tokens, 0.0)
     tokens, drafted = figures.lengths.sum(), figures.k > 0  # positions at which a round has drafts
-    arms = [
-        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
-        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
-    ]
+    arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, size.quick_prompts), size.rows, size.seed)
     return {
         "alpha": float(figures.first(figures.alpha)[drafted].sum() / max(int(drafted.sum()), 1)),

@@ -80,7 +80,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     for module in (measurement, planner, quantisation_table, matrix):
         monkeypatch.setattr(module, "interleave", noted)
-        monkeypatch.setattr(module, "engine_arm", engine_arm)
+    monkeypatch.setattr(plans, "engine_arm", engine_arm)
     monkeypatch.setattr(measurement, "transformers_arm", transformers_arm)
     monkeypatch.setattr(matrix, "assisted_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)

@@ -30,7 +30,7 @@ from inference.exactness.figures import check_calls
 from inference.exactness.verdict import check
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
-from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.arms import transformers_arm
 from inference.measure.timing import Timing, interleave, together
 from inference.models.pretrained import quantisation_of
 from inference.output import Emitted, pieces
@@ -56,10 +56,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     Return speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
     share_of_cost_table. The last one is the measured decoding speed-up divided by the one that is predicted from tau
     and the seconds of a round. These seconds are measured separately, once for all checkpoints."""
-    arms = [
-        engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
-        engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
-    ]
+    arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
     stats, speedup = timing.stats("speculative"), timing.ratio("speculative", "plain")
     tau, decoding = stats.tau if stats else nan, timing.ratio("speculative", "plain", decode=True).value
@@ -154,7 +151,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         print(f"bench: plain decoding is expected to be faster here, {chosen.speedup:.2f}x with drafts at best")
     print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
-    timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
+    timing, reached = _timed(plan, engine, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
@@ -195,13 +192,10 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     )
 
 
-def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tuple[Timing, Reached]:
+def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
     size = plan.bench
-    arms = [
-        engine_arm("speculative", engine, sampling, size.new_tokens),
-        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
-        transformers_arm("transformers", plan.target, sampling, size.new_tokens),
-    ]
+    arms = plan.arms({"speculative": engine, "plain": plan.plain()})
+    arms.append(transformers_arm("transformers", plan.target, plan.sampling, size.new_tokens))
     batches = -(-size.prompts // size.rows)
     more = until < inf
     wanted = Wanted(batches, size.interval if more else inf, until)
@@ -262,12 +256,12 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
         count = min(count, FEW)
     if plan.tree:
         until = time.perf_counter() + (until - time.perf_counter()) / FORCED
-    arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
+    arms = plan.arms({"speculative": plan.engine(k, BATCH)})
     parts: list[Emitted] = []
     with Display("bench: parity", count, "texts") as display:
         for done in range(0, count, BATCH):
             prompts = plan.final(size.prompts + done, min(BATCH, count - done))
-            parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
+            parts.append(interleave(arms, prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
             display.to(done + len(prompts))
             if time.perf_counter() > until:
                 break
@@ -289,12 +283,9 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
     """Measure the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
     models repeat themselves. late: the time is over, so only two prompts are used."""
-    size, sampling = plan.bench, Sampling(temperature=0)
-    arms = [
-        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
-        engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
-        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
-    ]
+    size = plan.bench
+    engines = {"speculative": plan.engine(k), "ngram": plan.engine(k, proposer=NGram()), "plain": plan.plain()}
+    arms = plan.arms(engines, Sampling(temperature=0))
     prompts = plan.final(0, 2 if late else max(size.prompts // 2, 2))
     timing = interleave(arms, prompts, size.rows, size.seed)
     report: dict[str, Any] = {"prompts": len(prompts)}

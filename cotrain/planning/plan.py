@@ -1,7 +1,7 @@
 """Plan of a measurement. It joins target and draft, regime, verification rule, and the sizes of the benchmark."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -18,6 +18,7 @@ from cotrain.students.base import DEFAULT, Student, student_class
 from cotrain.students.independent import shares_encoder
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
+from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
 from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
@@ -130,6 +131,11 @@ class Plan:
         """Return the engine that decodes without a draft. rows: as in `engine`."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
+
+    def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
+        """Return the arms of a timing, by name. sampling: replaces the plan's."""
+        new_tokens = self.bench.new_tokens
+        return [engine_arm(name, engine, sampling or self.sampling, new_tokens) for name, engine in engines.items()]
 
     @cached_property
     def prompts(self) -> Prompts:

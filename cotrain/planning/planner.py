@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -19,14 +19,12 @@ from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.arms import engine_arm
 from inference.measure.costs import (
     Costs,
     RealRound,
     calibrated,
     joined,
     measure_costs,
-    measure_drafting,
     measure_rounds,
     spans_of,
 )
@@ -38,6 +36,7 @@ from inference.output import Emitted
 from inference.proposers import kind_of
 from inference.verify import predict_chain
 
+Drafts = TypeVar("Drafts", bound=PlannedTree | int)  # a tree, or the length of a chain
 BATCH = 32  # rows, if tokens are counted and nothing is timed
 SHAPE = 5  # repeats of the timing of each part; few, since the times are scaled to real rounds
 TRIES = 3  # how often the draft length is chosen again after rounds at the chosen length were timed
@@ -116,11 +115,17 @@ def costs_of(plan: Plan, most: int | None = None) -> Costs:
     )
 
 
-def rounds_of(plan: Plan, lengths: tuple[int, ...], until: float = inf) -> dict[int, RealRound]:
-    """Time real rounds on ranking prompts at these draft lengths. Length 0 is plain decoding."""
-    size = plan.bench
-    drafting = plan.engine(max(1, *lengths)) if any(lengths) else None
-    engines = {k: plan.plain() if not k or drafting is None else drafting for k in lengths}
+def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict[Drafts, RealRound]:
+    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
+    decoding."""
+    size, chains = plan.bench, [one for one in drafted if isinstance(one, int) and one]
+    chain_engine = plan.engine(max(chains)) if chains else None
+    engines: dict[Drafts, tuple[Engine, int]] = {}
+    for one in drafted:
+        if isinstance(one, PlannedTree):
+            engines[one] = replace(plan, tree=one).engine(one.depth), one.depth
+        else:
+            engines[one] = chain_engine if one and chain_engine else plan.plain(), one
     prompts = plan.ranking(0, max(size.quick_prompts, size.rows))
     return measure_rounds(
         engines, prompts, sampling=plan.sampling, max_new_tokens=size.new_tokens, seed=size.seed, until=until
@@ -135,8 +140,7 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
     them."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
-    arm = engine_arm("plain", plan.plain(BATCH), plan.sampling, size.new_tokens)
-    return interleave([arm], prompts, BATCH, size.seed, warmup=0).texts("plain")
+    return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
 
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
@@ -239,7 +243,8 @@ def fastest_tree(
     if not trees:
         return None
     k = chains.k
-    rounds = rounds_in_turn(plan, list(dict.fromkeys([0, k, *trees])), until)
+    drafted: dict[PlannedTree | int, None] = dict.fromkeys([0, k, *trees])
+    rounds = rounds_of(plan, list(drafted), until)
     plain, chained = (rounds[at].seconds if in_turn else chains.seconds[at] for at in (0, k))
     scale = chained / rounds[k].seconds  # the chain's seconds may come from other rounds
     lengths = distributions.lengths.double()
@@ -280,25 +285,8 @@ def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
     """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
-    rounds = rounds_in_turn(plan, trees, until)
+    rounds = rounds_of(plan, trees, until)
     return fitted(costs_of(plan, most), {tuple(tree.parents): rounds[tree] for tree in trees})
-
-
-def rounds_in_turn(
-    plan: Plan, drafted: Sequence[PlannedTree | int], until: float = inf
-) -> dict[PlannedTree | int, RealRound]:
-    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
-    decoding."""
-    size, engines = plan.bench, dict[PlannedTree | int, tuple[Engine, int]]()
-    for one in drafted:
-        if isinstance(one, PlannedTree):
-            engines[one] = replace(plan, tree=one).engine(one.depth), one.depth
-        else:
-            engines[one] = plan.engine(one) if one else plan.plain(), one
-    prompts = plan.ranking(0, max(size.quick_prompts, size.rows))
-    return measure_drafting(
-        engines, prompts, sampling=plan.sampling, max_new_tokens=size.new_tokens, seed=size.seed, until=until
-    )
 
 
 def tree_search(plan: Plan, distributions: Distributions) -> Search:

@@ -12,7 +12,6 @@ from cotrain.planning.plan import Plan
 from inference import Engine
 from inference.adaptive_policy import Adaptive
 from inference.measure.adaptive import FEWEST, Wanted, until_known
-from inference.measure.arms import engine_arm
 from inference.measure.timing import Timing
 from inference.report.table import aligned
 
@@ -43,7 +42,7 @@ def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
     engines = {PLAIN: plan.plain()} | {f"k = {k}": plan.engine(k) for k in lengths} | {ADAPTIVE: adaptive}
     if tree:
         engines[TREE] = replace(plan, tree=tree.tree).engine(tree.tree.depth)
-    arms = [engine_arm(name, engine, plan.sampling, size.new_tokens) for name, engine in engines.items()]
+    arms = plan.arms(engines)
     batches, wanted = _wanted(size, -(-size.prompts // size.rows), 2 / 3 if size.rows > 1 else 1.0)
     timing, reached = until_known(
         arms, plan.final(0, batches * size.rows), size.rows, (f"k = {best}", PLAIN), wanted, size.seed
@@ -79,7 +78,7 @@ def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) 
     """Return the speed-up of the draft length `best` where `QUEUE` prompts come for each row, so that others wait for
     the slots of rows that have ended; with its forecast."""
     size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
-    arms = [engine_arm(one, engines[one], plan.sampling, size.new_tokens) for one in (PLAIN, name)]
+    arms = plan.arms({one: engines[one] for one in (PLAIN, name)})
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
     timing, _ = until_known(arms, plan.final(0, runs * queue), queue, (name, PLAIN), wanted, size.seed)
     return {"k": best, "predicted": cell.speedups[best]} | _ratios(timing, name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -282,13 +282,6 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 
 
 def measure_rounds(
-    engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
-) -> dict[int, RealRound]:
-    """Time the rounds of several engines, by draft length. See `measure_drafting`."""
-    return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
-
-
-def measure_drafting(
     engines: Mapping[Key, tuple[Engine, int]],
     prompts: Sequence[list[int]],
     *,

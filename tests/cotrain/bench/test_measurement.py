@@ -96,7 +96,7 @@ def test_a_checkpoint_drafts_no_further_than_it_can(
 def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
     plan = plan_of(bench=replace(plan_of().bench, rows=3, prompts=4))
     served: Any = plan.engine(2)
-    measurement._timed(plan, served, REGIME, until)
+    measurement._timed(plan, served, until)
     (round,) = met
     arms = round["arms"]
     assert list(arms) == ["speculative", "plain", "transformers"] and arms["speculative"].engine is served

@@ -63,7 +63,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     assert asked["plan_length"][2] is chosen.acceptance and asked["plan_length"][4] == REAL.rounds
     assert asked["best_tree"][1:3] == (chosen, "texts")
     engine = asked["_timed"][1]
-    assert asked["_timed"][0] == here and asked["_timed"][2:] == (REGIME, 100 + 0.65 * 600)
+    assert asked["_timed"][0] == here and asked["_timed"][2] == 100 + 0.65 * 600
     assert (engine.policy.k, engine.rows, engine.compile, engine.verify) == (4, 3, True, "block")
     assert asked["check"][0] is engine and asked["check"][1].prompts == [["speculative"]]
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
@@ -89,7 +89,7 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
     served = TreeForecast(TREE, 1.5, 1.0, 0.9, 0.125, 0.0)
     result, asked, plan, here, timing, *_ = reported(monkeypatch, served, own=TREE)
     assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
-    assert asked["choose_compiled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
+    assert asked["choose_compiled"][1] == inf == asked["_timed"][2] == asked["parity"][2]
     assert {asked[name][0].tree for name in ("_timed", "parity", "greedy")} == {TREE}
     assert asked["_timed"][1].policy.k == asked["parity"][1] == asked["greedy"][1] == TREE.depth == 2
     assert asked["_timed"][1].verify == "traversal" and asked["advice"][0].served is served

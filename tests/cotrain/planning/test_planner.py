@@ -87,12 +87,13 @@ def test_rounds_are_run_by_the_engines_that_serve(
     plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
     planner.rounds_of(plan, (0, 2, 5), 3.0)
     ((engines, prompts), settings) = asked.pop()
-    assert list(engines) == [0, 2, 5] and engines[2] is engines[5]
-    assert engines[0].proposer is None and engines[0].compile == "plain" and engines[2].compile == "target"
-    assert engines[2].proposer.compile == "draft" and prompts == RANKING[:3]
+    assert list(engines) == [0, 2, 5] and engines[2][0] is engines[5][0]
+    (plain, _), (drafting, two) = engines[0], engines[2]
+    assert plain.proposer is None and plain.compile == "plain" and drafting.compile == "target" and two == 2
+    assert drafting.proposer.compile == "draft" and prompts == RANKING[:3]
     assert settings == {"sampling": REGIME, "max_new_tokens": 6, "seed": 17, "until": 3.0}
     planner.rounds_of(plan, (0,))
-    assert [one.proposer for one in asked.pop()[0][0].values()] == [None]
+    assert [one.proposer for one, _ in asked.pop()[0][0].values()] == [None]
     for most, wanted in ((None, 4), (9, 9)):
         planner.costs_of(plan, most)
         ((target, proposer, K), settings) = asked.pop()

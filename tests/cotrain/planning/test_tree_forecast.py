@@ -48,7 +48,7 @@ def forecast_of(
     """The forecast with these seconds of rounds, of trees and of the chain in turn."""
     trees = [one for one in rounds if isinstance(one, PlannedTree)]
     timed = {one: RealRound(0.0, seconds, 0.0) for one, seconds in rounds.items()}
-    monkeypatch.setattr(planner, "rounds_in_turn", lambda plan, drafted, until: {one: timed[one] for one in drafted})
+    monkeypatch.setattr(planner, "rounds_of", lambda plan, drafted, until: {one: timed[one] for one in drafted})
     nothing: Any = None
     return fastest_tree(nothing, chain_, some, trees)
 

@@ -227,7 +227,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, tree: float) -> list[list[Any]]:
         return {key: RealRound(0.1, one - 0.2, 0.1) for key, one in seconds.items()}
 
     monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
-    monkeypatch.setattr(planner, "measure_drafting", in_turn)
+    monkeypatch.setattr(planner, "measure_rounds", in_turn)
     return asked
 
 

@@ -18,7 +18,6 @@ from inference.measure.costs import (
     interleaved,
     joined,
     measure_costs,
-    measure_drafting,
     measure_rounds,
     never_falling,
     of_stats,
@@ -63,7 +62,7 @@ def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
         return Ended()
 
     engine: Any = SimpleNamespace(rows=2, policy=Fixed(9), begin=begin, rounds=iter, proposer=None)
-    measure_drafting({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
+    measure_rounds({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
     assert calls[:3] == [([[0], [1]], 7, 3), ([[2], [3]], 8, 3), ([[4], [0]], 9, 3)]
     assert len(calls) == 6 and engine.policy == Fixed(9)
 
@@ -92,7 +91,7 @@ def test_only_full_rounds_are_timed() -> None:
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     for K, tokens in ((1, 40), (2, 40), (4, 24)):  # in the first two, rows end while others could draft on
         seen.clear()
-        measure_rounds({K: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=tokens)
+        measure_rounds({K: (engine, K)}, prompts, sampling=Sampling(1.0), max_new_tokens=tokens)
         assert len(seen) > 6 and all(k == [K] * 3 for k in seen), K
     seen.clear()
     engine.policy = Fixed(4)
@@ -102,9 +101,9 @@ def test_only_full_rounds_are_timed() -> None:
     seen.clear()
     texts.clear()
     prompts = [[1 + (3 * i + n) % 30 for i in range(14)] for n in range(3)]
-    measure_rounds({2: Engine(target, short, rows=3)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
+    measure_rounds({2: (Engine(target, short, rows=3), 2)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
     assert len(seen) > 4 and max(texts) <= 24 - 2  # the draft's context ends before the text
-    few = measure_rounds({4: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
+    few = measure_rounds({4: (engine, 4)}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
     assert few[4].draft > 0  # not one is full: the first counts
 
 
@@ -220,7 +219,7 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     slow = Disturbed(proposer.model)
     slow.open, slow.admit, slow.commit, slow.move = proposer.open, proposer.admit, proposer.commit, proposer.move
     plain, engine = Engine(target, rows=1), Engine(target, slow, rows=1, policy=Fixed(3))
-    engines, prompts = {0: plain, 1: engine, 4: engine}, [[1, 2, 3], [4, 5]]
+    engines, prompts = {0: (plain, 0), 1: (engine, 1), 4: (engine, 4)}, [[1, 2, 3], [4, 5]]
     result = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=40, until=0.0)
     assert list(result) == [0, 1, 4] and engine.policy == Fixed(3)
     assert result[0].draft == 0 and result[1].draft > 0.004 and result[4].draft > 0.016
@@ -236,7 +235,7 @@ def test_the_call_that_warms_up_is_not_counted() -> None:
         return Ended(9.0 if next(calls) == 0 else 1.0 + next(calls))
 
     engine = SimpleNamespace(begin=begin, rounds=iter, policy=Fixed(2), rows=1, proposer=None)
-    result = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
+    result = measure_rounds({2: (engine, 2)}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
     assert result[2].target == (3.0 + 5.0) / 2
 
 
