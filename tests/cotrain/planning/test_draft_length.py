@@ -32,6 +32,7 @@ def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> No
     dear = chosen(0.6)
     assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
     assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
+    assert plan_entries(chains_of(1, (1.0, 1.0)), "token")["plain_is_faster"]  # as fast, and simpler
 
 
 def test_a_slow_down_is_put_in_words() -> None:
