@@ -36,7 +36,7 @@ WORDS = frozenset({
     "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
     "objective", "optimizer.kind", "mode",
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
-    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
+    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",
     "shapes",
 })  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
 from cotrain.data.conversations import Template
@@ -21,6 +20,7 @@ from cotrain.data.prompt_rows import said as said_of
 from cotrain.data.sources import sources_apart
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
+from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM

@@ -120,7 +120,7 @@ def speed(runs: Sequence[LoadedRun]) -> Section:
 def batches(runs: Sequence[LoadedRun]) -> Section:
     """Return the section of speed-up by batch size and temperature. It says from which batch size on plain decoding is
     faster."""
-    lacking = "one batch size was measured: cotrain bench matrix.temperatures=[0,1] matrix.batches=[1,4,8,32] adds more"
+    lacking = "one batch size was measured: python -m studies.matrix matrix.batches=[1,4,8,32] adds more"
     return Section("batch", "Speed by batch size", by_run(runs, _batches), lacking)
 
 
@@ -262,7 +262,7 @@ def _phases(run: LoadedRun) -> Markup | None:
 
 def quantisation(runs: Sequence[LoadedRun]) -> Section:
     """Return the section of speed-up and acceptance by the quantisations of target and draft, and by temperature."""
-    lacking = "one quantisation was measured: cotrain bench matrix.targets=[none,int8] matrix.temperatures=[0,1]"
+    lacking = "one quantisation was measured: python -m studies.matrix matrix.targets=[none,int8] adds more"
     return Section("quantisation", "Quantisation and temperature", by_run(runs, _maps), lacking)
 
 
