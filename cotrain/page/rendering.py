@@ -196,9 +196,9 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
     runs. Return None if no run has any of the parts."""
     bodies = []
     for run in runs:
-        made = [part(run) for part in parts]
-        grid = drawn([one for one in made if isinstance(one, Chart)])
-        if body := joined(grid, *(one for one in made if isinstance(one, Markup))):
+        content = [part(run) for part in parts]
+        grid = drawn([one for one in content if isinstance(one, Chart)])
+        if body := joined(grid, *(one for one in content if isinstance(one, Markup))):
             bodies.append((run.name if len(runs) > 1 else None, body))
     return Markup(_PARTS.by_run(bodies)) if bodies else None
 
