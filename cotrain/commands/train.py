@@ -18,7 +18,7 @@ from cotrain.evaluation.comparison import FIGURES, compare, read
 from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
-from cotrain.run_folder import claim, finished, read_marker, refuse
+from cotrain.run_folder import claim, finished, read_marker, refuse, resumable
 from cotrain.students.base import OPTIONAL, student_class
 from cotrain.training import joint
 from cotrain.training.distil import distil
@@ -41,6 +41,11 @@ def run(cfg: TrainConfig) -> float | None:
     for key in ("overwrite", "check", "output"):
         del settings[key]
     settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
+    if cfg.overwrite and resumable(cfg.output, settings):  # the same command, after it was interrupted
+        cfg.overwrite = False
+        if not rank():
+            print(f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
+                  "delete the folder")  # fmt: skip
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output):
             _trained(cfg, Path(cfg.output))
