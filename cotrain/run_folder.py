@@ -271,6 +271,12 @@ def _usable(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
+        with suppress(OSError):  # none is there
+            try:
+                json.loads((path / MARKER).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"{path / MARKER} is broken ({error}), so output={path} cannot be used: name another "
+                                "folder, or put a copy of the file there") from error  # fmt: skip
         raise UserError(
             f"output={path} has files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"

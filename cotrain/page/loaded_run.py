@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import MARKER
+from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
 from inference.report.replay import validate as validate_replay
@@ -151,9 +153,10 @@ def _load(number: int, path: Path) -> LoadedRun:
 
 
 def _report(file: Path | None) -> dict[str, Any] | None:
-    report = None if file is None else _json(file, str(file))
-    if report is None:
+    if file is None or (report := _json(file, str(file))) is None:
         return None
+    with suppress(OSError, ValueError):  # it is in no draft folder
+        read(file.parent)  # warns if the report was changed
     try:
         validate(report)
     except ValueError as error:

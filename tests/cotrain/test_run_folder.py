@@ -97,6 +97,17 @@ def test_a_folder_of_others_is_rejected(tmp_path: Path, overwrite: bool, name: s
     assert tree(tmp_path) == {name: "{}"}
 
 
+def test_a_marker_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    text = (finished(tmp_path / "run", seed=0) / MARKER).read_text()
+    for rest in (text[:-5], ""):
+        (tmp_path / "run" / MARKER).write_text(rest)
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=rf"^{tmp_path / 'run' / MARKER} is broken \("):
+                with claim(tmp_path / "run", overwrite, {"seed": 0}):
+                    pass
+        assert (tmp_path / "run" / "weights").exists()
+
+
 def test_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"), claim(tmp_path / "file", overwrite=True):
