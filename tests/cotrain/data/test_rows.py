@@ -55,6 +55,8 @@ def test_a_column_is_read_or_named(row: dict[str, Any], reader: Reader) -> None:
         ([], "it is no JSON object"),
         ("text", "it is no JSON object; a file of plain text"),
         ({}, "it has no column"),
+        ({"prompt;domain": "a;b"}, "its only column is 'prompt;domain': separate columns by commas, not by ';'"),
+        ({"data": [{"prompt": "a"}]}, "its 'data' is a list of objects: .* a file of that list alone"),
         ({"prompt": "a", None: ["b"]}, "more cells than the first line"),
         ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a\ud800"}, "no valid Unicode"),
