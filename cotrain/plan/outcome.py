@@ -129,8 +129,9 @@ def table(drafts: Sequence[Drafted]) -> str:
             stop = stops_paying({count: cell.chains for (at, count), cell in one.cells.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
-    lines.append("speed-ups are those of this machine; their intervals are those of the texts. Rows that end are "
-                 "replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`")  # fmt: skip
+    lines.append("speed-ups are those of the machine whose rounds were timed; their intervals are those of the texts. "
+                 "Rows that end are replaced by prompts that wait; if none wait, the speed-up is that of "
+                 "`batch alone`")  # fmt: skip
     return "\n".join([aligned(rows, left=1), *lines])
 
 
