@@ -191,7 +191,7 @@ def test_prompt_and_response_are_rendered_or_without_a_template_taken_as_they_ar
         ("", chat("Hi", "Yes?"), "the target's chat template renders nothing"),
         ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
         ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
-        (None, chat("Hi", "Yes?", "More", "No"), "has no chat template"),
+        (None, chat("Hi", "Yes?", "More", "No"), "without a chat template"),
         (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot' is none of system"),
         (PLAIN, {"messages": ["Hi"]}, "it holds no list of messages"),
         (PLAIN, {"messages": []}, "it holds no list of messages"),
