@@ -121,7 +121,7 @@ def run(cfg: BenchConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         report = _measured(cfg, cfg.draft.path)
         page = written(Path(cfg.output))
         answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")

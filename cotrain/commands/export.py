@@ -39,9 +39,9 @@ def run(cfg: ExportConfig) -> None:
     if cfg.check:
         if cfg.push_to_hub:
             raise UserError("push_to_hub: with check= no folder is written that could be pushed; leave one of them out")
-        _check(cfg.check, cfg.json)
+        _check(cfg.check, cfg.as_json)
         return
-    if cfg.json:
+    if cfg.as_json:
         raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")

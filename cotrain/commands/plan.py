@@ -5,11 +5,11 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
@@ -44,7 +44,7 @@ Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def run(cfg: PlanConfig) -> None:
     """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. With `log=`,
     compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet."""
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         if cfg.log is not None:
             compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
             answer(asdict(compared), compared.line)
@@ -111,7 +111,7 @@ def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
         "environment": environment(),
         "settings": {"texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
                      "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
-                     "bench": OmegaConf.to_container(cast(Any, cfg.bench))},
+                     "bench": cfg.bench.model_dump()},
     }  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
             raise UserError(f"drafts: {first} and {path} have not the same prompts set aside: name prompts that "
                             "neither has learnt from with data.path=")  # fmt: skip
         for key in (*SHARED, *(() if one.temperatures else ("regime.temperature",))):
-            mine, theirs = (OmegaConf.select(cast(Any, cfg), key) for cfg in (one, other))
+            mine, theirs = (reduce(getattr, key.split("."), cfg) for cfg in (one, other))
             if mine != theirs:
                 raise UserError(f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by "
                                 "one")  # fmt: skip

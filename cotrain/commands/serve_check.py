@@ -21,7 +21,7 @@ def run(cfg: ServeCheckConfig) -> None:
     """Query the server and write report.json to `output`. Raises UserError if the acceptances differ."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         report, figures = _compared(cfg, cfg.url, cfg.draft.path)
         answer(report, f"{cfg.url}: {figures.line()}")
     if not figures.passed:

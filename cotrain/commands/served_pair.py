@@ -5,10 +5,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench.plan import Plan
@@ -86,14 +85,15 @@ def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig
     said, typed = stored(metadata) if metadata else {}, []
     for key, (stored_as, left_open) in KNOWN.items():
         group, _, name = key.rpartition(".")
-        config: Any = OmegaConf.select(cast(Any, cfg), group) if group else cfg
-        if config is None or name not in config:
+        settings: Any = getattr(cfg, group, None) if group else cfg
+        if settings is None or name not in type(settings).model_fields:
             continue
-        if config[name] == left_open:
-            config[name] = said.get(stored_as, UNSAID[stored_as])
-        elif stored_as in said and config[name] != said[stored_as]:
-            typed.append(f"{key}={config[name]} ({said[stored_as]})")
-    k = OmegaConf.select(cast(Any, cfg), "policy.k")
+        value = getattr(settings, name)
+        if value == left_open:
+            setattr(settings, name, said.get(stored_as, UNSAID[stored_as]))
+        elif stored_as in said and value != said[stored_as]:
+            typed.append(f"{key}={value} ({said[stored_as]})")
+    k = cfg.policy.k if isinstance(cfg, GenerateConfig) else None
     if metadata and k is not None and (metadata.tree or k != metadata.k):
         typed.append(f"policy.k={k} ({shape(metadata)})")
     if typed:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.config.overrides import flat
-from cotrain.config.ranges import BUDGETS, change
+from cotrain.config.changes import BUDGETS, change
+from cotrain.config.settings import flat
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.run_folder import read_marker

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cotrain.config.overrides import flat
+from cotrain.config.settings import flat
 from cotrain.page.loaded_run import LoadedRun, Number
 from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, escaped, render
 

@@ -11,15 +11,15 @@ B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import NEW, Guess, Seen
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
 from cotrain.students.parallel import KEEP, starts
 from inference.proposers.block import Block, BlockNetwork
@@ -34,10 +34,6 @@ class BlockStudent(EagleStudent):
     """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
-    takes = ("layers", *EagleStudent.takes, "mask", "markov")
-    read_with: Mapping[str, tuple[str, ...]] = {
-        f"draft.{key}": NEW for key in ("intermediate", "head_dim", "kv_heads")
-    } | {"init.layers": ()}
     features = ("dflash",)
     parallel = True
     network: BlockNetwork
@@ -56,9 +52,8 @@ class BlockStudent(EagleStudent):
         intermediate size is the target's."""
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
-        every = copy(draft)
-        every.head_dim, every.kv_heads = size, draft.kv_heads or max(theirs.hidden_size // size, 1)
-        every.intermediate = draft.intermediate or inner_width(theirs)
+        heads, inner = draft.kv_heads or max(theirs.hidden_size // size, 1), draft.intermediate or inner_width(theirs)
+        every = draft.model_copy(update={"head_dim": size, "kv_heads": heads, "intermediate": inner})
         return sizes_of(every, target, False)
 
     @classmethod

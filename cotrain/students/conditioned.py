@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import SHAPE, Guess, Seen
-from cotrain.students.independent import HEAD, IndependentStudent
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import Guess, Seen
+from cotrain.students.independent import IndependentStudent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
 
 
@@ -21,7 +22,6 @@ class ConditionedStudent(IndependentStudent):
 
     kind = "conditioned"
     sourced = False
-    takes = ("temperatures", *SHAPE, *HEAD)
     begins_with = ("independent", "hybrid", "parallel")
 
     @classmethod

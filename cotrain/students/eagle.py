@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
@@ -40,10 +41,6 @@ class EagleStudent(Student):
     """Trains the draft that `inference.proposers.eagle` serves."""
 
     kind = "eagle"
-    takes: tuple[str, ...] = ("intermediate", "head_dim", "kv_heads", "depths", "head_rank", "vocabulary")
-    read_with: Mapping[str, tuple[str, ...]] = {
-        f"draft.{key}": ("scratch",) for key in ("intermediate", "head_dim", "kv_heads")
-    } | {"init.layers": ("target_layers",)}
     features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import LAST, NEW, Guess, Seen, Student
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
 from cotrain.students.markov import after_tokens
@@ -28,8 +29,6 @@ class MedusaStudent(Student):
     Their logits come from the target's own head, which is frozen."""
 
     kind = "medusa"
-    takes: tuple[str, ...] = ("layers", "depths", "markov")
-    read_with: Mapping[str, tuple[str, ...]] = {**Student.read_with, "draft.layers": NEW, "draft.depths": NEW}
     sourced = True
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
@@ -102,7 +101,6 @@ class HydraStudent(MedusaStudent):
     training those drafts are the tokens of the text."""
 
     kind = "hydra"
-    takes = ("layers", "depths")
     sourced = False
     layouts: Mapping[str, str] = {}
 

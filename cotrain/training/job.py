@@ -37,7 +37,7 @@ from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
-from cotrain.students.base import LAST, student_class
+from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_model import Head, Reader, load_pair, served
 from cotrain.training.interrupts import Signals
@@ -237,7 +237,7 @@ def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     """Return whether a run learns from or is judged on texts that the user gave, rather than on sampled ones alone.
     logs: whether the user's rows are prompts, which may have completions."""
-    trained = student_class(cfg.draft.kind).trained
+    trained = cfg.draft.trained
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
@@ -336,4 +336,4 @@ def loss_name(loss: Loss) -> str:
 def draft_name(cfg: TrainConfig) -> str:
     """Return the name of a draft in reports: `medusa, scratch, kl_then_tv`, or only the kind if it is not trained."""
     kind = cfg.draft.kind
-    return kind if not student_class(kind).trained else f"{kind}, {cfg.init.kind}, {loss_name(cfg.loss)}"
+    return kind if not cfg.draft.trained else f"{kind}, {cfg.init.kind}, {loss_name(cfg.loss)}"

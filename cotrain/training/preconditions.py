@@ -357,7 +357,7 @@ def ids_of(tokenizer: Tokenizer) -> int:
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
     """Return the draft without storage. Raises UserError if its token ids are not the target's, or if it is the larger
     model."""
-    given = not student_class(cfg.draft.kind).trained  # such a kind first checks what the folder holds
+    given = not cfg.draft.trained  # such a kind first checks what the folder holds
     if not given:
         _draft_path(cfg, tokenizer)
     with torch.device("meta"):
@@ -383,7 +383,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 def _named(cfg: TrainConfig) -> bool:
     """Return whether draft.path is read. This is so with init=pretrained, and for kinds that are not trained."""
-    return cfg.init.kind == "pretrained" or (not student_class(cfg.draft.kind).trained and cfg.draft.path is not None)
+    return cfg.init.kind == "pretrained" or (not cfg.draft.trained and cfg.draft.path is not None)
 
 
 def _size_settings(cfg: TrainConfig) -> str:
@@ -490,7 +490,7 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
     prompts = source.prompts(ask.texts, ask.prompt_tokens, ask.seed)
     fewer = max(Counter(domain for domain, _ in prompts).values()) < ask.texts
     lines = [f"rollout.texts={ask.texts}: data.path has {len(prompts)} prompts to learn from"] * fewer
-    if not student_class(cfg.draft.kind).trained:
+    if not cfg.draft.trained:
         return lines
     texts = len(prompts) if given else len(prompts) * len(learnt(cfg))
     each = (cfg.trainer.steps - cfg.trainer.corpus_steps) * cfg.trainer.batch * cfg.trainer.accumulate / texts
@@ -621,7 +621,7 @@ def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
 
 def refuse_losses(cfg: TrainConfig) -> None:
     """Raise ValueError for losses that the texts do not support."""
-    if missing := [t for t in cfg.draft.temperatures if t not in learnt(cfg)]:
+    if missing := [t for t in cfg.draft.temperatures or () if t not in learnt(cfg)]:
         raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
                          "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
 

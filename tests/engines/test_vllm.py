@@ -41,7 +41,7 @@ from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, minutes=0,
+SIZE = Bench(prompts=48, quick_prompts=1, prompt_tokens=48, new_tokens=128, parity_tokens=1, rows=8, minutes=0,
              interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
              trees=0)  # fmt: skip
 TEMPERATURES = (1.0, 0.0)

@@ -167,7 +167,18 @@ def test_parity_ends_with_its_time(met: list[Any], monkeypatch: pytest.MonkeyPat
 def plan(kind: str = "independent") -> Plan:
     """A pair with three ranking and three final prompts."""
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
-    size = Bench(2, 2, 8, 4, 28, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0)
+    size = Bench(
+        prompts=2,
+        quick_prompts=2,
+        prompt_tokens=8,
+        new_tokens=4,
+        parity_tokens=28,
+        rows=2,
+        minutes=0,
+        depths=[2],
+        draft_dtype="auto",
+        draft_int8=False,
+    )
     given = Prompts(ranking, final, "own")
     draft = network(layers=1, seed=1)
     return Plan(network(), folders.tokenizer(), draft, Sampling(), "token", size, ("t", "d"), given=given, kind=kind)

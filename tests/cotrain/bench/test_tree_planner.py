@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from cotrain.bench import measurement, planner
 from cotrain.bench.measurement import recorded
@@ -29,7 +28,8 @@ from cotrain.bench.planner import (
     tree_tau,
 )
 from cotrain.commands import generate
-from cotrain.config.groups import Bench
+from cotrain.config.groups import Bench, Model, ServedPolicy, Target
+from cotrain.config.settings import GenerateConfig, TrainConfig
 from cotrain.data.splits import Prompts
 from cotrain.training import distil
 from inference import Engine, Sampling, load
@@ -290,10 +290,8 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
                          ("served_as", ServedAs())):  # fmt: skip
         monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
     plan = plan_of()
-    keys = {"target": {"path": "t", "adapter": None}, "objective": "sampled_draft", "draft": {"kind": "independent"},
-            "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
     job = SimpleNamespace(
-        cfg=OmegaConf.create(keys),
+        cfg=TrainConfig(target=Target(path="t")),
         folder=tmp_path,
         target=plan.target,
         tokenizer=tokenizer(),
@@ -311,9 +309,8 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
      (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
 )  # fmt: skip
 def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
-    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k, "file": None},
-           "verify": verify}  # fmt: skip
-    assert served(generate._engine(OmegaConf.create(cfg)))[:3] == wanted  # type: ignore[arg-type]
+    cfg = GenerateConfig(draft=Model(path=str(place / "draft")), policy=ServedPolicy(k=k), verify=verify)
+    assert served(generate._engine(cfg))[:3] == wanted
 
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.students.base import student_class
 from inference import Engine, Sampling, load
 from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
 from tests.cotrain.commands.test_train import SIZES
-from tests.draft_folders import BARE, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.folders import network, own_texts, target_folder
 
 BENCH = [size for size in SIZES if size.startswith("bench.")]
@@ -42,8 +42,8 @@ def test_bits_and_guesses_are_those_that_are_asked_for(bits: int, name: str, pla
     target = network()
     for kind in ("quantised", "two_levels"):
         path = str(place / "small") if kind == "two_levels" else None
-        asked = Draft(kind=kind, **BARE | {"bits": bits, "inner": 2 if path else None, "path": path})
-        made = student_class(kind).initial(asked, Init("scratch", []), target)
+        asked = bare(kind, bits=bits, **({"inner": 2, "path": path} if path else {}))
+        made = student_class(kind).initial(asked, Init(kind="scratch", layers=[]), target)
         proposer = student_class(kind)(made, target).proposer()
         assert isinstance(proposer, TwoLevels if path else Quantised)
         assert (proposer.model if isinstance(proposer, TwoLevels) else proposer).bits == name

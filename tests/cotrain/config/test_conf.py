@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from cotrain.cli import COMMANDS
 from cotrain.config.overrides import quote
-from cotrain.config.settings import checked, register
+from cotrain.config.settings import presets, register
 from cotrain.paths import folder
+from tests.settings import composed
 
 CONF = folder("conf")
 PRIMARIES = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -27,7 +28,7 @@ def groups(command: str) -> list[str]:
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return sorted({path.stem for path in (CONF / group).glob("*.yaml")} | {*presets().get(group, {})})
 
 
 OPEN = {"bench", "generate", "serve_check"}  # commands that open a draft folder, whose regime it may leave to it
@@ -51,7 +52,7 @@ def hydra() -> Iterator[None]:
 
 def whole(command: str, *overrides: str) -> None:
     """The configuration composes, fits the schema and every interpolation in it has a value."""
-    OmegaConf.to_container(checked(command, compose(command, overrides=list(overrides))), resolve=True)
+    composed(*overrides, command=command)
 
 
 @pytest.mark.parametrize("command", PRIMARIES)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
@@ -28,7 +28,7 @@ from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
 from tests.cotrain.config.test_settings_reach import job_of
-from tests.draft_folders import BARE, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.folders import own_texts, target_folder
 from tests.inference.proposers.test_conditioned import IDS, KNOWN, logits
 from tests.kinds import conditioned_near
@@ -117,8 +117,8 @@ def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatc
 
 
 def initial(path: Path | None, known: list[float], target: Any) -> Any:
-    draft = Draft(**BARE | {"kind": "conditioned", "path": path and str(path), "temperatures": known})
-    return Student.initial(draft, Init("pretrained" if path else "target_layers", [0]), target)
+    draft = bare("conditioned", path=path and str(path), temperatures=known)
+    return Student.initial(draft, Init(kind="pretrained" if path else "target_layers", layers=[0]), target)
 
 
 def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: Path) -> None:
