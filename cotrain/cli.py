@@ -112,7 +112,7 @@ def _hydra(name: str, arguments: list[str]) -> int:
     """Run the command through Hydra, and return the highest status of its jobs."""
     import hydra
 
-    from cotrain.config.overrides import is_setting, literal, quote
+    from cotrain.config.overrides import is_setting, quote
     from cotrain.config.settings import register
 
     register()
@@ -128,7 +128,7 @@ def _hydra(name: str, arguments: list[str]) -> int:
         return value  # the objective, for Hydra's sweepers
 
     with tempfile.TemporaryDirectory(prefix="cotrain-") as scratch:
-        sys.argv = [f"cotrain {name}", *flags, *_options(name, literal(scratch), settings), *settings]
+        sys.argv = [f"cotrain {name}", *flags, *_options(name, scratch, settings), *settings]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
         try:
             hydra.main(version_base="1.3", config_path=str(folder("conf")), config_name=name)(job)()
@@ -150,15 +150,16 @@ def _compared(name: str, outputs: list[str]) -> None:
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Return the settings that keep Hydra from writing files of its own, except those that the user set. scratch: the
-    quoted path of a folder."""
+    """Return the settings that keep Hydra from writing files of its own, except those that the user set."""
+    from cotrain.config.overrides import literal
+
     settings = {
         "hydra.run.dir": ".",
-        "hydra.sweep.dir": scratch,
+        "hydra.sweep.dir": literal(scratch),
         "hydra.output_subdir": "null",
         "hydra.job.chdir": "false",
         "hydra.job.name": name,
-        "hydra.help.header": f"'cotrain {name}: {COMMANDS[name]}'",
+        "hydra.help.header": literal(f"cotrain {name}: {COMMANDS[name]}"),
         "hydra/job_logging": "none",
         "hydra/hydra_logging": "none",
     }

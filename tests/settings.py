@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 
+from cotrain.config.drafts import DRAFTS
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 
@@ -32,6 +33,9 @@ def pick(cfg: Any, key: str) -> Any:
 
 def put(cfg: Any, key: str, value: Any) -> None:
     group, _, name = key.rpartition(".")
+    if key == "draft.kind":
+        cfg.draft = DRAFTS[value]()
+        return
     setattr(pick(cfg, group) if group else cfg, name, value)
 
 

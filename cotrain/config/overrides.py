@@ -83,11 +83,11 @@ def _quoted(argument: str) -> str:
     setting = _SETTING.fullmatch(argument)
     if setting is not None and _NUMBER.fullmatch(setting["value"]) and _is_group(setting["key"]):
         return f"{setting['key']}={literal(setting['value'])}"  # an option's name, which Hydra wants to be no number
-    if setting is not None and not setting["sign"] and _opens(setting["key"], setting["value"]):
-        return f"++{argument}"
-    if setting is None or not _literal(setting["key"], setting["value"]):
+    if setting is None:
         return argument
-    return f"{setting['sign']}{setting['key']}={literal(setting['value'])}"
+    sign = setting["sign"] or "++" * _opens(setting["key"], setting["value"])
+    value = literal(setting["value"]) if _literal(setting["key"], setting["value"]) else setting["value"]
+    return f"{sign}{setting['key']}={value}"
 
 
 def _is_group(key: str) -> bool:

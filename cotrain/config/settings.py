@@ -385,7 +385,8 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if kind is None or path[-1] not in OF_KINDS:
             return unknown(key, name, keys)
-        return f"{said}{kind} drafts do not have it; they have {', '.join(one for one in keys if one[:6] == 'draft.')}"
+        own = [one for one in keys if one.startswith("draft.") and one != "draft.kind"]
+        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}"
     if first["type"] == "union_tag_invalid":
         return f"draft.kind={value['kind']}: it must be one of {', '.join(DRAFTS)}"
     if first["type"] == "list_type":
@@ -393,7 +394,7 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
     if group := below(key, keys):
         return group
     word = first["msg"] if first["type"] == "range" else TYPES.get(first["type"].partition("_")[0], first["msg"])
-    return f"{said}{'each' if isinstance(value, list) else 'it'} must be {word}"
+    return f"{said}{'each' if isinstance(first['loc'][-1], int) else 'it'} must be {word}"
 
 
 def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ MISTAKES = {
     "data.path=PLACE/none.jsonl": "data.path: no such file",
     "data.path=PLACE/empty.jsonl": "data.path: ",
     "data.column=body": "data.column: ",
-    "regime.temperature=-1": "regime.temperature=-1.0: it must be 0 (greedy) or at least",
+    "regime.temperature=-1": "regime.temperature=-1: it must be 0 (greedy) or at least",
     "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",

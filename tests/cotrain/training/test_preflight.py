@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cotrain.cli import main
+from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import Bench
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import preflight
@@ -88,10 +89,10 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
     cfg.quantisation.kind = "int8"
     assert preflight.estimate(cfg, there).memory == 100 + 8 * 4 + 1e9
-    cfg.quantisation.kind, cfg.draft.kind, cfg.draft.bits = "none", "quantised", 8  # and its copy of the target
+    cfg.quantisation.kind, cfg.draft = "none", QuantisedDraft()  # and its copy of the target
     assert preflight.estimate(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
-    cfg.draft.kind, cfg.mode, cfg.trainer.batch = "eagle", "joint", 2
+    cfg.draft, cfg.mode, cfg.trainer.batch = EagleDraft(), "joint", 2
     monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))
     for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
         there.target.config.to_dict = lambda name=method: {"quantization_config": {"quant_method": name}}
