@@ -231,8 +231,7 @@ def _last_loss(cfg: TrainConfig) -> Loss:
 
 def _begins_with(cfg: TrainConfig, folder: Path) -> None:
     """Let the draft begin with the weights of a folder. Sizes of a new draft do not apply."""
-    cfg.init.kind = "pretrained"
-    cfg.draft.path = str(folder)  # of a kind that is trained
+    cfg.init.kind, cfg.draft = "pretrained", cfg.draft.model_copy(update={"path": str(folder)})
 
 
 # --- the second stage: draft and adapter learn together

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cotrain.cli import main
-from cotrain.config.drafts import EagleDraft
+from cotrain.config.drafts import EagleDraft, QuantisedDraft
 from cotrain.config.settings import Bench
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import preflight
