@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from cotrain import __version__
 from cotrain.config.base import Mark, marked
-from cotrain.config.changes import REMOVED
+from cotrain.config.names import REMOVED
 from cotrain.config.settings import SCHEMAS, flat
 from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
 MOST_NODES = 62  # of inference.verify.tree, which does so too
@@ -69,7 +68,7 @@ def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if not fits(value):
-            raise PydanticCustomError("range", words)
+            raise ValueError(words)
         return value
 
     return AfterValidator(check)

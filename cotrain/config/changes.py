@@ -1,30 +1,12 @@
 """Which settings may change when a run is resumed, and settings of earlier versions."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from cotrain.config.base import Mark, Settings, marked
 from cotrain.config.settings import TrainConfig
 
 Change = Literal["same", "free", "longer", "other"]
 
-
-class Removed(NamedTuple):
-    """A setting of earlier versions. neutral: the value at which it changed nothing. instead: what to do now."""
-
-    neutral: Any
-    instead: str
-
-
-REMOVED = {
-    "loss.hardest": Removed(1.0, "leave it out"),
-    "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
-    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),  # a run goes on without it
-    "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
-    "trainer.top": Removed(0, "leave it out; hidden states are stored"),
-}
-REMOVED_LOSSES = {
-    "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
-}  # with what to use instead  # fmt: skip
 
 FREE = marked(TrainConfig, Mark.FREE)
 BUDGETS = marked(TrainConfig, Mark.LONGER)

@@ -48,12 +48,12 @@ class Draft(Settings):
         }
 
 
-class _Begun(Draft):
+class _Started(Draft):
     path: Path = None
     """The draft folder to start from, with init=pretrained."""
 
 
-class _Headed(_Begun):
+class _Headed(_Started):
     vocabulary: Size | None = None
     """The number of tokens that the head can draft; null: as in the target."""
     head_rank: Size | None = None
@@ -138,7 +138,7 @@ class BlockDraft(_Headed):
     """As in ParallelDraft."""
 
 
-class EarlyExitDraft(_Begun):
+class EarlyExitDraft(_Started):
     """The target's first layers draft; a low-rank change applies to their projections while they draft."""
 
     kind: Literal["early_exit"] = "early_exit"
@@ -158,7 +158,7 @@ class EarlyExitDraft(_Begun):
         return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
 
 
-class MedusaDraft(_Begun):
+class MedusaDraft(_Started):
     """Heads on the target's last state, as wide as the target, that use its output head."""
 
     kind: Literal["medusa"] = "medusa"
@@ -170,7 +170,7 @@ class MedusaDraft(_Begun):
     """As in ParallelDraft."""
 
 
-class HydraDraft(_Begun):
+class HydraDraft(_Started):
     """Heads on the target's last state; each also reads the anchor and the drafts before its own."""
 
     kind: Literal["hydra"] = "hydra"
@@ -207,7 +207,7 @@ class QuantisedDraft(Draft):
     bits: Bits | None = 8
 
 
-class TwoLevelsDraft(_Begun):
+class TwoLevelsDraft(_Started):
     """The target in fewer bits drafts for the target, and the small independent draft of draft.path= drafts for the
     target in fewer bits; nothing is trained."""
 

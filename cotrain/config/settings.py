@@ -51,6 +51,7 @@ from cotrain.config.groups import (
     Target,
     Trainer,
 )
+from cotrain.config.names import below, unknown
 from cotrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -373,8 +374,6 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 def _wrong(name: str, composed: Any, error: ValidationError) -> str:
     """Return the message for the first wrong setting. It names key and value, and what to set."""
-    from cotrain.config.overrides import below, unknown
-
     first = error.errors(include_url=False)[0]
     kind, path = None, [part for part in first["loc"] if isinstance(part, str)]
     if path[0] == "draft" and len(path) > 1 and path[1] in DRAFTS:
@@ -393,7 +392,11 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
         return f"{said}it is a list: write {key}=[{value}]"
     if group := below(key, keys):
         return group
-    word = first["msg"] if first["type"] == "range" else TYPES.get(first["type"].partition("_")[0], first["msg"])
+    word = (
+        str(first["ctx"]["error"])
+        if first["type"] == "value_error"
+        else TYPES.get(first["type"].partition("_")[0], first["msg"])
+    )
     return f"{said}{'each' if isinstance(first['loc'][-1], int) else 'it'} must be {word}"
 
 

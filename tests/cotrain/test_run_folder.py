@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.changes import REMOVED
+from cotrain.config.names import REMOVED
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, claim, read_marker
 from inference.drafts.atomic import write_atomic

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main, quiet
-from cotrain.config.changes import REMOVED
-from cotrain.config.overrides import ALIASES, alias, nearest, quote, unknown
+from cotrain.config.names import ALIASES, REMOVED, alias, nearest, unknown
+from cotrain.config.overrides import quote
 from cotrain.config.settings import SCHEMAS, keys_of, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
