@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = {("cotrain", "inference"): 306_600, ("tests",): 476_300}
+BUDGET = {("cotrain", "inference"): 308_200, ("tests",): 475_700}
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
