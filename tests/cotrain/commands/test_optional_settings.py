@@ -103,7 +103,7 @@ def begun(kind: str, init: str, folders: Path) -> Any:
     cfg = composed(f"draft={kind}")
     for key in SIZES.keys() & DRAFTS[kind].model_fields.keys():
         setattr(cfg.draft, key, SIZES[key])
-    if init == "pretrained" or kind == "two_levels":
+    if kind == "two_levels" or (init == "pretrained" and DRAFTS[kind].trained):
         cfg.draft.path = str(folders / ("independent" if kind == "two_levels" else kind))
     cfg.init.kind, cfg.init.layers = init, [0] if init == "target_layers" else []
     return cfg
