@@ -49,7 +49,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
         prompts=cfg.prompts, new_tokens=cfg.new_tokens, rows=cfg.at_once, depths=[k], minutes=0, draft_dtype="auto",
         draft_int8=False,
     )  # fmt: skip
-    size.prompt_tokens = cfg.prompt_tokens
+    size.prompt_tokens, size.quick_prompts, size.parity_tokens = cfg.prompt_tokens, 0, 0  # none are used
     room = room_of(pair) - cfg.new_tokens if open_tokens else None
     given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
     # a server verifies chains by the token rule, with the weights of the folder
