@@ -22,13 +22,14 @@ LLAMACPP_READY = $(LLAMACPP)/ready
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv demo test lint mutants test-engines clean
+.PHONY: help venv demo test lint mutants gpu-rehearsal test-engines clean
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
 	@echo "make test      set up, then run the test suite (no GPU needed)"
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
+	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, five minutes at most"
 	@echo "make test-engines  set up, with a vLLM and a llama.cpp (npm), then serve drafts with them and compare what they accept"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"
@@ -43,7 +44,7 @@ demo: $(READY)
 	@echo "  $(BIN)/cotrain bench draft.path=smollm2"
 	@echo "  $(BIN)/cotrain generate draft.path=smollm2 prompt='What is rain?'"
 
-test mutants test-engines: export OMP_WAIT_POLICY = PASSIVE
+test mutants gpu-rehearsal test-engines: export OMP_WAIT_POLICY = PASSIVE
 
 # two processes of one thread each; tests of a file share what they make
 test: export OMP_NUM_THREADS = 1
@@ -58,6 +59,10 @@ lint: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.run_mutants $(if $(MINUTES),--minutes $(MINUTES))
+
+gpu-rehearsal: export OMP_NUM_THREADS = 1
+gpu-rehearsal: $(READY)
+	$(BIN)/python -m studies.gpu_day rehearse=outputs/gpu_rehearsal.json
 
 test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \

@@ -2,7 +2,7 @@
 
     python -m studies.real_target --output OUT.json NAME=DRAFT [NAME=DRAFT ...] [--target smollm2] [--rows 1,8]
         [--regimes 0,0.7,1,card] [--tasks chat,code,json,edits,summaries] [--plan tasks|stored] [--seconds 50]
-        [--set KEY=VALUE ...]
+        [--minutes 9] [--set KEY=VALUE ...]
     python -m studies.real_target --output OUT.json --beside NAME=DRAFT [--vllm PYTHON] [--vllm-draft FOLDER]
         [--llamacpp MODULES] [--llamacpp-draft FOLDER] [the options above]
     python -m studies.real_target --output OUT.json --acceptance NAME=DRAFT [the options of --beside]
@@ -23,8 +23,10 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=TASKS)
     parser.add_argument("--plan", choices=["tasks", "stored"], default="tasks")
     parser.add_argument("--seconds", type=float, default=50.0, help="of a cell")
+    parser.add_argument("--minutes", type=float, default=inf, help="after which no cell or entry begins")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of cotrain bench")
     parser.add_argument("--summary", action="store_true", help="print tables of what is done")
     beside = parser.add_argument_group("--beside: other engines in turn with this one")
@@ -173,6 +176,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     asked = parsed(arguments)
+    until = time.perf_counter() + 60 * asked.minutes
     report = read_report(asked.output)
     if not asked.summary:
         cfg = settings(asked.target, asked.set)
@@ -192,8 +196,12 @@ def main(arguments: list[str]) -> None:
             for entry in entries(cells, asked, done(report["beside"])):
                 add(asked.output, report, "beside", entry)
                 print(beside_table(report["beside"][-1]), flush=True)
+                if time.perf_counter() > until:
+                    break
             return
         for key in missing(report, asked, list(drafts)):
+            if time.perf_counter() > until:
+                break
             add(asked.output, report, "cells", cells.cell(key))
             print(line(report["cells"][-1]), flush=True)
     print("\n\n".join([summary(report), *map(beside_table, report["beside"])]))

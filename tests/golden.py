@@ -5,7 +5,8 @@
 Both checkouts run the same commands and calls of the public interface in processes of their own, on the same tiny
 target, texts and draft folders: weights of trained drafts, texts of rollouts, held-out figures, forecasts on stored
 costs, exported files, messages of refusals, and the tokens and counts of engines in float64 and float32 under every
-rule. Times are left out. The status is 1 if anything differs; each difference is a line.
+rule. Times are left out. The status is 1 if anything differs, or if a command that should succeed does not; each is a
+line.
 """
 
 import hashlib
@@ -246,6 +247,8 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
 def main() -> int:
     """Run this checkout and the other one; say what differs."""
     other = Path(sys.argv[1]).resolve()
+    if not (other / "cotrain").is_dir():  # else Python would import what is installed
+        sys.exit(f"{other} is no checkout of cotrain")
     settings = dict(argument.split("=", 1) for argument in sys.argv[2:])
     output = Path(settings.get("output", "outputs/golden")).resolve()
     only = settings.get("only", "train,rollout,plan,export,datastore,generate,wrong,engines")
@@ -265,7 +268,12 @@ def main() -> int:
         subprocess.run([sys.executable, "-c", code], cwd=inputs, check=True,
                        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})  # fmt: skip
         found.append(json.loads(re.sub(re.escape(str(place)), "", (place / "facts.json").read_text())))
-    lines = list(differences(*found))
+    lines = [
+        f"{name}: it should succeed, and is refused: {' '.join(facts['said'])}"
+        for name, facts in found[0].items()
+        if name in {*TRAINED, *COMMANDS} and facts["status"]
+    ]
+    lines += differences(*found)
     print("\n".join(lines[:200]), f"{len(found[0])} cases, {len(lines)} differences", sep="\n")
     return bool(lines)
 

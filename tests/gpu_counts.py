@@ -1,31 +1,55 @@
-"""Launches, copies and reads of a round on a GPU, counted on the stand-in device, and by a profiler on a real one.
+"""Launches, copies and reads of a round and of a training step on a GPU, counted on the stand-in device, and by a
+profiler on a real one.
 
     python -m tests.gpu_counts [outputs/results/gpu_counts.json]
     python -m tests.gpu_counts --real outputs/results/gpu_counts_real.json
 
 Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
-A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given.
+A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given. A
+training step is one of `cotrain train` with the default recipe, an average of weights and bfloat16: from the batch on
+the CPU to the optimiser, and to the curves if it is a step that is logged.
 `tests/inference/test_gpu_counts.py` bounds them.
 """
 
 import json
+import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import lightning
 import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Callback
 from torch.profiler import profile
 
+from cotrain.config.settings import checked, register
+from cotrain.data.texts import Texts, none
+from cotrain.evaluation.held_out import held_out
+from cotrain.paths import folder
+from cotrain.students.base import Student
+from cotrain.teacher.target_model import served
+from cotrain.training.assembly import stages, trained_by
+from cotrain.training.callbacks import Averaged, Learning, StandingWeights
+from cotrain.training.fit import TrainingPhase, _loader, _points, _trainer
+from cotrain.training.interrupts import Signals
+from cotrain.training.module import WATCHED
+from cotrain.training.progress import Clock
 from inference import Engine, Sampling
 from inference.measure.environment import environment
 from inference.models import graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from tests import kinds, standin
+from tests import kinds, standin, student_kinds
 from tests.tiny import near, tiny
 
 ROWS, K, FIRST, ROUNDS = 8, 4, 4, 12
@@ -96,6 +120,89 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     return middle | {"worst": {key: max(values) for key, values in sums.items()}}
 
 
+TRAINED = ("independent", "conditioned", "parallel", "eagle, pruned", "p_eagle, markov", "block, causal", "medusa",
+           "hydra", "early_exit", "hybrid")  # fmt: skip
+STEPS, TEXTS = 6, 4  # of a training, and of a step
+
+
+@cache
+def recipe() -> Any:
+    """The settings of `cotrain train trainer=gpu` with an average of weights."""
+    register()
+    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+        asked = ["trainer=gpu", f"trainer.steps={STEPS}", "trainer.ema=0.9", "trainer.corpus_steps=0",
+                 f"trainer.batch={TEXTS}", "trainer.validations=1"]  # fmt: skip
+        return checked("train", compose("train", overrides=asked))
+
+
+class Training:
+    """A training of a draft on the current device, by `cotrain`'s own trainer, callbacks and loss."""
+
+    def __init__(self, kind: str, place: Path, callbacks: tuple[Callback, ...] = (), device: str = "cuda") -> None:
+        target = student_kinds.target()
+        student: Student = student_kinds.STUDENTS[kind](target)  # made on the CPU: random numbers of a GPU are others
+        for model in (target, student.network):
+            model.float().to(device)  # type: ignore[arg-type]
+        cfg, self.target = recipe(), target
+        ids = torch.randint(1, 32, (3 * TEXTS, 24), generator=torch.Generator().manual_seed(0))
+        prompts, lengths = torch.arange(3 * TEXTS) % 5 + 2, torch.arange(3 * TEXTS) % 7 + 18
+        texts = Texts(ids, prompts, lengths, ["a", "b"] * (len(ids) // 2))
+        job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
+        held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
+        self.module = trained_by(job, student, stages(cfg.loss), held)
+        clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
+        own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
+        phase = TrainingPhase(0, 0, STEPS)
+        self.trainer = _trainer(job, [*own, *callbacks], phase, STEPS + 1, clock.progress, 0)
+        self.loader = _loader(cfg.trainer, phase, 0, none(), texts, self.trainer)
+
+
+class _Each(Callback):
+    """Calls `ended` after each step."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.ended = ended
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self.ended(trainer.global_step)
+
+
+def training_counts(kind: str, real: bool = False, then: Callable[[Training], None] | None = None) -> dict[str, Any]:
+    """Launches, copies to the device, those that block, and reads of a training step: "step", the median of those that
+    are not logged, and "logged", of one that is. Of the stand-in also `places`, where the former read. real: on a GPU,
+    by torch's profiler. then: called with the training on the device."""
+    found: dict[int, dict[str, float]] = {}
+    places: Counter[str] = Counter()
+
+    def of_standin(step: int) -> None:
+        sums = {"launches": gpu.launches, "copies": gpu.h2d, "reads": gpu.d2h}
+        found[step] = {name: sum(each.values()) for name, each in sums.items()} | {"blocking": gpu.blocking}
+        if step == STEPS:
+            places.update({place: count for (_, what, place), count in gpu.sites.items() if what == "d2h"})
+        gpu.clear()
+
+    def of_gpu(step: int) -> None:
+        torch.cuda.synchronize()
+        seen.step()
+
+    def ready(events: Any) -> None:
+        found[len(found) + 1] = calls([event.name for event in events.events()])
+
+    with TemporaryDirectory() as place, ExitStack() as within:
+        if real:
+            schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
+            seen = within.enter_context(profile(schedule=schedule, on_trace_ready=ready))
+        else:
+            gpu = within.enter_context(standin.device("sm90"))
+        training = Training(kind, Path(place), (_Each(of_gpu if real else of_standin),))
+        training.trainer.fit(training.module, training.loader)
+        if then:
+            then(training)
+    unlogged = [found[step] for step in range(2, STEPS + 1) if step % WATCHED]
+    step = {name: median_low([one[name] for one in unlogged]) for name in unlogged[0]}
+    return {"step": step, "logged": found[WATCHED]} | ({} if real else {"places": dict(places)})
+
+
 def counted_on_gpu(name: str, some: int = 5) -> dict[str, float]:
     """What `counted` returns, of a real device, as torch's profiler sees it; and milliseconds of a round without it."""
     rounds, found = rounds_of(name), []
@@ -156,6 +263,7 @@ def beside(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if "--real" in sys.argv:
         place = Path(sys.argv[-1])
         found = {"rows": ROWS, "k": K, "unit": "a round", "settings": beside(place.parent),
@@ -166,6 +274,8 @@ if __name__ == "__main__":
         "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
         f"{COPY} us a copy, {WAIT} us a call that waits; a launch costs the same at 8B; "
         f"{HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
+        "training": {"unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights", "kinds": {
+            kind: training_counts(kind) for kind in TRAINED}},
     }  # fmt: skip
     if len(sys.argv) > 1:
         place = Path(sys.argv[1])

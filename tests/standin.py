@@ -11,23 +11,28 @@ or not have computed yet (outputs of a recording) is NaN.
 """
 
 import contextlib
-import ctypes
 import inspect
+import os
 import sys
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 HERE: "Gpu | None" = None
-KIND = "cuda"
+INSIDE = (
+    "standin"  # what torch's own code sees: a backend in Python (PrivateUse1), which has a backward pass on a CPU build
+)
 READS = {
     "_local_scalar_dense",
     "nonzero",
@@ -37,7 +42,12 @@ READS = {
     "unique_consecutive",
     "equal",
     "bincount",
+    "allclose",
+    "repeat_interleave",
 }
+# operations that torch.autocast computes in half precision, and in float32
+HALF = "bmm baddbmm addmm mm mv linear matmul einsum scaled_dot_product_attention"
+SINGLE = "cumprod cumsum exp expm1 kl_div layer_norm log log1p log_softmax nll_loss norm pow prod reciprocal rms_norm rsqrt softmax softplus sum"
 MAKES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 SEQUENCES, NAMES = (list, tuple), (torch.device, str)
 OURS = ("/inference/", "/cotrain/", "/tests/")
@@ -61,6 +71,8 @@ def _operation(func):
     return _Operation(name, composite, any(alias.is_write for alias in aliases), bool(aliases), func._schema)
 
 
+AUTOCAST = "AutocastPrivateUse1"
+CASTS, REST = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 OPERATIONS: dict[int, _Operation] = {}
 NEW, COPY = _Operation("", False, False, False, None), _operation(aten.copy_.default)
 
@@ -69,6 +81,12 @@ class Cuda(Tensor):
     """raw: the values, on the CPU."""
 
     raw: Tensor
+    card: int
+    is_cuda = True
+
+    @property
+    def device(self):
+        return torch.device("cuda", self.card)
 
     @staticmethod
     def __new__(cls, raw: Tensor, index: int) -> "Cuda":
@@ -78,9 +96,9 @@ class Cuda(Tensor):
             strides=raw.stride(),
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
-            device=torch.device(KIND, index),
+            device=torch.device(INSIDE, index),
         )
-        found.raw = raw
+        found.raw, found.card = raw, index
         HERE and HERE.held(found)
         return found
 
@@ -105,22 +123,34 @@ class Cuda(Tensor):
 
     @data.setter
     def data(self, new):
-        Tensor.data.__set__(self, new)
-        self.raw = new.raw
+        with torch.inference_mode(self.is_inference()):  # else torch calls the types of the two incompatible
+            Tensor.data.__set__(self, Cuda(new.raw, new.card))
+        self.raw, self.card = new.raw, new.card
+
+    def __format__(self, spec):
+        return format(self.cpu() if self.dim() else self.item(), spec)
 
     def __repr__(self, **_):
+        if HERE is not None:
+            HERE.read()
         return f"Cuda({self.raw!r}, device='{self.device}')"
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            new = Cuda(self.raw.detach().clone(), self.device.index)
+            new = Cuda(self.raw.detach().clone(), self.card)
             if getattr(self, "_is_param", False):
                 new = torch.nn.Parameter(new, self.requires_grad)
             memo[id(self)] = new
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("stand-in tensors are not saved; move them to the CPU")
+        """Files are read to the CPU, as with map_location."""
+        HERE.read()
+        return self.raw.detach().__reduce_ex__(protocol)
+
+
+for supported in (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types):
+    supported.append(Cuda)
 
 
 class Graph:
@@ -221,9 +251,10 @@ class _Names(TorchFunctionMode):
         self.gpu = gpu
 
     def _named(self, value):
-        if isinstance(value, torch.device) and value.type == KIND and value.index is None:
-            return torch.device(KIND, self.gpu.current)
-        return self._named(torch.device(value)) if isinstance(value, str) and value.startswith(KIND) else value
+        if isinstance(value, torch.device):
+            index = self.gpu.index(value)
+            return value if index is None else torch.device(INSIDE, index)
+        return self._named(torch.device(value)) if isinstance(value, str) and value.startswith("cuda") else value
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -236,9 +267,10 @@ class _Names(TorchFunctionMode):
             return found
         if func in (torch.tensor, torch.as_tensor) and self.gpu.index(kwargs.get("device")) is not None:
             where = kwargs.pop("device")
+            args = _mapped(Tensor.item, args) if isinstance(args[0], SEQUENCES) else args
             return (args[0] if isinstance(args[0], Tensor) else func(*args, **kwargs)).to(where)
         if getattr(func, "__name__", "") == "cuda" and func is Tensor.cuda:
-            return args[0].to(torch.device(KIND, self.gpu.current))
+            return args[0].to(torch.device("cuda", self.gpu.current))
         return func(*args, **kwargs)
 
 
@@ -293,7 +325,7 @@ class Gpu:
         if device is None:
             return None
         device = torch.device(device)
-        if device.type != KIND:
+        if device.type not in ("cuda", INSIDE):
             return None
         return self.current if device.index is None else device.index
 
@@ -301,7 +333,7 @@ class Gpu:
         frame, theirs = sys._getframe(2), ""
         while frame:
             name = frame.f_code.co_filename
-            if any(part in name for part in OURS) and "site-packages" not in name:
+            if any(part in name for part in OURS) and "site-packages" not in name and name != __file__:
                 place = f"{name.rsplit('/', 2)[-2]}/{name.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
                 self.sites[self.phase, kind, place + (f"  <- {theirs}" if theirs else "")] += 1
                 return
@@ -353,7 +385,7 @@ class Gpu:
         if composite:  # inference mode leaves these whole
             with _Mode(self):
                 return func.decompose(*args, **kwargs)
-        indices = {x.device.index for x in ours}
+        indices = {x.card for x in ours}
         if name == "_to_copy":
             return self._copied(args[0], kwargs, wanted)
         if name == "copy_":
@@ -362,19 +394,23 @@ class Gpu:
             for at in args[1]:
                 if at is not None and not isinstance(at, Cuda):
                     self.sent()
+                    self.blocking += 1
                 if at is not None and at.dtype in (torch.bool, torch.uint8):
                     self.read()
             strange = [
                 x for x in (args[0], *args[2:3]) if isinstance(x, Tensor) and not isinstance(x, Cuda) and x.dim()
             ]
+        elif name.endswith("_like") or name.startswith("new_"):  # of a shape alone
+            strange = False
         else:
             strange = len(ours) < len(flat) and any(not isinstance(x, Cuda) and x.dim() for x in flat)
-        if strange or len(indices) > 1:
+        host_written = operation.written and isinstance(args[0], Tensor) and not isinstance(args[0], Cuda)
+        if strange or host_written or len(indices) > 1:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{' and '.join(sorted({str(x.device) for x in flat}))}! (aten::{name})"
             )
-        if name in READS:
+        if name in READS and kwargs.get("output_size") is None:
             self.read()
         here = indices.pop() if indices else wanted
         kwargs_raw = _mapped(_raw, kwargs)
@@ -447,7 +483,7 @@ class Gpu:
             self.blocking += not (pinned and kwargs.get("non_blocking"))
             with _OnRaw():
                 return Cuda(aten._to_copy.default(x, **rest), wanted)
-        here = x.device.index
+        here = x.card
         if wanted is not None and wanted != here:  # between devices
             with _OnRaw():
                 return Cuda(aten._to_copy.default(x.raw, **rest), wanted)
@@ -455,7 +491,7 @@ class Gpu:
 
     def _into(self, target, source, non_blocking=False):
         if isinstance(target, Cuda) and isinstance(source, Cuda):
-            here = target.device.index
+            here = target.card
             a, b = target.raw, source.raw
             self.launch("copy_", lambda: a.copy_(b), [a, b], here, (target, source), {}, COPY)
             return target
@@ -483,13 +519,41 @@ class Gpu:
         return "math"
 
 
-def _guarded():
-    """A CPU build has no guard for CUDA devices, without which torch's own code will not look at them: it gets the one
-    of the meta device, which does nothing."""
-    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    kinds = torch._C._autograd.DeviceType
-    guards = (ctypes.c_void_p * (kinds.PrivateUse1.value + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    guards[kinds.CUDA.value] = guards[kinds.CUDA.value] or guards[kinds.Meta.value]
+def _registered():
+    """A backend in Python, known to torch's own code from the first device on. Outside of a device it is not there."""
+    if torch._C._get_privateuse1_backend_name() == INSIDE:
+        return
+    from torch.utils import backend_registration as made
+
+    class Module(made._DummyBackendModule):
+        def is_available(self):
+            return HERE is not None
+
+        def device_count(self):
+            return HERE.devices if HERE else 0
+
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16, torch.float16]
+
+    made._setup_privateuseone_for_python_backend(INSIDE, backend_module=Module())
+    REST.fallback(torch.library.fallthrough_kernel, AUTOCAST)
+    for names, half in ((HALF, True), (SINGLE, False)):
+        for packet in (getattr(aten, name) for name in names.split()):
+            for name in packet.overloads():
+                if "out" not in name:
+                    CASTS.impl(getattr(packet, name), partial(_cast, getattr(packet, name), half), AUTOCAST)
+
+
+def _cast(operation, half, *args, **kwargs):
+    dtype = torch.get_autocast_dtype("cuda") if half else torch.float32
+    wide = torch.float64, dtype
+    change = lambda x: x.to(dtype) if isinstance(x, Cuda) and x.is_floating_point() and x.dtype not in wide else x
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, AUTOCAST))):
+        return operation(*_mapped(change, args), **_mapped(change, kwargs))
+
+
+def _of_device(function, *args):
+    return function(*[INSIDE if arg == "cuda" else arg for arg in args])
 
 
 class _OnRaw:
@@ -555,19 +619,10 @@ def _poison(found):
 
 
 @contextlib.contextmanager
-def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str = "cuda"):
-    """Patches torch.cuda for the time of the block; yields the counters. kind: "cuda", or "standin" where backward is
-    needed, which a CPU build makes for a device of its own (PrivateUse1) alone."""
-    global HERE, KIND
-    KIND = kind
-    if kind != "cuda" and torch._C._get_privateuse1_backend_name() != kind:
-        from torch.utils import backend_registration as made
-
-        class Module(made._DummyBackendModule):
-            def get_amp_supported_dtype(self):
-                return [torch.bfloat16, torch.float16]
-
-        made._setup_privateuseone_for_python_backend(kind, backend_module=Module())
+def device(arch: str = "sm80", devices: int = 2, fused: bool = True):
+    """Patches torch.cuda for the time of the block; yields the counters."""
+    global HERE
+    _registered()
     import torch.nn.functional as F
 
     gpu = Gpu(arch, devices)
@@ -586,7 +641,7 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str =
         )
         if kind == "efficient+mask" and any(stride % 16 for stride in attn_mask.stride()[:-1]):
             attn_mask.clone()  # rows of a mask that begin elsewhere are copied to where the kernel can read them
-        return gpu.launch("sdpa_" + kind, fn, raws, query.device.index)
+        return gpu.launch("sdpa_" + kind, fn, raws, query.card)
 
     @contextlib.contextmanager
     def on(which):
@@ -599,7 +654,6 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str =
     def stream(_):
         yield
 
-    _guarded()
     new = {
         (torch.cuda, "_lazy_init"): lambda: None,
         (torch.cuda, "is_available"): lambda: True,
@@ -608,6 +662,8 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str =
         (torch.cuda, "set_device"): lambda d: setattr(gpu, "current", gpu.index(d) if not isinstance(d, int) else d),
         (torch.cuda, "device"): on,
         (torch.cuda, "get_device_name"): lambda *_: "stand-in",
+        (torch.cuda, "get_device_capability"): lambda *_: (9, 0) if arch == "sm90" else (8, 0),
+        (torch.cuda, "is_bf16_supported"): lambda *_, **__: True,
         (torch.cuda, "synchronize"): gpu.synchronise,
         (torch.cuda, "max_memory_allocated"): lambda *_: gpu.peak,
         (torch.cuda, "mem_get_info"): lambda *_: (2**33, 2**33),
@@ -620,15 +676,23 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True, kind: str =
         (torch.accelerator, "synchronize"): gpu.synchronise,
         (F, "scaled_dot_product_attention"): attention,
     }
-    old = {key: getattr(*key) for key in new}
     lifted, overwrite = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.data =` would lose the values
+    for name in ("set_autocast_enabled", "is_autocast_enabled", "set_autocast_dtype", "get_autocast_dtype"):
+        new[torch, name] = partial(_of_device, getattr(torch, name))
+    old = {key: getattr(*key) for key in new}
     for (owner, name), value in new.items():
         setattr(owner, name, value)
     torch._C._set_only_lift_cpu_tensors(True)
     HERE = gpu
     try:
-        with _Mode(gpu), _Names(gpu), torch.autograd.set_multithreading_enabled(False):
+        # other threads have no modes: transformers would load weights in some
+        with (
+            mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+            _Mode(gpu),
+            _Names(gpu),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             yield gpu
     finally:
         HERE = None

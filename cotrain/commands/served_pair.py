@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
 from cotrain.data.conversations import Template
@@ -20,11 +19,13 @@ from cotrain.data.prompt_rows import said as said_of
 from cotrain.data.sources import sources_apart
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
+from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
+from inference.drafts.gguf_target import PACKAGED
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
 from inference.request import ends_of
@@ -131,8 +132,9 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
     except (ValueError, OSError) as error:
-        named = draft_folder.metadata is not None and draft_folder.metadata.target["name"] == target_path
-        hint = f"; draft.path={draft_path} names this target: if it is elsewhere now, give target.path=" * named
+        elsewhere = target_path not in PACKAGED and not Path(target_path).exists()
+        named = elsewhere and draft_folder.metadata and draft_folder.metadata.target["name"] == target_path
+        hint = f"; draft.path={draft_path} names this target: if it moved, give target.path=" if named else ""
         raise UserError(" ".join(str(error).split()) + hint) from error
     with user_errors():
         kind = kind_of(draft_folder.kind)

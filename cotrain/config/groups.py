@@ -18,7 +18,6 @@ from cotrain.config.base import (
     Settings,
     Share,
     Size,
-    Some,
     Store,
     Temperature,
     Text,
@@ -372,18 +371,3 @@ class ServedBench(Bench):
     prompt_tokens: Count = 48
     """0: the value stored in the draft folder."""
     draft_dtype: ServedDtype = "bfloat16"
-
-
-class Matrix(Settings):
-    """A benchmark of several engines at each temperature and batch size. Without temperatures there is no matrix.
-
-    If `targets` is not empty, weight quantisations (none, int8, nf4) of target and draft are compared instead."""
-
-    temperatures: list[Temperature] = []
-    batches: Some = [1, 4, 8, 32]
-    k: Size = 4
-    """The draft length of engines that do not choose their own."""
-    vllm: Path = None
-    """The Python interpreter of a vLLM installation."""
-    targets: list[str] = []
-    drafts: list[str] = ["none", "int8", "nf4"]

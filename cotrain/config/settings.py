@@ -37,7 +37,6 @@ from cotrain.config.groups import (
     Init,
     Joint,
     Loss,
-    Matrix,
     Model,
     Optimizer,
     PolicySettings,
@@ -155,7 +154,6 @@ class BenchConfig(Settings):
     data: Data = Data()
     """The source of prompts; data.path=null: those of the draft folder, or the shipped ones."""
     bench: ServedBench = ServedBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
-    matrix: Matrix = Matrix()
     verify: Verify | None = None
     """null: the rule stored in the draft folder."""
     output: Output = "outputs/bench"

@@ -102,9 +102,9 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
     device = guesses[0].states.device
     if decay is None and saved is not None:
         exact = saved.clamp(min=0).to(device)
-        if bool(exact.sum() > 0):
-            return exact / exact.sum()
-    plain = (DECAY if decay is None else decay) ** torch.arange(len(guesses), device=device)
+        plain = torch.where(exact.sum() > 0, exact, shares(guesses, DECAY, None))
+    else:
+        plain = (DECAY if decay is None else decay) ** torch.arange(len(guesses), device=device)
     return plain / plain.sum()
 
 

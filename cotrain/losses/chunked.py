@@ -322,7 +322,12 @@ def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
 def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     """Expand a temperature to (B*T,). It may be a number, (B,) or (B,T). Raises ValueError for other shapes or values <
     0."""
-    t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype, device=like.device)
-    if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
+    given, dtype = torch.as_tensor(temperature), wide(like[:0]).dtype
+    negative = given.device.type == "cpu" and bool((given < 0).any())  # a GPU would be waited for, as by a copy
+    if isinstance(temperature, Tensor):
+        t = given.to(like.device, dtype)
+    else:
+        t = torch.full((), temperature, dtype=dtype, device=like.device)
+    if t.shape not in (torch.Size(()), shape[:1], shape) or negative:
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")
     return (t[:, None] if t.ndim == 1 else t).expand(shape).flatten()

@@ -20,6 +20,17 @@ def draftable(mask: Tensor, depth: int) -> Tensor:
     return mask if depth < 1 else mask & pad(mask, (depth, 0))[:, :-depth]
 
 
+def numbers(mask: Tensor) -> Tensor:
+    """Return the numbers (N,) of the places of a mask (B, R) that are True, row by row. A GPU is waited for."""
+    return mask.flatten().nonzero().squeeze(-1)
+
+
+def chosen(values: Tensor, places: Tensor | None) -> Tensor:
+    """Return the values (B, R, ...) at the `numbers` of places (N,), or at all places for None, row by row."""
+    flat = values.flatten(0, 1)
+    return flat if places is None else flat[places.to(flat.device)]
+
+
 class Pruned(NamedTuple):
     """The part of a head that gives finite logits. ids (Vd,) int64: its tokens, without duplicates, each below `size`.
     head: (n, Dq) -> logits (n, Vd). size: V."""

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import Pruned
+from cotrain.losses.guess import Pruned, chosen, numbers
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
@@ -157,7 +157,7 @@ class EagleStudent(Student):
             angles = network.angles(rounds.positions[:, :count] + depth)
             features = network.layer(embedded, features[:, :count], *angles, attend)
             at, inside = rounds.of(depth)
-            states = network.norm(features)[inside]
+            states = chosen(network.norm(features), inside)
             guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters()), pruned=pruned))
         return guesses
 
@@ -201,18 +201,18 @@ class EagleRounds:
         B, T = ids.shape
         every = torch.arange(T, device=ids.device).expand(B, T)
         positions = every if position_ids is None else position_ids
-        self.text = segments(positions)
+        self.packed, self.text = position_ids is not None, segments(positions)
         self.positions = positions[:, :-1]
         of = self.text[:, :-1]
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
 
-    def of(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the flat positions (N,) of a depth's guesses, and a mask (B, T-1-depth) of the rounds that make one.
-        These are the rounds whose drafts stay within their text."""
+    def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Return the flat positions (N,) of a depth's guesses, and the flat numbers (N,), among B * (T-1-depth), of the
+        rounds that make one. These are the rounds whose drafts stay within their text; None: all of them."""
         T = self.text.shape[1]
-        inside = self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]
-        every = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)
-        return every[:, depth + 1 :][inside], inside
+        at = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)[:, depth + 1 :]
+        inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
+        return chosen(at, inside), inside
 
 
 def segments(position_ids: Tensor) -> Tensor:

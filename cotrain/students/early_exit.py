@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.losses.guess import chosen, numbers
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.eagle import segments
 from cotrain.students.independent import pretrained_network
@@ -85,8 +86,8 @@ class EarlyExitStudent(Student):
         flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
-            inside = within >= depth  # the anchor is in the same text
-            guesses.append(Guess(depth, flat[inside], states[inside], head))
+            inside = None if position_ids is None else numbers(within[:, depth:] >= depth)  # the anchor is in the text
+            guesses.append(Guess(depth, chosen(flat[:, depth:], inside), chosen(states[:, depth:], inside), head))
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.losses.guess import chosen, numbers
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
@@ -128,6 +129,7 @@ class HeadRounds:
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
         every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        self.packed = position_ids is not None
         self.positions = every if position_ids is None else position_ids.to(ids.device)
         self.flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         self.depths = min(heads, ids.shape[1] - 1)
@@ -136,6 +138,6 @@ class HeadRounds:
         """Return the flat positions (N,) of a depth's guesses, and their states (N, D). states (B, R, D): one row per
         round, with R >= T-1-depth."""
         gap = depth + 1
-        inside = self.positions[:, gap:] == self.positions[:, :-gap] + gap
-        at = self.flat[:, gap:][inside]
-        return at.to(states.device), states[:, : inside.shape[1]][inside.to(states.device)]
+        inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
+        at, states = self.flat[:, gap:].to(states.device), states[:, : self.flat.shape[1] - gap]
+        return chosen(at, inside), chosen(states, inside)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.losses.guess import chosen
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import IndependentStudent
@@ -192,9 +193,10 @@ class PEagleStudent(EagleStudent):
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
         at, inside = rounds.of(0)
-        guesses, pruned = [Guess(0, at, states[:, : ids.shape[1] - 1][inside], *head, pruned=self.pruned)], self.pruned
+        pruned = self.pruned
+        guesses = [Guess(0, at, chosen(states[:, : ids.shape[1] - 1], inside), *head, pruned=pruned)]
         for depth in range(1, depths):
-            at, of_masks = positions_of(masks, depth, ids, rounds.text, 1)
+            at, of_masks = positions_of(masks, depth, ids, rounds.text if rounds.packed else None, 1)
             of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]
             share = 1.0 if u is None else KEEP**depth
             guesses.append(Guess(depth, at, of_depth, *head, share=share, pruned=pruned))

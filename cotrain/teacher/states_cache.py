@@ -73,11 +73,12 @@ class MemoryCache:
         """Return the names of the texts' records. Evict records at other padded lengths, since these are not used
         again."""
         width = ids.shape[1], 0 if source is None else source.shape[1]
-        for key in keys.tolist():
+        numbers = keys.tolist()
+        for key in numbers:
             for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
                 self.room += nbytes(self.records.pop(name))
         self.widths.add(width)
-        return [(key, width) for key in keys.tolist()]
+        return [(key, width) for key in numbers]
 
     @torch.no_grad()
     def _look_up(
@@ -91,9 +92,12 @@ class MemoryCache:
         return stacked([self.records[name] for name in names], ids.device)
 
     def _store(self, names: list[tuple[int, Width]], record: Record) -> None:
-        for name, row in zip(names, rows_of(record), strict=True):
+        if not self.room:
+            return
+        on_cpu = {part: values.cpu() for part, values in record.items()}
+        for name, row in zip(names, rows_of(on_cpu), strict=True):
             if name not in self.records and nbytes(row) <= self.room:
-                self.records[name] = {part: values.to("cpu", copy=True) for part, values in row.items()}
+                self.records[name] = {part: values.clone() for part, values in row.items()}
                 self.room -= nbytes(row)
 
 

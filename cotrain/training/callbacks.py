@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from cotrain.acceptance import conditional
 from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
@@ -293,7 +292,11 @@ class StandingWeights(Callback):
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.until, random = trainer.global_step + FIRST, torch.Generator().manual_seed(0)
         self.looked_at = [
-            (weight, at := torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random), _values(weight, at))
+            (
+                weight,
+                at := torch.randint(max(size, 1), (min(LOOKED_AT, size),), generator=random).to(weight.device),
+                _values(weight, at),
+            )
             for weight in module.draft.parameters()
             if (size := _local(weight).numel()) and weight.requires_grad
         ]
@@ -327,7 +330,7 @@ def _local(weight: Tensor) -> Tensor:
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
     """Return a copy of the entries `at` of a tensor, or of this process's part of it."""
-    return _local(weight.detach()).flatten()[at.to(weight.device)]
+    return _local(weight.detach()).flatten()[at]
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:
@@ -432,8 +435,8 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
     """Return the conditional acceptance of drafts 1 .. k, by tag. Return {} for greedy drafting."""
     if objective == "greedy":
         return {}
-    values = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
-    return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(values, 1)}
+    _, conditional = scores.accepted(scores.drafted(k))
+    return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(conditional, 1)}
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:

@@ -15,9 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.bench.calibration import prepare, shape
-from cotrain.bench.measurement import recorded, sample_text
-from cotrain.bench.planner import served_tree
+from cotrain.bench.measurement import prepare, recorded, sample_text
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
 from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
@@ -27,6 +25,8 @@ from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
+from cotrain.planning import exits
+from cotrain.planning.planner import served_tree
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
 from cotrain.rollout.training_texts import Sampled, regime
@@ -82,7 +82,7 @@ def _distilled(
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start,
               sampled_prompts=sampled_prompts,
               train_texts=train_texts(target, tokenizer) if train_texts else None)  # fmt: skip
-    job.shape = shape(job)
+    job.shape = exits.planned(job)
     student = new_student(cfg, target, job.vocabulary)
     if not cfg.draft.trained:
         return untrained(job, student)

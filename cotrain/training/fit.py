@@ -260,7 +260,8 @@ def _loader(
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
     mine = Strided(order, trainer.global_rank, world)
     sets = [Learnt(corpus), Learnt(sampled, first=len(corpus))]
-    batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine)
+    pinned = trainer.strategy.root_device.type == "cuda"  # copies of other memory are waited for
+    batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine, pin_memory=pinned)
     return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
 
 

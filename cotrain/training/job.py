@@ -73,7 +73,7 @@ class Job:
     start: float = field(default_factory=time.monotonic)
     sampled_prompts: str | None = None
     train_texts: Sampled | None = None
-    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
+    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `planning.exits`
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
@@ -112,9 +112,10 @@ class Job:
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
-        """Return the prompts of a split. They are read once. Held-out ones are none that the draft learns from."""
+        """Return the prompts of a split. They are read once, training and held-out ones together, since held-out ones
+        are none that the draft learns from."""
         if split not in self.sources:
-            splits = SPLITS[:2] if split == "held_out" else (split,)
+            splits = SPLITS[:2] if split in SPLITS[:2] else (split,)
             template, cfg = template_of(self.cfg, self.target, self.tokenizer), self.cfg
             encoder, tokens = self.target.config.is_encoder_decoder, cfg.rollout.prompt_tokens
             self.sources |= sources_apart(cfg.data, splits, template, encoder, lambda _: tokens)

@@ -4,6 +4,7 @@ combines its parts.
 B texts, T tokens, L tokens of the longest completion, K guesses (one for each depth).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -103,7 +104,7 @@ class StepLoss:
         total = self.asked.ids.new_zeros((), dtype=torch.float32)
         terms: list[Tensor] = []
         statistics: list[Statistics] = []
-        for guess, part in zip(self.guesses, share.tolist(), strict=True):
+        for guess, part in zip(self.guesses, share.unbind(), strict=True):
             weight = self._weight(guess, every)
             value, one = self.asked.of_positions(self.spec, guess, weight, measured)
             total = total + part * value
@@ -178,6 +179,7 @@ class Distillation(lightning.LightningModule):
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
         self.chunk = chunk or positions(vocabulary, target.device.type)
         self.k, self.seed, self.progress = k, seed, progress
+        self.unread: list[tuple[int, Tensor, dict[str, Any]]] = []  # steps, losses and batches, see `require_finite`
         self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
         self.step_figures: dict[str, float] = {}  # figures of the last step, by name, if they are logged
         self.whole: list[
@@ -217,14 +219,33 @@ class Distillation(lightning.LightningModule):
             self._replace(gathered(self.draft, self.whole[0]))
             self.whole = []
 
+    def transfer_batch_to_device(self, batch: dict[str, Any], device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device, and as "host" what it is on the CPU, where it is read without waiting."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved | {"host": batch} if isinstance(moved, dict) else moved
+
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss, see `learn`. If it is not finite, raise NotFinite, naming the step and the texts, while the
-        weights are still those of the last good step."""
+        """Return the loss, see `learn`."""
         loss = within(self.draft, lambda: self.learn(batch))
-        if not bool(torch.isfinite(loss.detach())):
-            message = f"the loss of step {self.global_step + 1} is {loss.item():g}, on texts "
-            raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
+        self.unread.append((self.global_step + 1, loss.detach(), batch.get("host", batch)))
+        if self.watched or loss.device.type == "cpu":  # else a GPU would wait for the host in each step
+            self.require_finite()
         return loss
+
+    def require_finite(self) -> None:
+        """Raise NotFinite if the loss of a step since the last call is not finite, naming the step and the texts."""
+        if not self.unread:
+            return
+        losses = torch.stack([loss for _, loss, _ in self.unread]).tolist()
+        unread, self.unread = self.unread, []
+        for value, (step, _, batch) in zip(losses, unread, strict=True):
+            if not math.isfinite(value):
+                message = f"the loss of step {step} is {value:g}, on texts "
+                raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save no weights of a step whose loss was not finite."""
+        self.require_finite()
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
         """Return the loss of a batch.
@@ -235,7 +256,8 @@ class Distillation(lightning.LightningModule):
         """
         if not self.batch_sums:
             self.step_figures = {}
-        record = self.teacher(batch["ids"], batch["key"], batch.get("position_ids"), batch.get("source"))
+        host = batch.get("host", batch)
+        record = self.teacher(batch["ids"], host["key"], batch.get("position_ids"), batch.get("source"))
         uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
         guesses = self.student.guesses(batch | {"uniforms": uniforms}, Seen(record))
         refuse_mixed(guesses)
@@ -291,21 +313,18 @@ class Distillation(lightning.LightningModule):
         if index + 1 < number:
             return
         if watched:
-            self.step_figures |= {name: float(value) for name, value in self.batch_sums.items()}
+            read = torch.stack(list(self.batch_sums.values())).tolist()  # one wait for a GPU
+            self.step_figures |= dict(zip(self.batch_sums, read, strict=True))
         self.batch_sums = {}
 
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
         """Add the acceptance of each guess to the figures of the step. Names of later depths end in their number."""
+        values = {"acceptance_greedy_draft": statistics[0].alpha_greedy}
         for guess, one in zip(guesses, statistics, strict=True):
-            if not one.positions:  # no text of the batch is long enough
-                continue
-            if guess.depth > 0:
-                self.step_figures[f"acceptance_depth_{guess.depth + 1}"] = float(one.alpha)
-            else:
-                self.step_figures |= {
-                    "acceptance": float(one.alpha),
-                    "acceptance_greedy_draft": float(one.alpha_greedy),
-                }
+            if one.positions:  # else no text of the batch is long enough
+                values[f"acceptance_depth_{guess.depth + 1}" if guess.depth > 0 else "acceptance"] = one.alpha
+        if "acceptance" in values:
+            self.step_figures |= dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
     def _shares(self, step: StepLoss) -> Tensor:
         """Return the weight of each guess (K,), the same on every process."""
@@ -338,6 +357,7 @@ class Distillation(lightning.LightningModule):
     def judge(self) -> None:
         """Score the current draft on the held-out texts, so that `acceptance`, `tau` and `scores` have figures. A
         budget of time may reduce the number of texts."""
+        self.require_finite()
         self._fit_texts()
         began = time.monotonic()
         self.judged = within(self.draft, self._scored)

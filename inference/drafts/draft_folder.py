@@ -366,9 +366,12 @@ def _located(file: Path, metadata: Metadata) -> Metadata:
 
 def _places(file: Path, name: str, inside: str) -> list[str]:
     """Return the paths that a relative path may mean, see `_located`, which are files or folders with a file
-    `inside`."""
-    places = dict.fromkeys([name, *(str(parent / name) for parent in file.absolute().parents)])
-    return [place for place in places if Path(place).is_file() or (Path(place) / inside).is_file()]
+    `inside`; of paths to the same place the first."""
+    places: dict[Path, str] = {}
+    for place in (name, *(str(parent / name) for parent in file.absolute().parents)):
+        if Path(place).is_file() or (Path(place) / inside).is_file():
+            places.setdefault(Path(place).resolve(), place)
+    return list(places.values())
 
 
 def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:

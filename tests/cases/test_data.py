@@ -182,6 +182,33 @@ def test_system_column() -> None:
     assert "not read: system" in raw.remarks[0] and texts[0][0] == "Say hello 0."
 
 
+TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]}
+ASKED = {"prompt": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "value"),
+    [
+        (MESSAGES, "tools", [{"type": "function", "function": {"name": "read"}}]),
+        (MESSAGES, "tools", '[{"type": "function", "function": {"name": "read"}}]'),
+        *((row, name, "words") for row in (MESSAGES, ASKED) for name in (
+            "system", "id", "text", "completion", "response", "output", "input", "instruction", "source", "answer")),
+        (ASKED, "tools", [{"type": "function", "function": {"name": "read"}}]),
+    ],
+)  # fmt: skip
+def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
+    row: dict[str, Any], column: str, value: Any, tmp_path: Path
+) -> None:
+    """Exactly one of both, for every column beside a prompt or messages."""
+    for name, more in (("without", {}), ("with", {column: value})):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row | more)}\n" for _ in range(20)))
+    (without, _), (found, _) = (read(tmp_path / f"{name}.jsonl", TOLD) for name in ("without", "with"))
+    columns, _, rest = found.remarks[0].partition("; not read: ")
+    listed = column in columns.partition("columns ")[2].split(", ")
+    assert listed is (pairs(found) != pairs(without)) is not (column in rest.split(", ")), found.remarks[0]
+
+
 @case("plain prompts for a chat target")
 def test_plain_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, "system_column.jsonl", PLAIN) == 0

@@ -115,6 +115,39 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(
     assert read(draft).metadata is not None and other_weights(read(draft).metadata, str(place)) is None
 
 
+@pytest.mark.parametrize("changed", ["target", "adapter"])
+def test_other_weights_of_a_target_or_its_adapter_are_said(
+    changed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the commands that take the adapter from the folder."""
+    place, adapter, draft = (tmp_path / name for name in ("target", "adapter", "draft"))
+    target_folder(place)
+    adapter.mkdir()
+    (adapter / ADAPTER[0]).write_text("{}")
+    save_file({"a": torch.ones(3)}, adapter / ADAPTER[1])
+    written(draft, place, new_student("independent", load_model(str(place))))
+    about = json.loads((draft / METADATA).read_text(encoding="utf-8"))
+    about["made"] = {"adapter": str(adapter)}
+    about["target"]["weights"] = hash_weights(str(place), str(adapter))
+    (draft / METADATA).write_text(json.dumps(about), encoding="utf-8")
+    register()
+
+    def said() -> list[int]:
+        counts = []
+        with initialize_config_dir(str(folder("conf")), version_base="1.3"):
+            for name in ("bench", "plan", "serve_check"):
+                resolved(checked(name, compose(name, overrides=[f"draft.path={draft}"])))
+                counts.append(capsys.readouterr().err.count("are not those that the draft was trained for"))
+        return counts
+
+    assert said() == [0] * 3
+    if changed == "target":
+        target_folder(place, seed=1)
+    else:
+        save_file({"a": torch.zeros(3)}, adapter / ADAPTER[1])
+    assert said() == [1] * 3
+
+
 def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
     """Not of shards; dtype and an adapter count, and a hub id is one of the files in the hub's cache."""
     model = halved(network(), torch.float32)

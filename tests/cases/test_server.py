@@ -8,9 +8,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import over_http
 from cotrain.cli import main
+from cotrain.planning.plan import Plan
 from cotrain.rollout import training_texts
 from inference.servers.openai_client import Client
 from tests.cases import case

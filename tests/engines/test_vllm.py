@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from cotrain.bench import server_parity as checked
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH
 from cotrain.rollout import training_texts
 from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
@@ -29,13 +29,14 @@ from inference.drafts.draft_folder import load_draft, read
 from inference.exactness.figures import expected
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import check_text
-from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.arms import engine_arm
 from inference.measure.timing import interleave
 from inference.models.pretrained import cast
 from inference.proposers import NGram
 from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
+from studies.assisted import assisted_arm
 from tests.engines.conftest import CASES, OUTPUT
 from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
@@ -56,12 +57,17 @@ def plain(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     plan = Plan(target, tokenizer, target, Sampling(), "token", SIZE, ("bundled", "none"))
     asked = ["rollout", "kind=held_out", "rollout.held_out_texts=8", "rollout.rows=8", f"output={OUTPUT / 'rollouts'}"]
     with serving(resolve("bundled"), None, OUTPUT / "plain.log") as url:
-        ask = checked.over_http(Client(url), replace(plan, sampling=Sampling(temperature=0)))
-        texts = ask(plan.final(0, SIZE.prompts), 8)[0]
+        texts = greedy(Client(url), plan.final(0, SIZE.prompts))
         found["plain"] = speeds(Client(url), plan)
         shutil.rmtree(OUTPUT / "rollouts", ignore_errors=True)
         assert main([*asked, f"rollout.url={url}"]) == 0
     yield {"plan": plan, "texts": texts}
+
+
+def greedy(client: Client, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the ids of a server without a draft, which has no counters of drafts."""
+    answers = client.complete(prompts, SIZE.new_tokens, Sampling(0.0), row_ids(prompts), 8, ignore_eos=True)
+    return [answer.ids or [] for answer in answers]
 
 
 def speeds(client: Client, plan: Plan) -> dict[str, float]:
@@ -144,7 +150,7 @@ def test_defaults_of_the_targets_config_change_no_text(plain: dict[str, Any], tm
     prompts = plan.final(0, 8)
     with serving(str(folder), None, OUTPUT / "defaults.log") as url:
         client = Client(url)
-        texts = checked.over_http(client, plan)(prompts, 8)[0]
+        texts = greedy(client, prompts)
         few = {"model": client.model, "prompt": prompts[0], "max_tokens": SIZE.new_tokens, "temperature": 0,
                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
         filled = json.loads(client._read("/v1/completions", few))["choices"][0]["token_ids"]
@@ -181,7 +187,7 @@ def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict
     for temperature in TEMPERATURES:
         plan = in_regime(replace(plain["plan"], draft=draft, bench=replace(SIZE, prompts=24)), temperature)
         prompts = plan.final(0, plan.bench.prompts)
-        arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
+        arm = assisted_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
         timing = interleave([arm], prompts, len(prompts), warmup=0)
         texts, stats = timing.texts("assisted"), timing.stats("assisted")
         engine = plan.engine(K, BATCH, proposer=plan.proposer())

@@ -20,7 +20,7 @@ def make(*words: str) -> str:
 
 def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
     stages = re.findall(r"^stage (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert stages == ["test", "lint", "mutants", ".venv-engines/ready", "test-engines"]
+    assert stages == ["test", "lint", "mutants", "gpu-rehearsal", ".venv-engines/ready", "test-engines"]
     for stage in stages:
         make(stage)
     assert "--minutes 15" in make("mutants", "MINUTES=15") and "--minutes" not in make("mutants")

@@ -12,7 +12,7 @@ from studies import kinds_in_turn, proposers
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 
-TINY = "prompts=2 quick_prompts=1 prompt_tokens=8 new_tokens=8 depths=[2]".split()
+TINY = "prompts=2 quick_prompts=1 prompt_tokens=12 new_tokens=8 depths=[2]".split()
 KEYS = {"kind", "rule", "temperature", "rows", "k", "parameters", "train_seconds", "alpha", "tau", "speedup",
         "over_independent", "exact", "wrong"}  # fmt: skip
 
@@ -22,7 +22,7 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
     for kind in ("independent", "medusa"):
         draft_folder(tmp_path / kind, target, kind)
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     monkeypatch.setattr(kinds_in_turn, "BATCHES", 2)
     cell, calls = kinds_in_turn.Study.cell, []
 
@@ -61,11 +61,11 @@ def test_a_gate_is_counted_in_each_cell(tmp_path: Path, monkeypatch: pytest.Monk
     """And what is planned is planned with its drafts; prompts may be the user's own."""
     target, rows = target_folder(tmp_path / "target"), tmp_path / "rows.jsonl"
     draft_folder(tmp_path / "hybrid", target, "hybrid")
-    rows.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(200)))
+    rows.write_text("".join(json.dumps({"prompt": f"{i * 7919 % 1000:03d} tea"}) + "\n" for i in range(200)))
     settings = [f"bench.{one}" for one in TINY[:-1]] + ["bench.depths=[2]", f"data.path={rows}"]
     [draft] = proposers.drafts({"hybrid": str(tmp_path / "hybrid")}, settings)
     own = {draft.plan.tokenizer.decode(ids) for ids in draft.plan.prompts.final}
-    assert draft.plan.prompts.source == "own" and own <= {f"number {i}" for i in range(200)}
+    assert draft.plan.prompts.source == "own" and own <= {f"{i * 7919 % 1000:03d} tea" for i in range(200)}
     counted: list[Any] = []
     monkeypatch.setattr(kinds_in_turn, "prepare", counted.append)
     monkeypatch.setattr(kinds_in_turn, "choose_compiled", lambda plan, until: (plan, "costs"))

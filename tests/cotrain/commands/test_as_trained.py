@@ -14,7 +14,7 @@ from cotrain.commands.served_pair import KNOWN, UNSAID, as_trained, stored
 from cotrain.config.changes import change
 from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import BenchConfig, TrainConfig, flat
-from cotrain.plan.policy_file import content
+from cotrain.planning.policy_file import content
 from cotrain.training.distil import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
@@ -257,7 +257,8 @@ def test_a_policy_is_used_or_refused_by_name(
     file.write_text(json.dumps(content(fitted)))
     assert Adaptive.load(file) == fitted == load(mine, policy=fitted).policy
     generated(mine, f"policy.file={file}")
-    generated(mine, "policy=fixed", "policy.k=2")
+    for k in (1, 2, 3):  # up to the depths of the draft
+        generated(mine, "policy=fixed", f"policy.k={k}")
     for path, settings, message in (
         (other, [f"policy.file={file}"], f"policy: it was fitted to another draft than {other}: give the policy.json"),
         (mine, [f"policy.file={file}", "policy.k=2"], "set policy.k= .* or policy.file= .* not both"),

@@ -231,7 +231,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "train --trainer.steps 9": ("as in trainer.steps=", "joint"),
     "train data=self data.column": ("'data.column' is not a setting", "Error"),
     "bench model=x": ("the setting is target.path=", "nearest"),
-    "bench batch_size=8": ("the setting is bench.rows=", "matrix"),
+    "bench batch_size=8": ("the setting is bench.rows=", "nearest"),
     "bench num_speculative_tokens=4": ("the setting is bench.depths=", "nearest"),
     "bench max_new_tokens=9": ("the setting is bench.new_tokens=", "nearest"),
     "bench --draft_model x": ("as in draft.path=", "as in draft_model"),

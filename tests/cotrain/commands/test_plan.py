@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.plan import drafted
+from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run
@@ -73,6 +73,20 @@ def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> 
     assert many["seconds_per_round"][3] == pytest.approx(8.18)
     policy = json.loads((run.parent / "plan" / "policy.json").read_text())
     assert policy["seconds"]["1"] == pytest.approx(one["seconds_per_round"])
+
+
+def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
+    (tmp_path / "costs.json").write_text(json.dumps({"1": parts}))
+    settings = [f"costs={tmp_path / 'costs.json'}", f"output={tmp_path / 'plan'}", "batches=[1]"]
+    assert main(["plan", *settings, "bench.depths=[1,2,3]"]) == 0
+    (found,) = json.loads((tmp_path / "plan" / "plan.json").read_text())["speedups"]
+    assert found["speedups"]["0.5"] == [pytest.approx(1.75 * 1.01 / 1.33), 2]
+    assert f"{1.75 * 1.01 / 1.33:.2f}x (2)" in capsys.readouterr().out
+    assert main(["plan", *settings]) != 0 and "costs.json: 1 rows: target and rest" in capsys.readouterr().err
+    assert main(["plan", f"output={tmp_path / 'none'}"]) != 0 and "name a draft folder" in capsys.readouterr().err
 
 
 def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:

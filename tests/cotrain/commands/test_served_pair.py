@@ -20,7 +20,7 @@ from tests.cotrain.commands.test_cli import ran  # noqa: F401
 from tests.folders import network, target_folder, tokenizer
 
 ODD = "a b, [c] = {ü} 漢字"
-KEYS = ("draft.path target.path data.path output rollout.folder trainer.cache report export matrix.vllm target.adapter "
+KEYS = ("draft.path target.path data.path output rollout.folder trainer.cache report export target.adapter "
         "folder prompts check").split()  # fmt: skip
 
 

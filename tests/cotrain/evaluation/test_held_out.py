@@ -32,11 +32,11 @@ PROMPT, LENGTH = [2, 1, 5, 3, 4], [9, 12, 6, 10, 5]  # tokens of each, some text
 DOMAINS = ["b", "a", "b", "c", "a"]
 
 
-def parts() -> tuple[HeldOut, torch.nn.Linear, torch.Tensor, torch.nn.Linear]:
+def parts(domains: list[str] = DOMAINS) -> tuple[HeldOut, torch.nn.Linear, torch.Tensor, torch.nn.Linear]:
     """Texts with states of a target, its head; states of a draft by depth (2, N, T, D), and its head."""
     torch.manual_seed(5)
     ids = torch.randint(V, (N, T))
-    texts = Texts(ids, torch.tensor(PROMPT), torch.tensor(LENGTH), DOMAINS)
+    texts = Texts(ids, torch.tensor(PROMPT), torch.tensor(LENGTH), domains)
     head_p, head_q = (torch.nn.Linear(D, V, dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
         head_q.weight += 4 * (head_p.weight - head_q.weight) / 5
@@ -129,7 +129,7 @@ def mean(texts: list[list[Token]], name: str, depth: int = 0) -> float:
     guesses = [
         token.by_depth[depth] for text in texts for token in text[depth:]
     ]  # no round drafts the first at depth 1
-    return sum(one[name] for one in guesses if one) / len(guesses)
+    return sum(one[name] for one in guesses if one) / len(guesses) if guesses else math.nan
 
 
 def calibration(texts: list[list[Token]]) -> float:
@@ -167,29 +167,35 @@ def wanted(texts: dict[str, list[list[Token]]], deep: bool) -> dict[str, float]:
         for k in range(1, most + 1):
             values[f"tau/{domain}/{k}"] = tokens / sum(calls(text, k, accepted) for text in mine)
             values[f"tau_greedy_draft/{domain}/{k}"] = tokens / sum(calls(text, k, hit) for text in mine)
-            values[f"tau_block/{domain}/{k}"] = float(predict_chain.tau_block(l, k, lengths))
-        for name in ("conditional", "prefix"):
-            chances = getattr(predict_chain, name)(l.clamp(max=0).exp(), most, lengths).tolist()
-            values |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(chances, 1)}
+            values[f"tau_block/{domain}/{k}"] = float(
+                predict_chain.tau_from(predict_chain.reach_block(l, k, lengths), lengths)
+            )
+        by_depth = predict_chain.depths_from(predict_chain.reach(l.clamp(max=0).exp(), most, lengths), most, lengths)
+        for name, chances in zip(("prefix", "conditional"), by_depth, strict=True):
+            values |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(chances.tolist(), 1)}
         if deep:
             values |= {f"alpha_by_depth/{domain}/{depth + 1}": mean(mine, "alpha", depth) for depth in (0, 1)}
     return values | {"alpha/worst": min(mean(mine, "alpha") for domain, mine in texts.items() if domain != "all")}
 
 
+@pytest.mark.parametrize("domains", [DOMAINS, ["b", "a", "d", "c", "a"]])  # a text of d is one token
 @pytest.mark.parametrize("deep", [False, True])
-def test_every_figure_agrees_with_loops_over_whole_distributions(deep: bool) -> None:
-    held, head_p, states, head_q = parts()
+def test_every_figure_agrees_with_loops_over_whole_distributions(deep: bool, domains: list[str]) -> None:
+    held, head_p, states, head_q = parts(domains)
     student: Any = Drawn(held.texts.ids, states, head_q, deep)
     with torch.no_grad():
         scores = evaluate(held, student, head_p)
     texts = [[Token(held, head_p, states, head_q, row, at, deep) for at in range(PROMPT[row] - 1, LENGTH[row] - 1)]
              for row in range(N)]  # fmt: skip
-    by = {name: [text for text, domain in zip(texts, DOMAINS, strict=True) if domain == name] for name in "abc"}
-    by["all"] = [text for name in "abc" for text in by[name]]
+    by = {name: [text for text, domain in zip(texts, domains, strict=True) if domain == name]
+          for name in sorted({*domains})}  # fmt: skip
+    by["all"] = [text for name in sorted(by) for text in by[name]]
     hand, measured = wanted(by, deep), figures(scores)
     assert measured.keys() == hand.keys()
     close = {
-        name: pytest.approx(value, rel=2e-5, abs=1e-6, nan_ok=name[:4] in ("cond", "pref"))
+        name: pytest.approx(
+            value, rel=2e-5, abs=1e-6, nan_ok=name[:4] in ("cond", "pref") or name == "alpha_by_depth/d/2"
+        )
         for name, value in hand.items()
     }
     assert {name: value for name, value in measured.items() if value != close[name]} == {}
@@ -207,7 +213,7 @@ def test_every_figure_agrees_with_loops_over_whole_distributions(deep: bool) -> 
     assert curves == {
         "4_held_out/acceptance_T0.5": one.alpha, "4_held_out/acceptance_T1": 0.25, "4_held_out/kl": one.kl,
         "4_held_out/entropy": one.entropy, "4_held_out/calibration": one.calibration,
-    } | {f"5_domains/acceptance_{name}": scores[name].alpha for name in "abc"}  # fmt: skip
+    } | {f"5_domains/acceptance_{name}": scores[name].alpha for name in by if name != "all"}  # fmt: skip
     named = {f"3_depth/acceptance_{i}": hand[f"conditional/all/{i}"] for i in range(1, k + 1)}
     assert depths(one, 4) == pytest.approx(named, rel=1e-5)
 
@@ -252,7 +258,7 @@ def test_figures_agree_with_passes_by_hand(target: LlamaForCausalLM) -> None:
         alpha = torch.cat([alphas[b] for b in rows]).mean().item()
         assert figures[f"alpha/{domain}"] == pytest.approx(alpha, abs=1e-6)
         assert figures[f"tau/{domain}/3"] == pytest.approx(predict_chain.tau(r[rows], 3, size).item(), rel=1e-6)
-        depths = predict_chain.prefix(r[rows], 8, size)
+        depths, _ = predict_chain.depths_from(predict_chain.reach(r[rows], 8, size), 8, size)
         assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
     assert figures["kl/all"] > 0.1 and figures["alpha/worst"] == min(figures["alpha/a"], figures["alpha/b"])
 

@@ -28,7 +28,8 @@ def test_a_phase_resumes_at_its_step_on_every_process(world: int, accumulate: in
     corpus, sampled, phase, a_step = texts(7, 100), texts(9, 200), TrainingPhase(1, 10, 30), 6 * accumulate
     order = list(islice(Curriculum((7, 9), 10 * a_step, 11 + 1), 5 * a_step, 12 * a_step))
     for rank in range(world):
-        trainer: Any = SimpleNamespace(world_size=world, global_rank=rank)
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        trainer: Any = SimpleNamespace(world_size=world, global_rank=rank, strategy=strategy)
         loader = fit._loader(job.cfg.trainer, phase, 15, corpus, sampled, trainer)
         mine, size = order[rank::world], 6 // world
         for number, batch in enumerate(islice(loader, 7 * accumulate)):

@@ -1,6 +1,7 @@
 """Every file that is saved is whole or as it was, wherever a process dies, and on any file system."""
 
 import ast
+import faulthandler
 import os
 import resource
 import shutil
@@ -36,7 +37,6 @@ OTHERS = {
     "cotrain/export/eagle3.py:_as_speculators": "the same",
     "cotrain/students/base.py:save": "the same",
     "cotrain/rollout/samplers.py:collect": "lines are appended, and a last one that is cut short is dropped",
-    "studies/pretrain/sequence_pretraining.py:run": "a line with the seconds of a session is appended",
     "inference/servers/worker.py:__init__": "the log of a server",
 }
 
@@ -134,7 +134,8 @@ def killed(work: Callable[[], None], final: Path, limit: int) -> int:
             os._exit(3)
 
     try:
-        signal.alarm(20)
+        torch.set_num_threads(1)  # the parent's threads are not there
+        faulthandler.dump_traceback_later(20, exit=True)
         sys.addaudithook(watch)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
