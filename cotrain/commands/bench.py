@@ -84,7 +84,6 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     path = resolved(cfg)
     draft_folder = measured(draft_path)
     planned = _planned(cfg, draft_folder.metadata, typed)
-    measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)

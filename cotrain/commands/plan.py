@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench import measurement
 from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.commands.shapes import shape_table, shapes
 from cotrain.config.settings import PlanConfig
@@ -110,7 +109,6 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
-    measurement.refuse(cfg.bench)
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         timed_shapes = shapes(cfg, target)
@@ -148,12 +146,10 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
-    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved` and
-    `measurement.refuse`."""
+    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved`."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)
-    measurement.refuse(mine.bench)
     return mine
 
 

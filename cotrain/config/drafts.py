@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed
+from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed, one_of
 
 Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 8))]
 
@@ -24,7 +24,7 @@ class Draft(Settings):
     layers_with: ClassVar[tuple[str, ...]] = ()
 
     kind: str
-    quantisation: str = "none"
+    quantisation: Annotated[str, one_of("none", "int8", "nf4")] = "none"
     """Of the projections when served: none, int8 or nf4; training is then quantisation-aware."""
 
     def __getattr__(self, name: str) -> Any:
@@ -60,15 +60,18 @@ class _Headed(_Started):
     """The rank of a head of two matrices; null: one matrix."""
 
 
-class _Shaped(_Headed):
+class _Layered(_Headed):
     one_start = False
     layers_with = ("target_layers",)
 
-    width: Annotated[Size | None, SCRATCH] = 128
-    layers: Annotated[Size | None, SCRATCH] = 1
     intermediate: Annotated[Size | None, SCRATCH] = 384
     head_dim: Annotated[Size | None, SCRATCH] = 64
     kv_heads: Annotated[Size | None, SCRATCH] = 1
+
+
+class _Shaped(_Layered):
+    width: Annotated[Size | None, SCRATCH] = 128
+    layers: Annotated[Size | None, SCRATCH] = 1
 
 
 class IndependentDraft(_Shaped):
@@ -95,17 +98,11 @@ class ParallelDraft(_Shaped):
     """The rank of the Markov head, a term for the token before each draft; null: no such head."""
 
 
-class EagleDraft(_Headed):
+class EagleDraft(_Layered):
     """One decoder layer over the target's states, as wide as the target; with init=target_layers of the shape of its
     layers (EAGLE-3)."""
 
-    one_start = False
-    layers_with = ("target_layers",)
-
     kind: Literal["eagle"] = "eagle"
-    intermediate: Annotated[Size | None, SCRATCH] = 384
-    head_dim: Annotated[Size | None, SCRATCH] = 64
-    kv_heads: Annotated[Size | None, SCRATCH] = 1
     depths: Size | None = 6
     """The number of depths that are trained (TTT steps)."""
 
@@ -132,7 +129,7 @@ class BlockDraft(_Headed):
     kv_heads: Annotated[Size | None, NEW] = None
     """null: as many as query heads."""
     depths: Size | None = 8
-    mask: str | None = None
+    mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
     """Whether a query attends to all of its block, bidirectional (null), or to the past: causal."""
     markov: Count | None = None
     """As in ParallelDraft."""

@@ -18,9 +18,11 @@ from cotrain.config.base import (
     Settings,
     Share,
     Size,
+    Some,
     Store,
     Temperature,
     Text,
+    allowed,
     at_least,
     one_of,
 )
@@ -110,7 +112,7 @@ class Init(Settings):
         "pretrained": {"kind": "pretrained", "layers": []},
     }
 
-    kind: str = "target_layers"
+    kind: Annotated[str, one_of("scratch", "target_layers", "pretrained")] = "target_layers"
     """scratch, target_layers, or pretrained: the folder draft.path=, of the same or a related kind; the draft has its
     shape and known tokens."""
     layers: list[int] = [0, 1, -2, -1]
@@ -269,7 +271,7 @@ class Optimizer(Settings):
     trainer.strategy=fsdp2."""
     lr: Positive = 1.0e-3
     weight_decay: Least = 0.01
-    betas: list[Decay] = [0.9, 0.95]
+    betas: Annotated[list[Decay], allowed("two numbers, one per moment", lambda betas: len(betas) == 2)] = [0.9, 0.95]
     warmup: float = 0.02
     decay: float = 0.5
 
@@ -281,7 +283,7 @@ class Trainer(Settings):
     presets = {"cpu": {}}
 
     steps: Annotated[Size, Mark.TRAINING, Mark.LONGER] = 2300
-    minutes: Annotated[float | None, Mark.TRAINING, Mark.LONGER] = None
+    minutes: Annotated[Positive | None, Mark.TRAINING, Mark.LONGER] = None
     """Training ends after these minutes or `steps`, whichever comes first, and the schedule follows; null: after
     `steps`."""
     corpus_steps: Annotated[Count, Mark.TRAINING] = 0
@@ -347,12 +349,11 @@ class Bench(Settings):
     """On which predicted and measured target calls are compared."""
     rows: Size = 1
     """Prompts that are decoded together."""
-    minutes: float = 10.0
-    interval: float = 0.1
+    minutes: Least = 10.0
+    interval: Positive = 0.1
     """Both ends of the interval may differ from the speed-up by this share of it."""
-    depths: list[int] = [2, 3, 4, 5, 6, 7, 8]
-    """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered. [], for cotrain bench: the length
-    or the tree that the folder was planned with."""
+    depths: Some = [2, 3, 4, 5, 6, 7, 8]
+    """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered."""
     draft_dtype: Dtype = "bfloat16"
     """The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft
     folder: as the folder was measured."""
@@ -371,3 +372,10 @@ class ServedBench(Bench):
     prompt_tokens: Count = 48
     """0: the value stored in the draft folder."""
     draft_dtype: ServedDtype = "bfloat16"
+
+
+class FolderBench(ServedBench):
+    """The same for `cotrain bench`."""
+
+    depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
+    """As in Bench; []: the length or the tree that the folder was planned with."""

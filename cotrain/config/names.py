@@ -23,36 +23,33 @@ REMOVED_LOSSES = {
     "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
 }  # with what to use instead  # fmt: skip
 
-# Names of other programs -> the settings that do the same here, of which a command has at most one
-ALIASES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr",)),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "steps"),
-                    ("trainer.steps",)),
-    **dict.fromkeys(("batch", "batch_size", "per_device_train_batch_size"),
-                    ("trainer.batch", "bench.rows", "rollout.rows")),
-    "gradient_accumulation_steps": ("trainer.accumulate",),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), ("optimizer.warmup",)),
-    "max_grad_norm": ("trainer.clip",),
-    **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.precision",)),
-    "seed": ("trainer.seed", "bench.seed", "rollout.seed"),
-    **dict.fromkeys(("num_gpus", "nproc_per_node"), ("trainer.devices",)),
-    "report_to": ("trainer.logger",),
-    "output_dir": ("output",),
-    **dict.fromkeys(("model", "model_name_or_path", "target_model", "target_model_path"), ("target.path",)),
-    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model", "speculative_draft_model_path"),
-                    ("draft.path",)),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file", "train_data_path", "path"), ("data.path",)),
-    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens", "speculative_num_steps", "gamma", "k"),
-                    ("policy.k", "k", "bench.depths")),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), ("quantisation",)),
-    **dict.fromkeys(("torch_dtype", "dtype"), ("target.dtype",)),
-    **dict.fromkeys(("max_tokens", "max_new_tokens"),
-                    ("max_new_tokens", "bench.new_tokens", "new_tokens", "rollout.new_tokens")),
-    **dict.fromkeys(("num_layers", "num_hidden_layers"), ("draft.layers",)),
-    "hidden_size": ("draft.width",),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), ("output",)),
-    "init.path": ("draft.path",),
-}  # fmt: skip
+# Names of other programs, and the settings that do the same here, of which a command has at most one
+ALIASES: dict[str, list[str]] = {
+    name: settings.split()
+    for names, settings in {
+        "lr learning_rate": "optimizer.lr",
+        "epochs num_epochs num_train_epochs max_steps steps": "trainer.steps",
+        "batch batch_size per_device_train_batch_size": "trainer.batch bench.rows rollout.rows",
+        "gradient_accumulation_steps": "trainer.accumulate",
+        "warmup_steps warmup_ratio": "optimizer.warmup",
+        "max_grad_norm": "trainer.clip",
+        "bf16 fp16 precision": "trainer.precision",
+        "seed": "trainer.seed bench.seed rollout.seed",
+        "num_gpus nproc_per_node": "trainer.devices",
+        "report_to": "trainer.logger",
+        "output_dir resume resume_from_checkpoint": "output",
+        "model model_name_or_path target_model target_model_path": "target.path",
+        "draft_model assistant_model speculative_model speculative_draft_model_path init.path": "draft.path",
+        "dataset dataset_name train_file train_data_path path": "data.path",
+        "num_speculative_tokens num_assistant_tokens speculative_num_steps gamma k": "policy.k k bench.depths",
+        "load_in_4bit load_in_8bit quantization": "quantisation",
+        "torch_dtype dtype": "target.dtype",
+        "max_tokens max_new_tokens": "max_new_tokens bench.new_tokens new_tokens rollout.new_tokens",
+        "num_layers num_hidden_layers": "draft.layers",
+        "hidden_size": "draft.width",
+    }.items()
+    for name in names.split()
+}
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
@@ -74,7 +71,7 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 def alias(key: str, keys: Collection[str]) -> str | None:
     """Return the setting that does what `key` does in other programs, if the command has one."""
-    settings = ALIASES.get(key) or ALIASES.get(key.rpartition(".")[2], ())
+    settings = ALIASES.get(key) or ALIASES.get(key.rpartition(".")[2], [])
     return next((known for known in settings if known in keys and key != known), None)
 
 

@@ -34,6 +34,7 @@ from cotrain.config.drafts import DRAFTS, OF_KINDS, AnyDraft, IndependentDraft
 from cotrain.config.groups import (
     Bench,
     Data,
+    FolderBench,
     Init,
     Joint,
     Loss,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from inference import Sampling
 
 LEAST_TEXTS = 16  # of a plan
+Json = Annotated[bool, Field(alias="json")]
 
 
 class GenerateConfig(Settings):
@@ -144,8 +146,8 @@ class DatastoreConfig(Settings):
     overwrite: bool = False
 
 
-class BenchConfig(Settings):
-    """Settings of `cotrain bench`, which measures a draft folder against plain decoding on the same engine."""
+class Served(Settings):
+    """What the commands share that open a draft folder and measure it."""
 
     target: ServedTarget = ServedTarget()
     quantisation: Quantisation = Quantisation()
@@ -153,29 +155,28 @@ class BenchConfig(Settings):
     regime: ServedRegime = ServedRegime()
     data: Data = Data()
     """The source of prompts; data.path=null: those of the draft folder, or the shipped ones."""
-    bench: ServedBench = ServedBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
-    verify: Verify | None = None
-    """null: the rule stored in the draft folder."""
-    output: Output = "outputs/bench"
     overwrite: bool = False
     threads: Count = 0
-    as_json: bool = Field(False, alias="json")
+    as_json: Json = False
     """Print one JSON object on standard output, and all messages on standard error."""
 
 
-class PlanConfig(Settings):
+class BenchConfig(Served):
+    """Settings of `cotrain bench`, which measures a draft folder against plain decoding on the same engine."""
+
+    bench: FolderBench = FolderBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
+    verify: Verify | None = None
+    """null: the rule stored in the draft folder."""
+    output: Output = "outputs/bench"
+
+
+class PlanConfig(Served):
     """Settings of `cotrain plan`, which forecasts the speed of drafts of one target."""
 
-    target: ServedTarget = ServedTarget()
-    quantisation: Quantisation = Quantisation()
-    draft: Model = Model()
     drafts: Annotated[list[str], Mark.PATH] = []
     """Further draft folders, of the same target."""
     shapes: list[str] = []
     """Without draft folders: settings of cotrain train, which make a draft each."""
-    regime: ServedRegime = ServedRegime()
-    data: Data = Data()
-    """As in BenchConfig."""
     bench: ServedBench = ServedBench(
         prompt_tokens=0, depths=[1, 2, 3, 4, 5, 6, 7, 8], draft_dtype="as_trained", draft_int8=None
     )
@@ -194,10 +195,6 @@ class PlanConfig(Settings):
     measure: bool = False
     """Also time the recommended draft length, its neighbours and the adaptive policy."""
     output: Output = "outputs/plan"
-    overwrite: bool = False
-    threads: Count = 0
-    as_json: bool = Field(False, alias="json")
-    """As in BenchConfig."""
 
 
 class CompareConfig(Settings):
@@ -209,8 +206,8 @@ class CompareConfig(Settings):
     """The label that the others are compared with; null: the first in alphabetical order."""
     report: Store = None
     """A JSON file to write."""
-    as_json: bool = Field(False, alias="json")
-    """As in BenchConfig."""
+    as_json: Json = False
+    """As in Served."""
 
 
 class ReportConfig(Settings):
@@ -246,23 +243,17 @@ class ExportConfig(Settings):
     """user/name of a model repository to push the folder to."""
     output: Output = "outputs/export"
     overwrite: bool = False
-    as_json: bool = Field(False, alias="json")
-    """As in BenchConfig, with check=."""
+    as_json: Json = False
+    """As in Served, with check=."""
 
 
-class ServeCheckConfig(Settings):
+class ServeCheckConfig(Served):
     """Settings of `cotrain serve_check`."""
 
     url: Text = None
     """The server's root."""
     model: str | None = None
     """null: the first model that the server lists."""
-    draft: Model = Model()
-    target: ServedTarget = ServedTarget()
-    quantisation: Quantisation = Quantisation()
-    regime: ServedRegime = ServedRegime()
-    data: Data = Data()
-    """As in BenchConfig."""
     k: Size | None = None
     """null: the planned draft length."""
     objective: Objective | None = None
@@ -274,10 +265,6 @@ class ServeCheckConfig(Settings):
     at_once: Size = 8
     """Concurrent requests."""
     output: Output = "outputs/serve_check"
-    overwrite: bool = False
-    threads: Count = 0
-    as_json: bool = Field(False, alias="json")
-    """As in BenchConfig."""
 
 
 SCHEMAS: dict[str, type[Settings]] = {

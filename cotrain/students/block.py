@@ -25,7 +25,6 @@ from cotrain.students.parallel import KEEP, starts
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
 
-MASKS = ("bidirectional", "causal")  # how the queries of a block attend to each other
 SPARE = 1.25  # tokens of a text for each guess that a training step makes of it
 MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where all blocks are read
 
@@ -41,8 +40,6 @@ class BlockStudent(EagleStudent):
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
         """Return the number of layers, the attention within a block and the rank of the Markov head."""
-        if draft.mask not in (None, *MASKS):
-            raise ValueError(f"draft.mask={draft.mask}: it is not one of {', '.join(MASKS)}")
         causal = None if draft.mask is None else draft.mask == "causal"
         return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
 

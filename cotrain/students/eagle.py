@@ -68,10 +68,6 @@ class EagleStudent(Student):
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
             return cls._continued(draft, target)
-        if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(
-                f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with draft.path=)"
-            )
         network_class: Any = kind_of(cls.kind).network_class
         chosen = {name: value for name, value in cls.settings_of(draft).items() if value is not None}
         config = network_class.config_class(**cls.sizes(draft, init, target), **chosen)

@@ -52,9 +52,6 @@ class MedusaStudent(Student):
             network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
             refuse_other(network, draft, {"markov_rank": draft.markov})
             return network
-        if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with "
-                             "draft.path=)")  # fmt: skip
         if not draft.depths:
             raise ValueError(
                 f"draft.depths: {draft.kind} each head guesses one token: set the number of heads, for example "

@@ -86,14 +86,11 @@ class IndependentStudent(Student):
             network = scratch(target, *_sizes(draft))
         elif init.kind == "target_layers":
             network = from_layers(target, init.layers, draft.encoder_layers)
-        elif init.kind == "pretrained":
+        else:
             network = causal_lm(_checked_path(cls, draft), target)
             refuse_other_sources(network, target, f"draft.path={draft.path}")
             if "markov" not in type(draft).model_fields:
                 remove_markov_head(network)
-        else:
-            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained "
-                             "(with draft.path=)")  # fmt: skip
         if init.kind != "target_layers" or not target.config.is_encoder_decoder:
             refuse_keys(draft, "encoder_layers")
         if network.config.is_encoder_decoder:
