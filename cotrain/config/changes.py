@@ -18,7 +18,7 @@ def change(key: str, old: Any, new: Any, rounds: int = 1, draft: type[Settings] 
     read nothing of it. rounds: rounds of sampling. draft: the settings of its kind. A budget is a number, or None
     without a limit."""
     group, _, name = key.partition(".")
-    lacking = new is None and group == "draft" and draft is not None and name not in draft.model_fields
+    lacking = group == "draft" and draft is not None and name not in draft.model_fields
     unknown = key == "target.weights" and None in (old, new)  # of an earlier version, or not on this machine
     if lacking or unknown or key == "init.cosine" or (key, old, new) == ("data.column", "text", None):
         return "same"
