@@ -40,7 +40,7 @@ class Settings(BaseModel):
     files of conf/; None: the settings are no group.
     """
 
-    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
     presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
 
     def unread(self, run: Any) -> Mapping[str, str]:

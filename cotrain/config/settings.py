@@ -290,12 +290,13 @@ def register() -> None:
     `conf/NAME.yaml` refers."""
     from hydra.core.config_store import ConfigStore
 
-    store = ConfigStore.instance().store
+    store = ConfigStore.instance()
+    vars(store)["__deepcopy__"] = lambda _: store  # Hydra would copy it for each group that `--help` lists
     for group, options in presets().items():
         for option, settings in options.items():
-            store(name=option, group=group, node=settings.model_dump())
+            store.store(name=option, group=group, node=settings.model_dump())
     for name, schema in SCHEMAS.items():
-        store(name=f"{name}_schema", node=_own(schema))
+        store.store(name=f"{name}_schema", node=_own(schema))
 
 
 def presets() -> dict[str, dict[str, Settings]]:

@@ -31,10 +31,10 @@ def texts_of(schema: type[Settings]) -> set[str]:
 
 # text that is no path; a new setting of text is marked as a path or stands here
 WORDS = {
-    "quantisation.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
+    "quantisation.kind", "draft.quantisation", "init.kind", "loss.first", "loss.then",
     "objective", "optimizer.kind", "mode", "data.column", "data.split", "data.config", "rollout.url",
     "trainer.precision", "trainer.accelerator", "trainer.strategy", "trainer.logger", "bench.draft_dtype",
-    "matrix.targets", "matrix.drafts", "target.dtype", "verify", "label", "kind", "baseline", "engine", "layout",
+    "target.dtype", "verify", "label", "kind", "baseline", "engine", "layout",
     "dtype", "push_to_hub", "url", "model", "prompt", "shapes",
 }  # fmt: skip
 PATHS = [
