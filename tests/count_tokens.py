@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = {("cotrain", "inference"): 301_000, ("tests",): 482_600}
+BUDGET = {("cotrain", "inference"): 301_900, ("tests",): 485_900}
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

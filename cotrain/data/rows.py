@@ -100,8 +100,7 @@ class Reader:
             return self._conversation([{"role": "user", "content": text}], left)
         if not prompt:
             return {"text": text}
-        said = _answer(left)
-        return {"prompt": text, "completion": said[0]["content"] if said else ""}
+        return _plain([{"role": "user", "content": text}, *_answer(left)])
 
     def _conversation(self, messages: list[Message], left: dict[str, Any]) -> dict[str, Any]:
         if messages[-1]["role"] != "assistant":
@@ -173,13 +172,17 @@ def _answer(left: dict[str, Any]) -> list[Message]:
 
 
 def _plain(messages: list[Message]) -> dict[str, Any]:
-    """A prompt and its answer, for a target without a chat template."""
+    """A prompt and its answer, which no chat template renders."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
-        raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
-                         "without its answer, can be read")  # fmt: skip
+        raise ValueError(
+            "without a chat template (the target's tokenizer has none, or data.chat=false) only one message of a user, "
+            "with or without its answer, can be read"
+        )
     if any("tool_calls" in one for one in messages):
-        raise ValueError("message 2 calls tools, which only a chat template can render, and the target's tokenizer has "
-                         "none")  # fmt: skip
+        raise ValueError(
+            "message 2 calls tools, which only a chat template can render; the target's tokenizer has none, or "
+            "data.chat=false"
+        )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import MARKER
+from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
 from inference.report.replay import validate as validate_replay
@@ -153,8 +155,11 @@ def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
         raise UserError(f"run={path} does not exist: name a folder that was output= of cotrain train or bench")
     folder = path if path.is_dir() else path.parent
+    reports = [path] if path.is_file() else [folder / "draft" / REPORT, folder / REPORT]
+    with suppress(OSError, ValueError):  # it may be in no draft folder
+        read(next(filter(Path.is_file, reports), folder / REPORT).parent)  # warns if the report was changed
     report = _valid(
-        [path] if path.is_file() else [folder / "draft" / REPORT, folder / REPORT],
+        reports,
         validate,
         "run={file} is no report of this version: {error}; measure the draft again with cotrain bench",
     )

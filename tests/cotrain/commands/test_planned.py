@@ -1,7 +1,6 @@
 """`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +93,6 @@ class TestPlan:
         monkeypatch.setattr(planner, "plan_length", lambda *_: (chains, "costs"))
         monkeypatch.setattr(planner, "best_tree", lambda *_: slow)
         for length, served in ((None, None), (2, slow)):
-            plan = plan_of(bench=replace(plan_of().bench, rows=1), tree=TREE, planned=length)
+            plan = plan_of(bench=plan_of().bench.model_copy(update={"rows": 1}), tree=TREE, planned=length)
             drafting, _, chosen = planner.plan_draft(plan, "costs", "texts")  # type: ignore[arg-type]
             assert chosen.served is served and drafting.tree == (served.tree if served else None)
