@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = {("cotrain", "inference"): 301_900, ("tests",): 485_900}
+BUDGET = {("cotrain", "inference"): 302_700, ("tests",): 485_300}
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -52,7 +52,7 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     bench.depths is filled in. Return None if the settings name others (bench.depths, bench.trees, or `typed`, another
     rule), or if the folder has no plan. Then the fastest of bench.depths is chosen."""
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
-    size.depths = list(size.depths) or DEPTHS
+    size.depths = size.depths or DEPTHS
     if metadata is None or not chosen:
         return None
     if typed not in (None, metadata.rule):

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed, one_of
 
+ScratchSize = Annotated[Size | None, SCRATCH]
+NewSize = Annotated[Size | None, NEW]
 Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 8))]
 
 
@@ -64,14 +66,14 @@ class _Layered(_Headed):
     one_start = False
     layers_with = ("target_layers",)
 
-    intermediate: Annotated[Size | None, SCRATCH] = 384
-    head_dim: Annotated[Size | None, SCRATCH] = 64
-    kv_heads: Annotated[Size | None, SCRATCH] = 1
+    intermediate: ScratchSize = 384
+    head_dim: ScratchSize = 64
+    kv_heads: ScratchSize = 1
 
 
 class _Shaped(_Layered):
-    width: Annotated[Size | None, SCRATCH] = 128
-    layers: Annotated[Size | None, SCRATCH] = 1
+    width: ScratchSize = 128
+    layers: ScratchSize = 1
 
 
 class IndependentDraft(_Shaped):
@@ -123,10 +125,10 @@ class BlockDraft(_Headed):
 
     kind: Literal["block"] = "block"
     layers: Size | None = 1
-    intermediate: Annotated[Size | None, NEW] = None
+    intermediate: NewSize = None
     """null: the target's."""
-    head_dim: Annotated[Size | None, NEW] = 64
-    kv_heads: Annotated[Size | None, NEW] = None
+    head_dim: NewSize = 64
+    kv_heads: NewSize = None
     """null: as many as query heads."""
     depths: Size | None = 8
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
@@ -139,7 +141,7 @@ class EarlyExitDraft(_Started):
     """The target's first layers draft; a low-rank change applies to their projections while they draft."""
 
     kind: Literal["early_exit"] = "early_exit"
-    layers: Annotated[Size | None, NEW] = None
+    layers: NewSize = None
     """null: chosen before training, from measured costs and from what linear exits accept."""
     rank: Annotated[Count, NEW] = 16
     """Of the change; 0: none."""
@@ -159,9 +161,9 @@ class MedusaDraft(_Started):
     """Heads on the target's last state, as wide as the target, that use its output head."""
 
     kind: Literal["medusa"] = "medusa"
-    layers: Annotated[Size | None, NEW] = 1
+    layers: NewSize = 1
     """Residual blocks per head."""
-    depths: Annotated[Size | None, NEW] = 5
+    depths: NewSize = 5
     """The number of heads; each makes one draft of a round."""
     markov: Count | None = None
     """As in ParallelDraft."""
@@ -171,8 +173,8 @@ class HydraDraft(_Started):
     """Heads on the target's last state; each also reads the anchor and the drafts before its own."""
 
     kind: Literal["hydra"] = "hydra"
-    layers: Annotated[Size | None, NEW] = 1
-    depths: Annotated[Size | None, NEW] = 5
+    layers: NewSize = 1
+    depths: NewSize = 5
     """The number of heads; each makes one draft of a round."""
 
 

@@ -27,6 +27,7 @@ from cotrain.config.base import (
     one_of,
 )
 
+TrainingSize = Annotated[Size, Mark.TRAINING]
 LOSSES = ("kl", "tv", "nla", "lk", "greedy", "greedy_draft", "calls", "calls_block", "calls_tv")  # of losses.spec
 
 
@@ -205,21 +206,21 @@ class Rollout(Settings):
 
     presets = {"default": {}}
 
-    texts: Annotated[Size, Mark.TRAINING] = 600
+    texts: TrainingSize = 600
     """At most, per domain, for training."""
-    held_out_texts: Annotated[Size, Mark.TRAINING] = 24
+    held_out_texts: TrainingSize = 24
     """At most, per domain, for evaluation."""
     prompt_tokens: Count = 0
     """Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
     data.path do not exceed, or 48 if data.path has no prompts."""
-    new_tokens: Annotated[Size, Mark.TRAINING] = 208
+    new_tokens: TrainingSize = 208
     temperatures: Annotated[list[Temperature], Mark.TRAINING, Mark.FREE] = [0.0, 0.5, 1.0]
     """Of the held-out texts."""
     train_temperatures: Annotated[list[Temperature], Mark.TRAINING] = []
     """Of the training texts, equally many at each; an empty list: draft.temperatures, or the regime's temperature."""
-    rows: Annotated[Size, Mark.TRAINING] = 32
+    rows: TrainingSize = 32
     """Prompts that are continued at once."""
-    rounds: Annotated[Size, Mark.TRAINING] = 1
+    rounds: TrainingSize = 1
     """In how many parts training texts are sampled; after the first, the draft in training speeds it up."""
     seed: int = 1
     url: Annotated[Text, Mark.TRAINING] = None
@@ -288,7 +289,7 @@ class Trainer(Settings):
     `steps`."""
     corpus_steps: Annotated[Count, Mark.TRAINING] = 0
     """The first steps, which learn from corpus text; the rest learn from rollouts."""
-    batch: Annotated[Size, Mark.TRAINING] = 2
+    batch: TrainingSize = 2
     """Texts of all devices together."""
     validations: Annotated[Size, Mark.TRAINING, Mark.FREE] = 2
     patience: Annotated[Count, Mark.FREE] = 0
@@ -302,7 +303,7 @@ class Trainer(Settings):
     precision: Annotated[str, Mark.TRAINING] = "auto"
     """Lightning's, with weights in float32: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would
     emulate it."""
-    accumulate: Annotated[Size, Mark.TRAINING] = 1
+    accumulate: TrainingSize = 1
     """Batches per step."""
     clip: Annotated[Least, Mark.TRAINING] = 1.0
     """The largest gradient norm."""

@@ -30,10 +30,10 @@ class ConditionedStudent(IndependentStudent):
         conditioned draft. Raises ValueError naming the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
-        if learnt is not None and list(learnt) != list(draft.temperatures):
+        if learnt is not None and list(learnt) != draft.temperatures:
             raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: set draft.temperatures={learnt}")
         try:
-            conditioned(network, list(draft.temperatures))
+            conditioned(network, draft.temperatures)
         except ValueError as error:
             raise ValueError(f"draft.temperatures: {error}") from error
         if learnt is not None and not network.device.type == "meta":

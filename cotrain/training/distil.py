@@ -220,7 +220,7 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
             "template": job.cfg.data.template,
             "chat_template": _digest(job.tokenizer) if job.chats else None,
         },
-        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers)},
+        "init": {"kind": job.cfg.init.kind, "layers": job.cfg.init.layers},
     }
 
 

@@ -384,7 +384,7 @@ def _size_settings(cfg: TrainConfig) -> str:
     if _named(cfg):
         return f"draft.path={shape.path}"
     if cfg.init.kind == "target_layers":
-        return f"init.layers={list(cfg.init.layers)}"
+        return f"init.layers={cfg.init.layers}"
     return f"draft.width={shape.width}, draft.layers={shape.layers}, draft.intermediate={shape.intermediate}"
 
 

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from cotrain.cli import main
 from cotrain.config import base, groups
 from cotrain.config.base import fields
+from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import SCHEMAS
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
 from cotrain.losses.spec import LOSSES
 from cotrain.rollout.training_texts import Sampled, padded
+from cotrain.students.quantised import QUANTISATIONS
 from cotrain.training import assembly
 from cotrain.training.job import Job
 from cotrain.training.preconditions import _counts, refuse_fractions, refuse_minutes, require_texts, size_of
@@ -267,6 +269,7 @@ def test_names_and_limits_are_those_of_the_engine() -> None:
     with pytest.raises(ValueError, match=f"one of {', '.join(RULES)}"):
         known("other")
     assert groups.LOSSES == tuple(LOSSES)
+    assert {EagleDraft(quantisation=name).quantisation for name in QUANTISATIONS} == {*QUANTISATIONS}
 
 
 # numbers that are checked elsewhere, together with others or with what is there, or of which any will do
