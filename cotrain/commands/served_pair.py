@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Bench, Data
-from cotrain.config.settings import GenerateConfig, Served, sampling
+from cotrain.config.settings import DraftFolderConfig, GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import Source, prompt_tokens
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
     draft: PreTrainedModel | None
 
 
-def resolved(cfg: Served) -> str:
+def resolved(cfg: DraftFolderConfig) -> str:
     """Return the target's path. It is `target.path` or, if that is null, the target that the draft folder names.
 
     target.path, target.adapter and the settings of `as_trained` are filled in. Raises UserError if the draft folder is
@@ -77,7 +77,7 @@ def resolved(cfg: Served) -> str:
     return str(cfg.target.path)
 
 
-def as_trained(cfg: Served | GenerateConfig, metadata: Metadata | None) -> None:
+def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | None) -> None:
     """Replace the open settings of `KNOWN` by the values `stored` in the draft folder. If the user set other values,
     print a line that lists them.
 
@@ -181,7 +181,7 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
 
 
 def plan_of(
-    cfg: Served, draft_folder: Folder,
+    cfg: DraftFolderConfig, draft_folder: Folder,
     models: tuple[PreTrainedModel, PreTrainedTokenizerBase], bench: Bench, verify: str | None, **others: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan that measures the draft of a folder as the folder says. The settings of `cfg` must be those of

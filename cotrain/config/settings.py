@@ -146,7 +146,7 @@ class DatastoreConfig(Settings):
     overwrite: bool = False
 
 
-class Served(Settings):
+class DraftFolderConfig(Settings):
     """What the commands share that open a draft folder and measure it."""
 
     target: ServedTarget = ServedTarget()
@@ -161,7 +161,7 @@ class Served(Settings):
     """Print one JSON object on standard output, and all messages on standard error."""
 
 
-class BenchConfig(Served):
+class BenchConfig(DraftFolderConfig):
     """Settings of `cotrain bench`, which measures a draft folder against plain decoding on the same engine."""
 
     bench: FolderBench = FolderBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
@@ -170,7 +170,7 @@ class BenchConfig(Served):
     output: Output = "outputs/bench"
 
 
-class PlanConfig(Served):
+class PlanConfig(DraftFolderConfig):
     """Settings of `cotrain plan`, which forecasts the speed of drafts of one target."""
 
     drafts: Annotated[list[str], Mark.PATH] = []
@@ -207,7 +207,7 @@ class CompareConfig(Settings):
     report: Store = None
     """A JSON file to write."""
     as_json: Json = False
-    """As in Served."""
+    """As in DraftFolderConfig."""
 
 
 class ReportConfig(Settings):
@@ -244,10 +244,10 @@ class ExportConfig(Settings):
     output: Output = "outputs/export"
     overwrite: bool = False
     as_json: Json = False
-    """As in Served, with check=."""
+    """As in DraftFolderConfig, with check=."""
 
 
-class ServeCheckConfig(Served):
+class ServeCheckConfig(DraftFolderConfig):
     """Settings of `cotrain serve_check`."""
 
     url: Text = None

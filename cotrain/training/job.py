@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.config.groups import Loss
-from cotrain.config.settings import RolloutConfig, Served, TrainConfig, learnt, sampling
+from cotrain.config.settings import DraftFolderConfig, RolloutConfig, TrainConfig, learnt, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
@@ -283,7 +283,7 @@ def sample_prompts(
 
 
 def models(
-    cfg: TrainConfig | RolloutConfig | Served,
+    cfg: TrainConfig | RolloutConfig | DraftFolderConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair`."""
     ask = cfg.target
