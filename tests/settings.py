@@ -8,6 +8,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from cotrain.config.drafts import DRAFTS
+from cotrain.config.groups import Bench
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
 
@@ -44,3 +45,8 @@ def typed(cfg: Any, *overrides: str) -> Any:
     for key, _, value in (one.partition("=") for one in overrides):
         put(cfg, key, yaml.safe_load(value))
     return cfg
+
+
+def resized(bench: Bench, **sizes: Any) -> Bench:
+    """Other sizes of a benchmark, which are not checked."""
+    return bench.model_copy(update=sizes)

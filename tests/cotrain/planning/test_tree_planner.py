@@ -50,6 +50,7 @@ from inference.sampling.noise import row_ids
 from inference.verify.tree import Tree, chain, depths_of, full
 from tests.bench_stubs import chains_of, rates_of
 from tests.folders import network, target_folder, tokenizer
+from tests.settings import resized
 from tests.tiny import near, tiny
 
 TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
@@ -353,7 +354,7 @@ def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
 
 def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
-    shallow = replace(plan, bench=replace(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
+    shallow = replace(plan, bench=resized(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
     result = best_tree(shallow, CHAINS, plain_texts(plan))
     assert result and result.tree.depth == 3 and result.tau > 1
 
