@@ -50,13 +50,15 @@ ALIASES: dict[str, list[str]] = {
     }.items()
     for name in names.split()
 }
+PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
     """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
     if key in REMOVED:
         return f"{key}= was removed: {REMOVED[key].instead}"
-    same = sorted(other for other in keys if "." not in key and other.rpartition(".")[2] == key)
+    last = "path" if key in PATHS else key
+    same = sorted(other for other in keys if "." not in last and other.rpartition(".")[2] == last)
     if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
         hint = f"the nearest is {typo[0]!r}"
     elif known := alias(key, keys):
@@ -71,7 +73,7 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 def alias(key: str, keys: Collection[str]) -> str | None:
     """Return the setting that does what `key` does in other programs, if the command has one."""
-    settings = ALIASES.get(key) or ALIASES.get(key.rpartition(".")[2], [])
+    settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], [])
     return next((known for known in settings if known in keys and key != known), None)
 
 

@@ -56,17 +56,20 @@ class DataRow:
 class Reader:
     """Reads rows. column: the column of the conversation, prompt or text; None: the first of `COLUMNS`. chat: whether
     a prompt or text becomes a message of a user; None: a prompt does, if the target has a chat template. templated:
-    whether it has one. encoder: whether rows are sources of an encoder."""
+    whether it has one. encoder: whether rows are sources of an encoder. other: what to do about a row without such a
+    column."""
 
     column: str | None = None
     chat: bool | None = None
     templated: bool = False
     encoder: bool = False
+    other: str = "name another by data.column="
 
     def row(self, values: Any, place: str = "") -> DataRow:
         """Read a row. Raises ValueError with the reason for which it is skipped."""
         if not isinstance(values, Mapping):
-            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt")
+            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
+                             'a row of JSON is an object such as {"prompt": "..."}')  # fmt: skip
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
@@ -83,7 +86,14 @@ class Reader:
                 return name
         if any(name in values for name in names):
             raise ValueError(BLANK)
-        named = "" if self.column else ": name another by data.column="
+        for name, value in left.items():
+            if len(values) == 1 and (between := next((one for one in ";\t|" if one in name), "")):
+                raise ValueError(f"its only column is {name!r}: separate columns by commas, not by {between!r}")
+            objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
+            if objects and not {"role", "from"} & value[0].keys():  # no conversation
+                raise ValueError(f"its {name!r} is a list of objects: if these are the rows, write a file of that list "
+                                 "alone")  # fmt: skip
+        named = "" if self.column else f": {self.other}"
         raise ValueError(f"it has no column {' or '.join(map(repr, names))}, but {', '.join(left) or 'none'}{named}")
 
     def _read(self, name: str, left: dict[str, Any]) -> dict[str, Any]:

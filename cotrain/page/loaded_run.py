@@ -153,7 +153,9 @@ def load(paths: Sequence[str]) -> list[LoadedRun]:
 
 def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
-        raise UserError(f"run={path} does not exist: name a folder that was output= of cotrain train or bench")
+        several = "several runs are typed one by one, as in run=a run=b" if str(path).startswith("[") else (
+            "name a folder that was output= of cotrain train or bench")  # fmt: skip
+        raise UserError(f"run={path} does not exist: {several}")
     folder = path if path.is_dir() else path.parent
     reports = [path] if path.is_file() else [folder / "draft" / REPORT, folder / REPORT]
     with suppress(OSError, ValueError):  # it may be in no draft folder

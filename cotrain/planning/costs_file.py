@@ -73,7 +73,12 @@ def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
             f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
             f"needed, each with {', '.join(PARTS)}"
         ) from error
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (TypeError, AttributeError) as error:
+        raise UserError(
+            f"costs={path}: it must be a plan.json, or a JSON object of objects by number of rows, each with "
+            f"{', '.join(PARTS)}"
+        ) from error
+    except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"costs={path}: {error}") from error
 
 

@@ -171,8 +171,8 @@ def table(drafts: Sequence[Drafted]) -> str:
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
     lines.append(
-        "speed-ups are those of this machine; their intervals are those of the texts. Rows that end are "
-        "replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`"
+        "speed-ups are those of the machine whose rounds were timed; their intervals are those of the texts. Rows that "
+        "end are replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`"
     )
     return "\n".join([aligned(rows, left=1), *lines])
 

@@ -82,9 +82,9 @@ def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -
         shown.insert(2, "recommended" if tree and tree["recommended"] else "")
         rows.append([name, k, number(Number(cell["tau"][k])), _speedup(cell, k) if k else "-", *shown])
     note = (
-        "Speed-ups over plain decoding on this machine, with the interval that the texts leave. Batch alone: no "
-        "prompts wait for the slots of rows that have ended. Break-even: the acceptance above which some length "
-        "pays."
+        "Speed-ups over plain decoding on the machine whose rounds were timed, with the interval that the texts leave. "
+        "Batch alone: no prompts wait for the slots of rows that have ended. Break-even: the acceptance above which "
+        "some length pays."
     )
     return table(head, rows, note)
 

@@ -162,6 +162,9 @@ class Sampled:
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
+        if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
+            print(f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are {len(asked)} "
+                  "prompts for them, and each is continued once")  # fmt: skip
         mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
         if self.minutes:  # which may end the sampling: some of each domain first
             mine = _in_turn([asked[i][0] for i in mine], mine)

@@ -247,6 +247,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "serve_check temperature=0.7": ("'regime.temperature'", "top"),
     "rollout batch_size=4": ("the setting is rollout.rows=", "nearest"),
     "datastore dataset=a.jsonl": ("the setting is data.path=", "nearest"),
+    "datastore draft.path=d": ("the settings of this name are data.path=, target.path=", "the setting is"),
     "compare runs=x": ("no key 'runs'", "nearest"),
     "report output=x": ("no key 'output'", "nearest"),
 }  # fmt: skip

@@ -104,6 +104,8 @@ def test_every_word_of_the_columns_that_are_read_is_in_the_row(
         ([], "it is no JSON object"),
         ("text", "it is no JSON object; a file of plain text"),
         ({}, "it has no column"),
+        ({"prompt;domain": "a;b"}, "its only column is 'prompt;domain': separate columns by commas, not by ';'"),
+        ({"data": [{"prompt": "a"}]}, "its 'data' is a list of objects: .* a file of that list alone"),
         ({"prompt": "a", None: ["b"]}, "more cells than the first line"),
         ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a\ud800"}, "no valid Unicode"),

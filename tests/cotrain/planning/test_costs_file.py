@@ -68,7 +68,7 @@ WRONG = (math.nan, math.inf, -math.inf, -9.0)
     ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),
     *(([1], 2, {part: [1, 1, wrong] if part in ("target", "rest") else wrong}, "must be")
       for part in PARTS for wrong in WRONG),
-    ([1], 2, {"draft": None}, "float"),
+    ([1], 2, {"draft": None}, "it must be a plan.json, or a JSON object"),
     ([1], 2, {"draft": "fast"}, "fast"),
 ], ids=["no rows", "too short", "unequal", "no time", *(f"{part} {wrong}" for part in PARTS for wrong in WRONG),
         "nothing", "a word"])  # fmt: skip
