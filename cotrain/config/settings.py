@@ -237,7 +237,7 @@ class ExportConfig(Settings):
     """For a conditioned draft: the temperature that it is exported for."""
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16", "q8_0")] = "auto"
     """Of the weights in layout hf or gguf (q8_0: gguf alone); auto: the draft's."""
-    check: Path = None
+    check: Annotated[str | bool | None, Mark.PATH] = None
     """An exported folder: check it, write nothing."""
     push_to_hub: Text = None
     """user/name of a model repository to push the folder to."""
@@ -369,7 +369,8 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
     said = f"{key}={'null' if value is None else value}: "
     if first["type"] == "extra_forbidden":
         if kind is None or path[-1] not in OF_KINDS:
-            return unknown(key, name, keys)
+            inner = next(iter(value), "") if isinstance(value, dict) else ""  # of a group that the command lacks
+            return unknown(f"{key}.{inner}".rstrip("."), name, keys)
         own = [one for one in keys if one.startswith("draft.") and one != "draft.kind"]
         return f"{said}{kind} drafts do not have it; they have {', '.join(own)}"
     if first["type"] == "union_tag_invalid":
