@@ -13,12 +13,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cotrain import __version__
-from cotrain.config.overrides import explain, flat, is_setting, literal, quote
-from cotrain.config.overrides import flag as no_flag
-from cotrain.config.settings import register
 from cotrain.errors import Interrupted, UserError
 from cotrain.paths import draft_folder, folder
 from inference.measure.contention import set_waiting
@@ -93,7 +90,8 @@ def _command(name: str, arguments: list[str]) -> int:
     who = f"cotrain {name}"
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
-            register()
+            from cotrain.config.overrides import flag as no_flag
+
             return _say(who, no_flag(flag, name), 2)
     set_waiting()  # sets environment variables that torch reads when it is imported
     try:
@@ -113,6 +111,9 @@ def _command(name: str, arguments: list[str]) -> int:
 def _hydra(name: str, arguments: list[str]) -> int:
     """Run the command through Hydra, and return the highest status of its jobs."""
     import hydra
+
+    from cotrain.config.overrides import is_setting, quote
+    from cotrain.config.settings import register
 
     register()
     quoted, statuses, outputs = quote(arguments), [0], list[str]()
@@ -150,6 +151,8 @@ def _compared(name: str, outputs: list[str]) -> None:
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
     """Return the settings that keep Hydra from writing files of its own, except those that the user set."""
+    from cotrain.config.overrides import literal
+
     settings = {
         "hydra.run.dir": ".",
         "hydra.sweep.dir": literal(scratch),
@@ -169,33 +172,24 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
 
     Errors are printed here, since Hydra would add its own lines to an exception that reaches it."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
-    from cotrain.config.ranges import refuse_unread
-    from cotrain.config.settings import checked, refuse_from_target
+    from cotrain.config.settings import checked, refuse_from_target, refuse_unread
 
     quiet()
+    output = cfg.get("output")
     try:
-        cfg = checked(name, cfg)
-        if draft := OmegaConf.select(cfg, "draft.path"):
-            named = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
-            if named != draft:  # else a "${" that the user typed would be read as a reference
-                cfg.draft.path = named
-        refuse_from_target(name, cfg)
-        refuse_unread(cfg, HydraConfig.get().overrides.task, _student_class)
-        _own_folder(name, cfg, arguments)
-        _refuse_paths(name, cfg)
-        outputs.append(str(OmegaConf.select(cfg, "output")))
-        run: Callable[[DictConfig], float | None] = importlib.import_module(f"cotrain.commands.{name}").run
-        return 0, run(cfg)
+        settings = checked(name, cfg)
+        if draft := getattr(settings, "draft", None) and settings.draft.path:
+            settings.draft.path = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
+        refuse_from_target(name, settings)
+        refuse_unread(settings, HydraConfig.get().overrides.task)
+        output = _own_folder(name, settings, arguments)
+        _refuse_paths(name, settings)
+        outputs.append(str(output))
+        run: Callable[[Any], float | None] = importlib.import_module(f"cotrain.commands.{name}").run
+        return 0, run(settings)
     except Exception as error:
-        return _failed(name, error, OmegaConf.select(cfg, "output")), None
-
-
-def _student_class(kind: str) -> Any:
-    from cotrain.students.base import student_class  # imports torch, which few runs need here
-
-    return student_class(kind)
+        return _failed(name, error, output), None
 
 
 def quiet() -> None:
@@ -215,14 +209,13 @@ def quiet() -> None:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code's
 
 
-def _refuse_paths(name: str, cfg: "DictConfig") -> None:
+def _refuse_paths(name: str, settings: Any) -> None:
     """Raise UserError for an output that overlaps with an input, and for a local path that does not exist."""
-    from omegaconf import OmegaConf
-
+    from cotrain.config.settings import flat
     from cotrain.run_folder import refuse_overlap
     from inference.drafts.bundled_target import refuse_missing
 
-    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    values = settings.model_dump()
     refuse_overlap(name, values)
     target = (values.get("target") or {}).get("path")
     if target and os.path.isfile(os.path.join(target, "cotrain.json")):
@@ -238,26 +231,28 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
                 raise UserError(str(error)) from error
 
 
-def _own_folder(name: str, cfg: "DictConfig", arguments: Sequence[str]) -> None:
-    """Give each job of a sweep its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`."""
+def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
+    """Give each job of a sweep its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`. Return the
+    job's output."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
 
-    hydra = HydraConfig.get()
-    if hydra.mode != RunMode.MULTIRUN:
-        return
-    parsed = OverridesParser.create().parse_overrides(list(arguments))
-    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    values = [text for text in hydra.overrides.task if text.partition("=")[0] in swept]
-    title = ",".join(values) or f"job {hydra.job.num}"
-    print(f"cotrain {name}: {title}", file=sys.stderr)
-    if "trainer" in cfg and cfg.trainer.get("devices", 1) * cfg.trainer.get("nodes", 1) > 1:
-        raise UserError("trainer.devices, trainer.nodes: the jobs of a sweep run in one process each")
-    if "label" in cfg and cfg.label is None:
-        cfg.label = ",".join(text for text in values if text.partition("=")[0] not in SEEDS) or None
-    if "output" in cfg and "output" not in swept:
-        cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
+    hydra, has = HydraConfig.get(), type(cfg).model_fields
+    if hydra.mode == RunMode.MULTIRUN:
+        parsed = OverridesParser.create().parse_overrides(list(arguments))
+        swept = {override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override()}
+        task = [text.lstrip("+") for text in hydra.overrides.task]
+        values = [text for text in task if text.partition("=")[0] in swept]
+        title = ",".join(values) or f"job {hydra.job.num}"
+        print(f"cotrain {name}: {title}", file=sys.stderr)
+        if "trainer" in has and cfg.trainer.devices * cfg.trainer.nodes > 1:
+            raise UserError("trainer.devices, trainer.nodes: the jobs of a sweep run in one process each")
+        if "label" in has and cfg.label is None:
+            cfg.label = ",".join(text for text in values if text.partition("=")[0] not in SEEDS) or None
+        if "output" in has and "output" not in swept:
+            cfg.output = os.path.join(cfg.output, re.sub(r"[^\w.,=+-]", "_", title))
+    return cfg.output if "output" in has else None
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
@@ -269,6 +264,8 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
         return _failed(name, error)
     if _traced():
         traceback.print_exception(error)
+    from cotrain.config.overrides import explain
+
     return _say(f"cotrain {name}", explain(error, name, arguments), 2)
 
 

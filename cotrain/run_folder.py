@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from cotrain import __version__
-from cotrain.config.overrides import flat
-from cotrain.config.ranges import REMOVED
+from cotrain.config.base import Mark, marked
+from cotrain.config.names import REMOVED
+from cotrain.config.settings import SCHEMAS, flat
 from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic
 
@@ -29,18 +30,7 @@ Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free",
 MARKER, LOCK = "run.json", "run.lock"
 REPLACED = "replaced"  # in a folder: the run that overwrite=true replaces, until the new one is finished
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
-WRITTEN = ("output", "export")  # settings that name a folder which the command writes and may replace
 REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each time, and keep what was measured before
-STORES = ("rollout.folder", "trainer.cache", "page", "report")  # paths that are written, and may not exist yet
-# Settings whose value is text but no path. All others count as paths, so that new settings are checked by default.
-WORDS = frozenset({
-    "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
-    "objective", "optimizer.kind", "mode",
-    "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
-    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "target.dtype",
-    "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",
-    "shapes",
-})  # fmt: skip
 
 
 @dataclass
@@ -69,10 +59,12 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
     settings = dict(flat(dict(values)))
     if isinstance(settings.get("check"), str):  # of cotrain export, which then writes nothing
         return
-    written = {key: str(settings[key]) for key in WRITTEN if settings.get(key)}
+    paths, outputs = (marked(SCHEMAS[command], *marks) for marks in ((Mark.PATH, Mark.STORE), (Mark.OUTPUT,)))
+    stores = marked(SCHEMAS[command], Mark.STORE)
+    written = {key: str(settings[key]) for key in outputs if settings.get(key)}
     for key, folder in written.items():
         _refuse_other_command(command, key, Path(folder))
-    named = [(key, path) for key, value in settings.items() if key not in WRITTEN for path in _paths(key, value)]
+    named = [(key, path) for key in settings if key in paths for path in _paths(settings[key], key in stores)]
     inputs = [(f"{key}={path}", path) for key, path in [*named, *written.items()]]
     inputs += [(f"{other}, which {key}={path} names,", other) for key, path in named for other in _named_by(Path(path))]
     for key, folder in written.items():
@@ -108,13 +100,11 @@ def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "out
                         "command replaces only its own folders)")  # fmt: skip
 
 
-def _paths(key: str, value: object) -> list[str]:
-    """Return the paths that a setting names. These are existing paths, matches of a glob pattern, and those of
-    `STORES`."""
-    if key in WORDS or key.startswith("data.template"):
-        return []
+def _paths(value: object, absent: bool) -> list[str]:
+    """Return the paths that a setting names: existing paths and matches of a glob pattern. absent: whether a path may
+    not exist yet."""
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
-    present = [text for text in texts if key in STORES or os.path.lexists(text)]
+    present = [text for text in texts if absent or os.path.lexists(text)]
     return present + [path for text in texts if text not in present for path in glob.glob(text, recursive=True)]
 
 

@@ -69,9 +69,9 @@ import torch
 from transformers import AutoTokenizer
 
 from cotrain.cli import main as cotrain
+from cotrain.config.drafts import DRAFTS
 from cotrain.planning.costs_file import speedup_table, speedups_of
 from cotrain.planning.plan import CompiledParts
-from cotrain.students.base import KINDS, student_class
 from cotrain.training.job import models
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
@@ -295,7 +295,7 @@ def health(day: Day) -> None:
         names = ["plain", "eagle, token", "block, token"] if day.small else list(gpu_counts.SETTINGS)
     for name in names:
         day.step(f"counts, {name}", counts_of, name)
-    trained = ["independent", *(kind for kind in KINDS if student_class(kind).trained and kind != "independent")]
+    trained = ["independent", *(kind for kind, one in DRAFTS.items() if one.trained and kind != "independent")]
     for kind in trained:
         day.step(f"recipe, {kind}", recipe, day, kind)
 

@@ -21,11 +21,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved
+from cotrain.config.drafts import DRAFTS
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
 from cotrain.planning.plan import Plan
-from cotrain.students.base import DEFAULT, student_class
+from cotrain.students.base import DEFAULT
 from cotrain.training.job import models
 from inference import Sampling
 from inference.drafts.atomic import write_atomic
@@ -62,7 +63,7 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
 
 def trained(folder: Folder) -> float | None:
     """Seconds, as the folder's report says."""
-    if not student_class(folder.kind).trained:
+    if not DRAFTS[folder.kind].trained:
         return 0.0
     report = read_json(folder.path / REPORT) if (folder.path / REPORT).is_file() else {}
     seconds: float | None = report.get("extra", {}).get("training", {}).get("seconds")

@@ -5,31 +5,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import DRAFTS, OF_KINDS, Draft
+from cotrain.config.groups import Init
 from cotrain.students.base import Student, student_class
 from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, save
 from inference.models.pretrained import load_model
 from tests.folders import VOCABULARY, tokenizer
 
-BARE: dict[str, Any] = dict.fromkeys(
-    (
-        "path",
-        "datastore",
-        "width",
-        "intermediate",
-        "head_dim",
-        "kv_heads",
-        "depths",
-        "vocabulary",
-        "head_rank",
-        "encoder_layers",
-        "bits",
-        "inner",
-        "mask",
-        "markov",
-    )
-) | {"shortest": 1, "layers": 1, "rank": 0, "quantisation": "none", "temperatures": []}
+BARE: dict[str, Any] = dict.fromkeys(OF_KINDS) | {"shortest": 1, "layers": 1, "rank": 0, "temperatures": []}
 SIZES: dict[str, dict[str, Any]] = {
     "conditioned": {"temperatures": [0.0, 0.7, 1.0]},
     "eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
@@ -44,11 +28,18 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def bare(kind: str, **settings: Any) -> Draft:
+    """The settings of a small draft, and nothing set that need not be."""
+    known = {**BARE, **SIZES.get(kind, {})}
+    return DRAFTS[kind](**{key: known[key] for key in DRAFTS[kind].model_fields.keys() & known.keys()} | settings)
+
+
 def new_student(kind: str, target: PreTrainedModel, **settings: Any) -> Student:
     """The student of an untrained draft of the target. A draft of two levels needs `path`, its small draft's folder."""
     student = student_class(kind)
-    draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-    return student(student.initial(draft, Init("target_layers", [0]), target), target, VOCABULARY)
+    return student(
+        student.initial(bare(kind, **settings), Init(kind="target_layers", layers=[0]), target), target, VOCABULARY
+    )
 
 
 def draft_folder(path: Path, target: Path, kind: str, **settings: Any) -> Path:

@@ -49,7 +49,7 @@ TRAINED |= {
     "draft.width=64 draft.layers=1 draft.intermediate=64",
     "train int8": "train init.layers=[0] quantisation=int8 trainer.steps=4 rollout.train_temperatures=[0.5,1]",
     "joint": "train init.layers=[0] mode=joint loss=kl trainer.steps=4 joint.warm_steps=2 "
-    "joint.steps=4 joint.lr=0.02 rollout.held_out_texts=24",
+    "joint.steps=4 joint.lr=0.02 joint.uncertified=true rollout.held_out_texts=24",
 }
 COMMANDS = {
     "rollout": "rollout target.path={inputs}/target data.path={inputs}/texts.jsonl rollout.texts=8 "

@@ -8,7 +8,6 @@ from math import inf, nan
 from typing import Any
 
 from cotrain.board import tags
-from cotrain.config.groups import Bench
 from cotrain.console import Display
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
@@ -106,16 +105,6 @@ def prepare(plan: Plan) -> None:
         network.config.update(settings)
 
 
-def refuse(size: Bench) -> None:
-    """Raise ValueError, naming the key, for sizes that cannot be measured."""
-    if not size.depths or min(size.depths) < 1:
-        raise ValueError(f"bench.depths: {list(size.depths)} must be draft lengths of at least 1")
-    if not size.minutes >= 0:
-        raise ValueError(f"bench.minutes={size.minutes}: set minutes, or 0 to time exactly bench.prompts prompts")
-    if not size.interval > 0:
-        raise ValueError(f"bench.interval={size.interval}: set a share of the speed-up above 0, such as 0.1")
-
-
 @dataclass(frozen=True)
 class Budget:
     """The time for a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds means no limit."""
@@ -135,10 +124,8 @@ class Budget:
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """Measure in full, and return the report. It has the draft length or tree chosen by costs, speed with intervals,
-    exactness, parity and greedy decoding. extra: further entries of the report's `extra`. Raises the errors of
-    `refuse`."""
+    exactness, parity and greedy decoding. extra: further entries of the report's `extra`."""
     size = plan.bench
-    refuse(size)
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: costs of rounds and acceptance, to choose the draft length")
     # all plans share one network: what is compiled for it is not compiled again

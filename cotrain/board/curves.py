@@ -8,15 +8,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from omegaconf import OmegaConf
 
 from cotrain.board import tags
-from cotrain.config.overrides import flat
-from cotrain.config.settings import TrainConfig
+from cotrain.config.settings import TrainConfig, flat
 from cotrain.errors import UserError
 from cotrain.ranks import rank
 from inference.drafts.atomic import write_atomic
@@ -66,7 +64,7 @@ def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
     run_id = file.read_text(encoding="utf-8") if file.exists() else uuid.uuid4().hex[:8]
     logger = WandbLogger(cfg.label or folder.name, save_dir=folder, project=project, id=run_id)
     try:
-        logger.log_hyperparams(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+        logger.log_hyperparams(cfg.model_dump())
     except wandb.Error as error:
         message, mend = " ".join(str(error).split()).rstrip("."), "log in with `wandb login`, or set WANDB_MODE=offline"
         raise UserError(f"trainer.logger=wandb: {message}; {mend}") from error
@@ -96,11 +94,11 @@ def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[s
 def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
     """Write final figures to each logger at the last step. In TensorBoard, the figures and the settings `SHOWN` also
     become a row of the table of hyperparameters."""
-    settings = dict(flat(OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+    settings = dict(flat(cfg.model_dump()))
     named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams({name: settings[name] for name in SHOWN}, named, step)
+            logger.log_hyperparams({name: settings.get(name) for name in SHOWN}, named, step)
         else:
             logger.log_metrics(named, step)
         logger.finalize("success")

@@ -52,7 +52,7 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     bench.depths is filled in. Return None if the settings name others (bench.depths, bench.trees, or `typed`, another
     rule), or if the folder has no plan. Then the fastest of bench.depths is chosen."""
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
-    size.depths = list(size.depths) or DEPTHS
+    size.depths = size.depths or DEPTHS
     if metadata is None or not chosen:
         return None
     if typed not in (None, metadata.rule):
@@ -72,7 +72,7 @@ def run(cfg: BenchConfig, further: Further | None = None) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     settle(cfg.threads, cfg.bench.seed)
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         report = _measured(cfg, cfg.draft.path, further)
         page = written(Path(cfg.output))
         answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")
@@ -84,7 +84,6 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     path = resolved(cfg)
     draft_folder = measured(draft_path)
     planned = _planned(cfg, draft_folder.metadata, typed)
-    measurement.refuse(cfg.bench)
     refuse(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)

@@ -20,7 +20,7 @@ def run(cfg: CompareConfig) -> None:
         if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):
             raise UserError(f"report={file} is a file that cotrain compare did not write: name another")
         writable("report", cfg.report)
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         runs = read(Path(cfg.folder))
         baseline = min(runs) if cfg.baseline is None else cfg.baseline
         gains, absent = compare(runs, baseline), left_out(runs, baseline)

@@ -37,13 +37,13 @@ from inference.drafts.weight_files import read_json
 def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
-        if cfg.check in ("True", "False"):  # as other commands have it
-            raise UserError(f"check={cfg.check.lower()}: name the folder that was written, as in check={cfg.output}")
+        if cfg.check is True:  # as other commands have it
+            raise UserError(f"check=true: name the folder that was written, as in check={cfg.output}")
         if cfg.push_to_hub:
             raise UserError("push_to_hub: with check= no folder is written that could be pushed; leave one of them out")
-        _check(cfg.check, cfg.json)
+        _check(cfg.check, cfg.as_json)
         return
-    if cfg.json:
+    if cfg.as_json:
         raise UserError("json=true: it works only with check=, because an export has no JSON output")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")

@@ -5,14 +5,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench import measurement
 from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.commands.shapes import shape_table, shapes
 from cotrain.config.settings import PlanConfig
@@ -54,7 +53,7 @@ def run(cfg: PlanConfig) -> None:
     """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. With `log=`,
     compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet;
     with `costs=` and no draft, forecast drafts of each acceptance."""
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         if cfg.log is not None:
             compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
             answer(asdict(compared), compared.line)
@@ -110,7 +109,6 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
-    measurement.refuse(cfg.bench)
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         timed_shapes = shapes(cfg, target)
@@ -138,7 +136,7 @@ def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
         "settings": {
             "texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
             "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
-            "bench": OmegaConf.to_container(cast(Any, cfg.bench)),
+            "bench": cfg.bench.model_dump(),
         },
     }
 
@@ -148,12 +146,10 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
-    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved` and
-    `measurement.refuse`."""
+    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved`."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)
-    measurement.refuse(mine.bench)
     return mine
 
 
@@ -169,7 +165,7 @@ def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
                 "neither has learnt from with data.path="
             )
         for key in (*SHARED, *(() if one.temperatures else ("regime.temperature",))):
-            mine, theirs = (OmegaConf.select(cast(Any, cfg), key) for cfg in (one, other))
+            mine, theirs = (reduce(getattr, key.split("."), cfg) for cfg in (one, other))
             if mine != theirs:
                 raise UserError(
                     f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by one"

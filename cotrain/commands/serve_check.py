@@ -21,7 +21,7 @@ def run(cfg: ServeCheckConfig) -> None:
     """Query the server and write report.json to `output`. Raises UserError if the acceptances differ."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("name the server with url= and the draft that it serves with draft.path=")
-    with answering(cfg.json) as answer:
+    with answering(cfg.as_json) as answer:
         report, figures = _compared(cfg, cfg.url, cfg.draft.path)
         answer(report, f"{cfg.url}: {figures.line()}")
     if not figures.passed:
@@ -45,9 +45,11 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     if k is None:
         raise UserError(f"{draft_path} names no draft length: set k= to the draft length of the server")
     others = {"objective": objective(cfg.objective)} if cfg.objective else {}
-    size = Bench(prompts=cfg.prompts, quick_prompts=0, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens,
-                 parity_tokens=0, rows=cfg.at_once, minutes=0, interval=0.1, depths=[k], draft_dtype="auto",
-                 draft_int8=False, compile=False, seed=0, trees=0)  # fmt: skip
+    size = Bench(
+        prompts=cfg.prompts, new_tokens=cfg.new_tokens, rows=cfg.at_once, depths=[k], minutes=0, draft_dtype="auto",
+        draft_int8=False,
+    )  # fmt: skip
+    size.prompt_tokens, size.quick_prompts, size.parity_tokens = cfg.prompt_tokens, 0, 0  # none are used
     room = room_of(pair) - cfg.new_tokens if open_tokens else None
     given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
     # a server verifies chains by the token rule, with the weights of the folder

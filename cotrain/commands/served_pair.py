@@ -5,14 +5,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Bench, Data
-from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
+from cotrain.config.settings import DraftFolderConfig, GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import Source, prompt_tokens
@@ -60,7 +59,7 @@ class Pair(NamedTuple):
     draft: PreTrainedModel | None
 
 
-def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
+def resolved(cfg: DraftFolderConfig) -> str:
     """Return the target's path. It is `target.path` or, if that is null, the target that the draft folder names.
 
     target.path, target.adapter and the settings of `as_trained` are filled in. Raises UserError if the draft folder is
@@ -78,7 +77,7 @@ def resolved(cfg: BenchConfig | PlanConfig | ServeCheckConfig) -> str:
     return str(cfg.target.path)
 
 
-def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig, metadata: Metadata | None) -> None:
+def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | None) -> None:
     """Replace the open settings of `KNOWN` by the values `stored` in the draft folder. If the user set other values,
     print a line that lists them.
 
@@ -87,14 +86,15 @@ def as_trained(cfg: BenchConfig | PlanConfig | ServeCheckConfig | GenerateConfig
     said, typed = stored(metadata) if metadata else {}, []
     for key, (stored_as, left_open) in KNOWN.items():
         group, _, name = key.rpartition(".")
-        config: Any = OmegaConf.select(cast(Any, cfg), group) if group else cfg
-        if config is None or name not in config:
+        settings: Any = getattr(cfg, group, None) if group else cfg
+        if settings is None or name not in type(settings).model_fields:
             continue
-        if config[name] == left_open:
-            config[name] = said.get(stored_as, UNSAID[stored_as])
-        elif stored_as in said and config[name] != said[stored_as]:
-            typed.append(f"{key}={config[name]} ({said[stored_as]})")
-    k = OmegaConf.select(cast(Any, cfg), "policy.k")
+        value = getattr(settings, name)
+        if value == left_open:
+            setattr(settings, name, said.get(stored_as, UNSAID[stored_as]))
+        elif stored_as in said and value != said[stored_as]:
+            typed.append(f"{key}={value} ({said[stored_as]})")
+    k = cfg.policy.k if isinstance(cfg, GenerateConfig) else None
     if metadata and k is not None and (metadata.tree or k != metadata.k):
         typed.append(f"policy.k={k} ({shape(metadata)})")
     if typed:
@@ -181,7 +181,7 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
 
 
 def plan_of(
-    cfg: BenchConfig | PlanConfig | ServeCheckConfig, draft_folder: Folder,
+    cfg: DraftFolderConfig, draft_folder: Folder,
     models: tuple[PreTrainedModel, PreTrainedTokenizerBase], bench: Bench, verify: str | None, **others: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan that measures the draft of a folder as the folder says. The settings of `cfg` must be those of

@@ -14,13 +14,11 @@ from hydra import compose
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.overrides import explain, quote
-from cotrain.config.ranges import refuse_unread
-from cotrain.config.settings import PlanConfig, TrainConfig, checked, sampling
+from cotrain.config.settings import PlanConfig, TrainConfig, checked, refuse_unread, sampling
 from cotrain.errors import UserError
 from cotrain.planning.drafted import costs_at
 from cotrain.planning.forecast import at_acceptance, break_even
 from cotrain.planning.plan import Plan
-from cotrain.students.base import student_class
 from cotrain.training.assembly import new_student
 from inference.measure.costs import Costs
 from inference.report.table import aligned
@@ -63,7 +61,7 @@ def _composed(settings: str) -> TrainConfig:
         raise UserError(f"shapes: {settings!r}: {error}") from error
     except Exception as error:  # Hydra's errors have no common class
         raise UserError(f"shapes: {settings!r}: {explain(error, 'train', typed)}") from error
-    refuse_unread(cfg, typed, student_class)
+    refuse_unread(cfg, typed)
     return cast(TrainConfig, cfg)
 
 

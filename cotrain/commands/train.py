@@ -6,12 +6,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from cotrain.board import tags
-from cotrain.config.ranges import change
+from cotrain.config.changes import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES, compare, read
@@ -19,7 +17,6 @@ from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse, resumable
-from cotrain.students.base import OPTIONAL, student_class
 from cotrain.training import joint
 from cotrain.training.distil import distil
 from cotrain.training.preconditions import require
@@ -40,7 +37,7 @@ def run(cfg: TrainConfig) -> float | None:
     Returns tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and in
     all processes except the first."""
     _go_on(cfg)
-    settings = dict(cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg), resolve=True)))
+    settings = cfg.model_dump()
     for key in ("overwrite", "check", "output"):
         del settings[key]
     settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
@@ -53,8 +50,7 @@ def run(cfg: TrainConfig) -> float | None:
         if cfg.overwrite or not finished(cfg.output) or _damage(cfg):
             _trained(cfg, Path(cfg.output))
         return None
-    unread = {f"draft.{key}" for key in OPTIONAL.keys() - {*student_class(cfg.draft.kind).takes}}
-    kinds = partial(change, rounds=cfg.rollout.rounds, unread=unread)
+    kinds = partial(change, rounds=cfg.rollout.rounds, draft=type(cfg.draft))
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
     damage = _damage(cfg) if state == "finished" else ""
@@ -100,7 +96,7 @@ def _damage(cfg: TrainConfig) -> str:
         damage = f"{draft / REPORT} is missing"
     except (OSError, ValueError) as error:
         damage = str(error)
-    if student_class(cfg.draft.kind).trained and not any(Path(cfg.output).rglob("last.ckpt")):
+    if cfg.draft.trained and not any(Path(cfg.output).rglob("last.ckpt")):
         raise UserError(f"output={cfg.output} was finished, but {damage}, and no checkpoint is left to write the draft "
                         "again: overwrite=true trains it again")  # fmt: skip
     return damage

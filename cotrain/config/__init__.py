@@ -1,1 +1,1 @@
-"""Settings of all commands. This package has their types and ranges, and parses the command line."""
+"""Settings of all commands. This package has their classes, and parses the command line."""

@@ -1,254 +1,382 @@
-"""Types of the groups of settings that several commands share. The values are in conf/GROUP/, see `settings`."""
+"""Groups of settings that several commands share."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path as File
+from typing import Annotated, Any
+
+from cotrain.config.base import (
+    Count,
+    Decay,
+    Dtype,
+    Fraction,
+    Least,
+    Mark,
+    Nodes,
+    Path,
+    Positive,
+    ServedDtype,
+    Settings,
+    Share,
+    Size,
+    Some,
+    Store,
+    Temperature,
+    Text,
+    allowed,
+    at_least,
+    one_of,
+)
+
+TrainingSize = Annotated[Size, Mark.TRAINING]
+LOSSES = ("kl", "tv", "nla", "lk", "greedy", "greedy_draft", "calls", "calls_block", "calls_tv")  # of losses.spec
 
 
-@dataclass
-class Regime:
+class Regime(Settings):
     """Sampling settings of the target and the draft (`inference.sampling.Sampling`)."""
 
-    temperature: float
-    top_k: int
-    top_p: float
+    presets = {}
+
+    temperature: Temperature = 1.0
+    top_k: Count = 0
+    top_p: Fraction = 1.0
 
 
-@dataclass
-class ServedRegime:
+class ServedRegime(Settings):
     """The regime of a command that opens a draft folder. null selects the value stored in the folder."""
 
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
+    presets = {}
+
+    temperature: Temperature | None = None
+    top_k: Count | None = None
+    top_p: Fraction | None = None
 
 
-@dataclass
-class PolicySettings:
-    """Draft length of a command. k: the draft length of every round; null selects the plan stored in the draft
-    folder."""
+class PolicySettings(Settings):
+    """Draft length of a command. k: the draft length of every round; null selects the plan, a draft length or a tree,
+    stored in the draft folder."""
 
-    k: int | None
+    presets = {"fixed": {}, "planned": {"k": None}}
+
+    k: Size | None = 4
 
 
-@dataclass
 class ServedPolicy(PolicySettings):
-    """As PolicySettings. file: an adaptive policy, which `cotrain plan` has written; null for a fixed draft length."""
+    """The same where drafts may be left out (k=0)."""
 
-    file: str | None
-
-
-@dataclass
-class Model:
-    """A model on disk or on the hub."""
-
-    path: str | None
+    k: Count | None = 4
+    file: Path = None
+    """An adaptive policy, which `cotrain plan` has written; null for a fixed draft length."""
 
 
-@dataclass
-class Target:
+class Model(Settings):
+    """A model on disk or on the hub; of a command with a draft folder, null is the target that the folder names."""
+
+    path: Path = None
+
+
+class ServedTarget(Settings):
+    """The target of a command that opens a draft folder. path=null selects the target and the adapter that the folder
+    names."""
+
+    path: Path = None
+    adapter: Path = None
+    dtype: Dtype = "auto"
+    """auto: the dtype of the checkpoint, or float32 on a CPU that would emulate it."""
+    trust_remote_code: bool = False
+
+
+class Target(ServedTarget):
     """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is
     merged into the weights, before `int8_rows` rounds them, or runs without being merged if these are
     quantised otherwise."""
 
-    path: str
-    adapter: str | None
-    dtype: str  # auto: the dtype of the checkpoint, or float32 on a CPU that would emulate it
-    trust_remote_code: bool
+    presets = {}
+
+    path: Annotated[str, Mark.PATH] = "bundled"
 
 
-@dataclass
-class ServedTarget:
-    """The same settings as in Target. path=null selects the target and the adapter that the draft folder names."""
-
-    path: str | None
-    adapter: str | None
-    dtype: str
-    trust_remote_code: bool
-
-
-@dataclass
-class Quantisation:
+class Quantisation(Settings):
     """The target's weight quantisation, in training and in serving: none, int8 or nf4 (bitsandbytes). Commands that
     open a draft folder also accept as_trained, the quantisation stored in the folder."""
 
-    kind: str
+    presets = {}
+
+    kind: str = "none"
 
 
-@dataclass
-class Draft:
-    """The draft's kind, see `cotrain.students.base`, and its shape. Some settings exist for some kinds only.
+class Init(Settings):
+    """Source of the draft's initial weights."""
 
-    width, layers, intermediate, head_dim, kv_heads: the shape of a draft with random weights. null means the target's.
-    """
+    presets = {
+        "scratch": {"kind": "scratch", "layers": []},
+        "target_layers": {},
+        "pretrained": {"kind": "pretrained", "layers": []},
+    }
 
-    kind: str
-    path: str | None  # the draft folder to start from, with init=pretrained
-    datastore: str | None  # look-up kinds: a folder written by `cotrain datastore`
-    shortest: int  # look-up kinds: the least length of a match, in tokens
-    width: int | None
-    layers: int | None  # null, for an early exit: cotrain.planning.exits chooses
-    intermediate: int | None
-    head_dim: int | None
-    kv_heads: int | None
-    quantisation: str  # of the projections when served: none, int8 or nf4; training is then quantisation-aware
-    rank: int  # early exit: the rank of the update added to each projection; 0: no update
-    depths: int | None  # kinds whose distribution depends on the depth: the number of depths that are trained
-    vocabulary: int | None  # kinds with their own head: the number of tokens they can draft; null: as in the target
-    head_rank: int | None  # kinds with their own head: the rank of a head of two matrices; null: one matrix
-    encoder_layers: int | None  # init=target_layers of an encoder-decoder: its own encoder; null: the target's, shared
-    bits: int | None  # kinds that draft with the quantised target: 8 (int8) or 4 (nf4)
-    inner: int | None  # two_levels: how many tokens the small draft proposes before the quantised target verifies them
-    temperatures: list[float]  # conditioned: the temperatures that it is trained at
-    mask: str | None  # block: whether a query attends to all of its block, bidirectional (null), or to the past: causal
-    markov: int | None  # kinds that draft in one pass: the rank of the Markov head; null: no such head
+    kind: Annotated[str, one_of("scratch", "target_layers", "pretrained")] = "target_layers"
+    """scratch, target_layers, or pretrained: the folder draft.path=, of the same or a related kind; the draft has its
+    shape and known tokens."""
+    layers: list[int] = [0, 1, -2, -1]
+    """Indices of the target's layers; -1 is the last."""
 
 
-@dataclass
-class Init:
-    """Source of the draft's initial weights. kind: scratch, target_layers (copies of `layers`) or pretrained."""
+class Loss(Settings):
+    """The loss expressions of a training, see losses.spec: `first` until the fraction `switch` of the steps is done,
+    and `then` afterwards."""
 
-    kind: str
-    layers: list[int]
+    presets = {
+        **{name: {"first": name, "then": None, "switch": 1.0} for name in LOSSES},
+        "kl_then_nla": {"then": "nla"},
+        "kl_then_tv": {},
+    }
 
+    first: str = "kl"
+    then: str | None = "tv"
+    switch: Share = 0.5
+    decay: Least | None = None
+    """For drafts whose distribution depends on the depth: the loss at a depth has the weight decay ** depth. null: the
+    number of target calls that acceptance at this depth saves."""
 
-@dataclass
-class Loss:
-    """The loss expressions of a training. `first` is the loss until the fraction `switch` of the steps is done, and
-    `then` is the loss afterwards, see losses.spec.
-
-    decay: for drafts whose distribution depends on the depth, the loss at a depth has the weight decay ** depth. With
-    null, the weight is the number of target calls that acceptance at this depth saves."""
-
-    first: str
-    then: str | None
-    switch: float
-    decay: float | None
-
-
-@dataclass
-class Data:
-    """Source of the user's texts. path: a jsonl, parquet, csv or text file (also compressed), a glob, a folder of such
-    files, a saved data set, or a hub id. null selects the embedded corpora.
-
-    A row is a whole prompt, a text that begins with a prompt, or a conversation, see data.rows.
-    """
-
-    path: str | None
-    column: str | None  # of prompts, texts or conversations; null: by the names that data.rows knows
-    split: str
-    bytes: dict[str, int]  # embedded corpora: the size of each domain, for training
-    held_out_bytes: dict[str, int]
-    block: int  # tokens of a packed block, for corpus steps
-    template: dict[str, Any]  # options of the target's chat template, such as enable_thinking
-    on_target: bool  # the texts were sampled from this target, so conversations are learnt from without sampling
-    shares: dict[str, float]  # by domain: the share of its rollouts that is learnt from; other domains: all
-    embedded_shares: dict[str, float]  # the same for embedded domains that `shares` does not name
-    config: str | None  # of a data set that has several
-    # Whether a prompt or text becomes a user's message in the target's chat template. null: prompts do, if the target
-    # has a template. Messages always do.
-    chat: bool | None
-    streaming: bool  # read only the first `take` rows, for data that does not fit into memory
-    take: int
-    from_target: bool  # with path=null: the target samples the prompts itself, see rollout.self_prompts
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return what a loss without a second one, or a draft without depths, does not read."""
+        wrong = {}
+        if run.draft.trained and not run.draft.by_depth:
+            wrong["decay"] = "this draft has one distribution for all depths: leave it out"
+        if self.switch >= 1:
+            wrong["then"] = "the loss never switches: set loss.switch=0.5"
+        if self.then is None:
+            wrong["switch"] = "no second loss is set: set loss.then=tv"
+        return wrong
 
 
-@dataclass
-class Rollout:
+class Data(Settings):
+    """Source of the user's texts. A row is a whole prompt, a text that begins with a prompt, or a conversation, see
+    data.rows. The embedded corpora are texts from this machine: the standard library, installed packages, and records
+    from a seeded generator."""
+
+    presets = {"embedded": {}, "self": {"from_target": True}}
+
+    path: Path = None
+    """A jsonl, parquet, csv or text file (also compressed), a glob, a folder of such files, a saved data set, or a hub
+    id. null selects the embedded corpora."""
+    from_target: bool = False
+    """With path=null: the target samples the prompts itself, see rollout.self_prompts (arXiv 2406.08464)."""
+    column: str | None = None
+    """Of prompts, texts or conversations; null: by the names that data.rows knows."""
+    split: str = "train"
+    bytes: dict[str, int] = {"code": 4_000_000, "prose": 2_500_000, "records": 500_000}
+    """Embedded corpora: the size of each domain, for training."""
+    held_out_bytes: dict[str, int] = {"code": 600_000, "prose": 300_000, "records": 100_000}
+    block: Annotated[int, at_least(2)] = 256
+    """Tokens of a packed block, for corpus steps."""
+    template: dict[str, Any] = {}
+    """Options of the target's chat template, such as enable_thinking."""
+    on_target: bool = False
+    """The texts were sampled from this target, so conversations are learnt from without sampling."""
+    shares: dict[str, Share] = {}
+    """By domain: the share of its rollouts that is learnt from; other domains: all."""
+    embedded_shares: dict[str, Share] = {"records": 0.1}
+    """The same for embedded domains that `shares` does not name; few records are enough to learn from."""
+    config: str | None = None
+    """Of a data set that has several."""
+    chat: bool | None = None
+    """Whether a prompt or text becomes a user's message in the target's chat template. null: prompts do, if the target
+    has a template. Messages always do."""
+    streaming: bool = False
+    """Read only the first `take` rows, for data that does not fit into memory."""
+    take: int = 20_000
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return what texts of this source do not read."""
+        path, wrong = str(self.path), {}
+        file = File(path).is_file() or bool(set(path) & set("*?["))
+        if not self.streaming:
+            wrong["take"] = "it applies to streams only: set data.streaming=true, or leave it out"
+        if self.path is None or (not self.config and file):
+            wrong["split"] = "it applies only to a folder, a saved data set or the hub: leave it out"
+        if self.path is None:
+            wrong["config"] = "it applies to data sets only: set data.path=, or leave it out"
+        elif file:
+            wrong["config"] = "it applies to data sets with several configurations, and a file has none: leave it out"
+        return wrong
+
+
+class Rollout(Settings):
     """Texts sampled from the target, to train and to evaluate on. Lengths are in tokens."""
 
-    texts: int  # at most, per domain, for training
-    held_out_texts: int  # at most, per domain, for evaluation
-    # Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
-    # data.path do not exceed, or 48 if data.path has no prompts.
-    prompt_tokens: int
-    new_tokens: int
-    temperatures: list[float]  # of the held-out texts
-    # Of the training texts, equally many at each; an empty list: draft.temperatures, or the regime's temperature.
-    train_temperatures: list[float]
-    rows: int  # prompts that are continued at once
-    rounds: int  # in how many parts training texts are sampled; after the first, the draft in training speeds it up
-    seed: int
-    url: str | None  # an OpenAI-compatible server that samples the texts; null: this engine samples them
-    folder: str | None  # where the texts are stored, for runs that share them; null: in the run's folder
+    presets = {"default": {}}
+
+    texts: TrainingSize = 600
+    """At most, per domain, for training."""
+    held_out_texts: TrainingSize = 24
+    """At most, per domain, for evaluation."""
+    prompt_tokens: Count = 0
+    """Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
+    data.path do not exceed, or 48 if data.path has no prompts."""
+    new_tokens: TrainingSize = 208
+    temperatures: Annotated[list[Temperature], Mark.TRAINING, Mark.FREE] = [0.0, 0.5, 1.0]
+    """Of the held-out texts."""
+    train_temperatures: Annotated[list[Temperature], Mark.TRAINING] = []
+    """Of the training texts, equally many at each; an empty list: draft.temperatures, or the regime's temperature."""
+    rows: TrainingSize = 32
+    """Prompts that are continued at once."""
+    rounds: TrainingSize = 1
+    """In how many parts training texts are sampled; after the first, the draft in training speeds it up."""
+    seed: int = 1
+    url: Annotated[Text, Mark.TRAINING] = None
+    """An OpenAI-compatible server that samples the texts; null: this engine samples them."""
+    folder: Annotated[Store, Mark.FREE] = None
+    """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
 
-@dataclass
-class Joint:
-    """Settings of mode=joint, which trains an adapter of the target together with the draft, see training.joint."""
+class Joint(Settings):
+    """Settings of mode=joint, which trains an adapter of the target together with the draft, see training.joint: the
+    target moves a little, so that it agrees more with its draft."""
 
-    epsilon: float  # the bound: mean KL(original target || moved target), in nats per token
-    rank: int  # of the LoRA adapter in every projection of the target
-    lr: float  # learning rate of the adapter
-    warm_steps: int  # first steps: the draft learns alone from the original target; 0: draft.path= has learnt
-    steps: int  # steps of both; afterwards the draft learns trainer.steps= from the moved target
-    every: int  # the adapter moves in one of so many steps
-    weight: float | None  # a fixed weight of the KL, without a bound; null: adapted so that the bound holds
-    detach: float  # the share of steps in which the target's probabilities pass no gradient to the adapter
-    uncertified: bool  # export the pair even if its KL is not certified to be within epsilon
+    presets = {"default": {}}
+
+    epsilon: Positive = 0.01
+    """The bound: mean KL(original target || moved target), in nats per token of held-out texts of both, certified with
+    95 % confidence."""
+    rank: Size = 8
+    """Of the LoRA adapter in every projection of the target."""
+    lr: Positive = 1.0e-3
+    """Learning rate of the adapter."""
+    warm_steps: Count = 600
+    """First steps: the draft learns alone from the original target; 0: draft.path= has learnt."""
+    steps: Size = 300
+    """Steps of both; afterwards the draft learns trainer.steps= from the moved target."""
+    every: Size = 1
+    """The adapter moves in one of so many steps."""
+    weight: Least | None = None
+    """A fixed weight of the KL, without a bound; null: adapted so that the bound holds."""
+    detach: Share = 0.0
+    """The share of steps in which the target's probabilities pass no gradient to the adapter."""
+    uncertified: Annotated[bool, Mark.FREE] = False
+    """Export the pair even if its KL is not certified to be within epsilon."""
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return all fields, if the run is not of this mode."""
+        if run.mode == "joint":
+            return {}
+        return dict.fromkeys(Joint.model_fields, "it applies to joint training: set mode=joint")
 
 
-@dataclass
-class Optimizer:
+class Optimizer(Settings):
     """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
-    kind: str  # adamw, or muon: Muon for the matrices of layers, AdamW for the rest
-    lr: float
-    weight_decay: float
-    betas: list[float]
-    warmup: float
-    decay: float
+    presets = {"adamw": {}, "muon": {"kind": "muon"}}
+
+    kind: Annotated[str, one_of("adamw", "muon")] = "adamw"
+    """adamw, or muon: Muon (Jordan 2024) for the matrices of layers, AdamW for the rest; not with
+    trainer.strategy=fsdp2."""
+    lr: Positive = 1.0e-3
+    weight_decay: Least = 0.01
+    betas: Annotated[list[Decay], allowed("two numbers, one per moment", lambda betas: len(betas) == 2)] = [0.9, 0.95]
+    warmup: float = 0.02
+    decay: float = 0.5
 
 
-@dataclass
-class Trainer:
-    """Settings of the training loop."""
+class Trainer(Settings):
+    """Settings of the training loop. The defaults are for minutes on two cores; batches are small, because a short run
+    needs many updates."""
 
-    steps: int
-    minutes: float | None  # training ends after these minutes or `steps`, whichever comes first; null: after `steps`
-    corpus_steps: int  # the first steps, which learn from corpus text; the rest learn from rollouts
-    batch: int  # texts of all devices together
-    validations: int
-    patience: int  # end after this many validations in a row without a higher tau; 0: never (needs measure=true)
-    remember_mb: int  # MiB for the target's hidden states of texts that are seen again
-    checkpoint_minutes: float  # the longest time between checkpoints; a validation always writes one
-    cache: str | None  # a folder that stores the target's hidden states, for runs that train on the same texts
-    # Lightning's, with weights in float32: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would
-    # emulate it
-    precision: str
-    accumulate: int  # batches per step
-    clip: float  # the largest gradient norm
-    ema: float  # decay of the moving average of weights that is evaluated and exported; 0: no average
-    accelerator: str  # auto: a GPU if there is one; gpu: an error if there is none
-    devices: int  # processes on this machine, one per GPU
-    nodes: int  # machines
-    strategy: str  # Lightning's: auto or ddp; fsdp2 shards the draft, its gradients and its optimiser moments
-    threads: int  # 0: torch's default
-    seed: int
-    logger: str  # tensorboard; wandb: TensorBoard and Weights & Biases
+    presets = {"cpu": {}}
+
+    steps: Annotated[Size, Mark.TRAINING, Mark.LONGER] = 2300
+    minutes: Annotated[Positive | None, Mark.TRAINING, Mark.LONGER] = None
+    """Training ends after these minutes or `steps`, whichever comes first, and the schedule follows; null: after
+    `steps`."""
+    corpus_steps: Annotated[Count, Mark.TRAINING] = 0
+    """The first steps, which learn from corpus text; the rest learn from rollouts."""
+    batch: TrainingSize = 2
+    """Texts of all devices together."""
+    validations: Annotated[Size, Mark.TRAINING, Mark.FREE] = 2
+    patience: Annotated[Count, Mark.FREE] = 0
+    """End after this many validations in a row without a higher tau; 0: never (needs measure=true)."""
+    remember_mb: Annotated[Count, Mark.TRAINING, Mark.FREE] = 2000
+    """MiB for the target's hidden states of texts that are seen again."""
+    checkpoint_minutes: Annotated[Least, Mark.TRAINING, Mark.FREE] = 5.0
+    """The longest time between checkpoints; a validation always writes one."""
+    cache: Annotated[Store, Mark.TRAINING, Mark.FREE] = None
+    """A folder that stores the target's hidden states, for runs that train on the same texts."""
+    precision: Annotated[str, Mark.TRAINING] = "auto"
+    """Lightning's, with weights in float32: bf16-mixed, 32-true, ...; auto: bf16-mixed, or 32-true on a CPU that would
+    emulate it."""
+    accumulate: TrainingSize = 1
+    """Batches per step."""
+    clip: Annotated[Least, Mark.TRAINING] = 1.0
+    """The largest gradient norm."""
+    ema: Annotated[Decay, Mark.TRAINING] = 0.0
+    """Decay of the moving average of weights that is evaluated and exported; 0: no average."""
+    accelerator: Annotated[str, one_of("auto", "gpu"), Mark.FREE] = "auto"
+    """auto: a GPU if there is one; gpu: an error if there is none."""
+    devices: Size = 1
+    """Processes on this machine, one per GPU."""
+    nodes: Size = 1
+    """Machines."""
+    strategy: Annotated[str, Mark.TRAINING] = "auto"
+    """Lightning's: auto or ddp; fsdp2 shards the draft, its gradients and its optimiser moments."""
+    threads: Annotated[Count, Mark.FREE] = 0
+    """0: torch's default."""
+    seed: int = 0
+    logger: Annotated[str, one_of("tensorboard", "wandb"), Mark.FREE] = "tensorboard"
+    """tensorboard; wandb: TensorBoard and Weights & Biases."""
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return what a run without measurements does not read."""
+        return {} if run.measure else {"patience": "it applies to measured runs only: set measure=true"}
 
 
-@dataclass
-class Bench:
+class Bench(Settings):
     """The sizes of the benchmark.
 
     minutes=0 measures exactly these sizes. Otherwise prompts are timed until the speed-up's 95 % interval is narrow
     enough (see `interval`) or the minutes are over. Fewer parity tokens are sampled if the time requires it."""
 
-    prompts: int  # per domain
-    quick_prompts: int  # prompts of short measurements, such as those at checkpoints
-    prompt_tokens: int  # 0, for cotrain bench: the value stored in the draft folder
-    new_tokens: int  # per prompt
-    parity_tokens: int  # on which predicted and measured target calls are compared
-    rows: int  # prompts that are decoded together
-    minutes: float
-    interval: float  # both ends of the interval may differ from the speed-up by this share of it
-    # Draft lengths to choose from; 0 (plain decoding) and 1 are always considered. [], for cotrain bench: the length or
-    # the tree that the folder was planned with.
-    depths: list[int]
-    # The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft folder:
-    # as the folder was measured.
-    draft_dtype: str
-    draft_int8: bool | None  # on a CPU, serve the draft with 8-bit weights; null: as the folder was measured, else true
-    compile: bool  # compile the short passes of both models, see inference/models/compiled.py
-    seed: int
-    trees: int  # most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder
+    presets = {
+        "default": {},
+        "brief": {"prompts": 12, "quick_prompts": 4, "minutes": 1.5},  # for training runs of minutes
+    }
+
+    prompts: Size = 30
+    """Per domain."""
+    quick_prompts: Size = 8
+    """Prompts of short measurements, such as those at checkpoints."""
+    prompt_tokens: Size = 48
+    new_tokens: Size = 128
+    """Per prompt."""
+    parity_tokens: Size = 20_000
+    """On which predicted and measured target calls are compared."""
+    rows: Size = 1
+    """Prompts that are decoded together."""
+    minutes: Least = 10.0
+    interval: Positive = 0.1
+    """Both ends of the interval may differ from the speed-up by this share of it."""
+    depths: Some = [2, 3, 4, 5, 6, 7, 8]
+    """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered."""
+    draft_dtype: Dtype = "bfloat16"
+    """The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft
+    folder: as the folder was measured."""
+    draft_int8: bool | None = True
+    """On a CPU, serve the draft with 8-bit weights; null: as the folder was measured, else true."""
+    compile: bool = False
+    """Compile the short passes of both models, see inference/models/compiled.py."""
+    seed: int = 0
+    trees: Nodes = 0
+    """Most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder."""
+
+
+class ServedBench(Bench):
+    """The same for commands that open a draft folder, which then has the values that are left open."""
+
+    prompt_tokens: Count = 48
+    """0: the value stored in the draft folder."""
+    draft_dtype: ServedDtype = "bfloat16"
+
+
+class FolderBench(ServedBench):
+    """The same for `cotrain bench`."""
+
+    depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
+    """As in Bench; []: the length or the tree that the folder was planned with."""

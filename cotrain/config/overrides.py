@@ -3,53 +3,20 @@
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import cast
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import cast, get_origin
 
-from cotrain.config.ranges import REMOVED, REMOVED_LOSSES
+from cotrain.config.base import Mark, fields
+from cotrain.config.drafts import OF_KINDS
+from cotrain.config.names import REMOVED_LOSSES, alias, below, nearest, unknown
+from cotrain.config.settings import SCHEMAS, TrainConfig, keys_of, presets
 from cotrain.paths import folder
 
-# Keys, by their last part, whose value is passed on literally. The value null unsets them, except those in TEXT.
-TEXT = frozenset({"prompt"})
-FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache", "output", "log", "url", "check",
-                    "report", "export", "vllm", "page", "push_to_hub",
-                    "baseline"}  # fmt: skip
+TEXT = frozenset({"prompt"})  # a key whose value null is text too; other keys of free text are unset by it
 _NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?|true|false", re.IGNORECASE)
 MAIN = {"data": "path", "target": "path", "draft": "path", "regime": "temperature", "policy": "k"}  # of a group
-PATHS = frozenset(f"{group}.path" for group, name in MAIN.items() if name == "path")  # each is another thing
 LISTS = frozenset({"run"})  # keys that may be typed several times: the values become one list
-MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
-# Names of other programs -> the settings that do the same here, of which a command has at most one
-ALIASES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr", "learning_rate"), ("optimizer.lr",)),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_steps", "steps"),
-                    ("trainer.steps",)),
-    **dict.fromkeys(("batch", "batch_size", "per_device_train_batch_size"),
-                    ("trainer.batch", "bench.rows", "rollout.rows")),
-    "gradient_accumulation_steps": ("trainer.accumulate",),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), ("optimizer.warmup",)),
-    "max_grad_norm": ("trainer.clip",),
-    **dict.fromkeys(("bf16", "fp16", "precision"), ("trainer.precision",)),
-    "seed": ("trainer.seed", "bench.seed", "rollout.seed"),
-    **dict.fromkeys(("num_gpus", "nproc_per_node"), ("trainer.devices",)),
-    "report_to": ("trainer.logger",),
-    "output_dir": ("output",),
-    **dict.fromkeys(("model", "model_name_or_path", "target_model", "target_model_path"), ("target.path",)),
-    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model", "speculative_draft_model_path"),
-                    ("draft.path",)),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file", "train_data_path", "path"), ("data.path",)),
-    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens", "speculative_num_steps", "gamma", "k"),
-                    ("policy.k", "k", "bench.depths")),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), ("quantisation",)),
-    **dict.fromkeys(("torch_dtype", "dtype"), ("target.dtype",)),
-    **dict.fromkeys(("max_tokens", "max_new_tokens"),
-                    ("max_new_tokens", "bench.new_tokens", "new_tokens", "rollout.new_tokens")),
-    **dict.fromkeys(("num_layers", "num_hidden_layers"), ("draft.layers",)),
-    "hidden_size": ("draft.width",),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), ("output",)),
-    "init.path": ("draft.path",),
-}  # fmt: skip
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -84,19 +51,46 @@ def is_setting(argument: str) -> bool:
 
 def _quoted(argument: str) -> str:
     setting = _SETTING.fullmatch(argument)
-    if setting is not None and _NUMBER.fullmatch(setting["value"]) and (folder("conf") / setting["key"]).is_dir():
+    if setting is not None and _NUMBER.fullmatch(setting["value"]) and _is_group(setting["key"]):
         return f"{setting['key']}={literal(setting['value'])}"  # an option's name, which Hydra wants to be no number
-    if setting is not None and not setting["sign"] and _opens(setting["key"], setting["value"]):
-        return f"++{argument}"
-    if setting is None or not _literal(setting["key"], setting["value"]):
+    if setting is None:
         return argument
-    return f"{setting['sign']}{setting['key']}={literal(setting['value'])}"
+    sign = setting["sign"] or "++" * _opens(setting["key"], setting["value"])
+    value = literal(setting["value"]) if _literal(setting["key"], setting["value"]) else setting["value"]
+    return f"{sign}{setting['key']}={value}"
+
+
+def _is_group(key: str) -> bool:
+    return key in presets() or (folder("conf") / key).is_dir()
+
+
+@cache
+def _free_text() -> set[str]:
+    """Return the names of the settings whose value is passed on literally: paths and other free text, but no lists."""
+    return {
+        key.rpartition(".")[2]
+        for schema in SCHEMAS.values()
+        for key, field in fields(schema)
+        if {Mark.PATH, Mark.STORE, Mark.OUTPUT, Mark.TEXT} & {*field.metadata}
+        and get_origin(field.annotation) is not list
+    }
+
+
+@cache
+def _open_keys() -> tuple[set[str], tuple[str, ...]]:
+    """Return the keys of mappings, and the beginnings of the keys in them."""
+    mappings = {key for key, field in fields(TrainConfig) if get_origin(field.annotation) is dict}
+    return mappings, tuple(f"{key}." for key in mappings)
 
 
 def _opens(key: str, value: str) -> bool:
-    """Return whether the setting adds the user's own names to a mapping. Hydra rejects these as unknown keys without
-    `++`."""
-    return (key in MAPPINGS and value.startswith("{")) or key.startswith(tuple(f"{name}." for name in MAPPINGS))
+    """Return whether the setting may add a key: a name of the user's in a mapping, or a setting that only other kinds
+    of draft have, which `checked` then names. Hydra rejects these as unknown keys without `++`."""
+    mappings, inner = _open_keys()
+    return (
+        (key in mappings and value.startswith("{")) or key.startswith(inner)
+        or (key.startswith("draft.") and key[6:] in OF_KINDS)
+    )  # fmt: skip
 
 
 def _literal(key: str, value: str) -> bool:
@@ -104,7 +98,7 @@ def _literal(key: str, value: str) -> bool:
         return False
     if value == "null" and key not in TEXT:
         return False
-    return key.rpartition(".")[2] in FREE_TEXT
+    return key.rpartition(".")[2] in _free_text()
 
 
 def literal(text: str) -> str:
@@ -121,15 +115,14 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
     """Return one line that says why Hydra rejected the `arguments` of `command`. It names the key and its allowed
     values."""
     settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
-    keys = _keys(command, settings)
     typed = {setting["key"]: setting["value"] for setting in settings}
+    keys = keys_of(command, typed.get("draft"))
     return (
         _path_for_group(typed, keys)
         or _several(typed, command, keys, error)
         or _unparsed(error)
         or _no_option(error, keys)
         or _no_key(error, command, keys)
-        or _no_value(error, typed, keys)
         or _first(error)
     )
 
@@ -145,8 +138,6 @@ def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object],
     """Return the error message for several values of one setting without -m, and for one value of a list."""
     for key, value in typed.items():
         said = f"{key}={value}: "
-        if isinstance(keys.get(key), list) and "is not a ListConfig" in str(error.__cause__) and value[:1] != "[":
-            return f"{said}it is a list: write {key}=[{value}]"
         if str(error).startswith("Ambiguous value") and f"'{key}={value}'" in str(error):
             if key not in keys:
                 return unknown(key, command, keys)
@@ -190,94 +181,17 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
     if not match and not isinstance(error.__cause__, ConfigAttributeError | ConfigKeyError):
         return None
     key = match[1] if match else str(cast(ConfigKeyError, error.__cause__).full_key)
-    return _below(key, keys) if key in keys else unknown(key, command, keys)
-
-
-def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
-    if key in REMOVED:
-        return f"{key}= was removed: {REMOVED[key].instead}"
-    last = "path" if key in PATHS else key
-    same = sorted(other for other in keys if "." not in last and other.rpartition(".")[2] == last)
-    if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
-        hint = f"the nearest is {typo[0]!r}"
-    elif known := alias(key, keys):
-        hint = f"the setting is {known}="
-    elif len(same) > 1:
-        hint = f"the settings of this name are {', '.join(f'{other}=' for other in same)}"
-    else:
-        near = nearest(key, keys)
-        hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
-    return f"no key {key!r}; {hint}"
-
-
-def alias(key: str, keys: Collection[str]) -> str | None:
-    """Return the setting that does what `key` does in other programs, if the command has one."""
-    settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], ())
-    return next((known for known in settings if known in keys and key != known), None)
+    return below(key, keys) if key in keys else unknown(key, command, keys)
 
 
 def flag(name: str, command: str) -> str:
     """Return the error message for a flag, such as --learning_rate, that is no flag here."""
     key = name.lstrip("-").replace("-", "_")
-    keys = _keys(command, [])
+    keys = keys_of(command)
     if key not in keys:
         key = alias(key, keys) or nearest(key, keys) or key
     return f"no flag {name}: settings are key=value, as in {key}=..."
 
 
-def _no_value(error: Exception, typed: Mapping[str, str], keys: Collection[str]) -> str | None:
-    from omegaconf.errors import ValidationError
-
-    cause = error.__cause__
-    if not isinstance(cause, ValidationError):
-        return None
-    key = str(cause.full_key)
-    value = f"{key}={typed[key]}" if key in typed else key
-    return _below(key, keys) or f"{value}: {_first(cause)}"
-
-
-def _below(key: str, keys: Collection[str]) -> str | None:
-    """Return the error message for a group of settings, which takes no value itself; None if `key` is no group."""
-    below = sorted(other for other in keys if other.startswith(f"{key}."))
-    return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)}" if below else None
-
-
 def _first(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
-
-
-def nearest(key: str, keys: Collection[str]) -> str | None:
-    """Return the key most similar to `key`. Among similar keys, those with the same last part are preferred."""
-    same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
-    return near[0] if near else None
-
-
-def _keys(command: str, settings: Iterable[re.Match[str]]) -> dict[str, object]:
-    """Return every key of the command's configuration with the group options that the user typed, and its value.
-    Return nothing if Hydra cannot compose the configuration."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    conf = folder("conf")
-    typed = [(setting["key"], setting["value"]) for setting in settings]
-    options = [f"{group}={option}" for group, option in typed if (conf / group / f"{option}.yaml").is_file()]
-    try:
-        began = GlobalHydra.instance().is_initialized()  # by a command that reads settings of another
-        with nullcontext() if began else initialize_config_dir(str(conf), version_base="1.3"):
-            config = OmegaConf.to_container(compose(command, overrides=options))
-    except (HydraException, OmegaConfBaseException):
-        return {}
-    return dict(flat(config))
-
-
-def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every dotted key of nested dictionaries with its value, including keys whose value is a dictionary."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield f"{prefix}{key}", value
-            yield from flat(value, f"{prefix}{key}.")

@@ -1,18 +1,40 @@
-"""Types of all settings. Their values, including defaults, are in the YAML files of conf/.
+"""The settings of each command, as classes with types, ranges and defaults.
 
-`conf/NAME.yaml` starts from `NAME_schema` and gives each field its value. So an unknown key or a wrong type is an
-error, in a file and on the command line.
+Hydra composes them: `conf/NAME.yaml` names the groups of a command, whose options are files of conf/ or presets of the
+classes, see `register`. What it composed is validated once, see `checked`; so an unknown key, a wrong type or a value
+outside its range is an error, in a file and on the command line.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial, reduce
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from pydantic import Field, ValidationError
+
+from cotrain.config.base import (
+    Count,
+    Mark,
+    Objective,
+    Output,
+    Path,
+    Positive,
+    Settings,
+    Size,
+    Some,
+    Store,
+    Temperature,
+    Text,
+    Verify,
+    allowed,
+    marked,
+    one_of,
+)
+from cotrain.config.drafts import DRAFTS, OF_KINDS, AnyDraft, IndependentDraft
 from cotrain.config.groups import (
     Bench,
     Data,
-    Draft,
+    FolderBench,
     Init,
     Joint,
     Loss,
@@ -22,12 +44,14 @@ from cotrain.config.groups import (
     Quantisation,
     Regime,
     Rollout,
+    ServedBench,
     ServedPolicy,
     ServedRegime,
     ServedTarget,
     Target,
     Trainer,
 )
+from cotrain.config.names import below, unknown
 from cotrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,182 +60,214 @@ if TYPE_CHECKING:
 
     from inference import Sampling
 
+LEAST_TEXTS = 16  # of a plan
+Json = Annotated[bool, Field(alias="json")]
 
-@dataclass
-class GenerateConfig:
+
+class GenerateConfig(Settings):
     """Settings of `cotrain generate`."""
 
-    draft: Model
-    target: Model
-    prompt: str | None
-    prompts: str | None  # a file of one prompt a line, or - for standard input
-    chat: bool | None  # a prompt is a user's message, for the target's chat template; null: as the draft was trained
-    max_new_tokens: int
-    regime: ServedRegime
-    policy: ServedPolicy
-    verify: str | None  # null: the rule stored in the draft folder if policy.k=null, else token
-    seed: int
-    color: bool | None  # null: when standard output is a terminal
+    draft: Model = Model()
+    target: Model = Model()
+    prompt: Text = None
+    prompts: Path = None
+    """A file of one prompt a line, or - for standard input."""
+    chat: bool | None = None
+    """A prompt is a user's message, for the target's chat template; null: as the draft was trained."""
+    max_new_tokens: Size = 128
+    regime: ServedRegime = ServedRegime()
+    policy: ServedPolicy = ServedPolicy(file=None)
+    verify: Verify | None = None
+    """null: the rule stored in the draft folder if policy.k=null, else token."""
+    seed: int = 0
+    color: bool | None = None
+    """null: when standard output is a terminal."""
 
 
-@dataclass
-class TrainConfig:
+class TrainConfig(Settings):
     """Settings of `cotrain train`, which distils a draft, measures every checkpoint, and exports the one with the
     highest tau."""
 
-    mode: str  # distil: the target is frozen; joint: it moves too, within a bound
-    target: Target
-    quantisation: Quantisation
-    draft: Draft
-    init: Init
-    loss: Loss
-    regime: Regime
-    objective: str  # sampled_draft or greedy_draft: how the serving engine will choose drafts
-    data: Data
-    rollout: Rollout
-    optimizer: Optimizer
-    trainer: Trainer
-    joint: Joint  # read with mode=joint
-    policy: PolicySettings
-    verify: str
-    bench: Bench
-    label: str | None  # what `cotrain compare` calls the run; null: the loss
-    measure: bool  # measure speed; false for sweeps that compare held-out acceptance
-    output: str
-    overwrite: bool
-    check: bool  # only print what the run would need
-    minutes: float | None  # a budget for the whole run, measurement included; null: no budget
+    mode: Annotated[str, one_of("distil", "joint")] = "distil"
+    """distil: the target is frozen; joint: it moves too, within a bound."""
+    target: Target = Target()
+    quantisation: Quantisation = Quantisation()
+    draft: AnyDraft = IndependentDraft()
+    init: Init = Init()
+    loss: Loss = Loss()
+    regime: Regime = Regime()
+    objective: Objective = "sampled_draft"
+    """How the serving engine will choose drafts."""
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    optimizer: Optimizer = Optimizer()
+    trainer: Trainer = Trainer()
+    joint: Joint = Joint()
+    """Read with mode=joint."""
+    policy: PolicySettings = PolicySettings()
+    verify: Verify = "token"
+    bench: Annotated[Bench, Mark.FREE] = Bench()
+    label: Annotated[str | None, Mark.FREE] = None
+    """What `cotrain compare` calls the run; null: the loss."""
+    measure: bool = True
+    """Measure speed; false for sweeps that compare held-out acceptance."""
+    output: Output = "outputs/train"
+    overwrite: bool = False
+    check: bool = False
+    """Only print what the run would need."""
+    minutes: Annotated[Positive | None, Mark.LONGER] = None
+    """A budget for the whole run, measurement included; null: no budget."""
 
 
-@dataclass
-class RolloutConfig:
+class RolloutConfig(Settings):
     """Settings of `cotrain rollout`, which samples texts of the target."""
 
-    target: Target
-    quantisation: Quantisation
-    regime: Regime
-    data: Data
-    rollout: Rollout
-    draft: Model  # speeds up sampling; the texts have the same distribution without it
-    kind: str  # the split that prompts come from: train or held_out
-    output: str
-    threads: int
+    target: Target = Target()
+    quantisation: Quantisation = Quantisation()
+    regime: Regime = Regime()
+    data: Data = Data()
+    rollout: Rollout = Rollout()
+    draft: Model = Model()
+    """Speeds up sampling; the texts have the same distribution without it."""
+    kind: Annotated[str, one_of("train", "held_out")] = "train"
+    """The split that prompts come from."""
+    output: Output = "outputs/rollouts"
+    threads: Count = 0
 
 
-@dataclass
-class DatastoreConfig:
+class DatastoreConfig(Settings):
     """Settings of `cotrain datastore`, which indexes texts, from which drafts are then looked up."""
 
-    target: Target
-    data: Data
-    depth: int  # the longest match, in tokens
-    output: str
-    overwrite: bool
+    target: Target = Target()
+    data: Data = Data()
+    depth: Size = 32
+    """The longest match, in tokens."""
+    output: Output = "outputs/datastore"
+    overwrite: bool = False
 
 
-@dataclass
-class BenchConfig:
+class DraftFolderConfig(Settings):
+    """What the commands share that open a draft folder and measure it."""
+
+    target: ServedTarget = ServedTarget()
+    quantisation: Quantisation = Quantisation()
+    draft: Model = Model()
+    regime: ServedRegime = ServedRegime()
+    data: Data = Data()
+    """The source of prompts; data.path=null: those of the draft folder, or the shipped ones."""
+    overwrite: bool = False
+    threads: Count = 0
+    as_json: Json = False
+    """Print one JSON object on standard output, and all messages on standard error."""
+
+
+class BenchConfig(DraftFolderConfig):
     """Settings of `cotrain bench`, which measures a draft folder against plain decoding on the same engine."""
 
-    target: ServedTarget
-    quantisation: Quantisation
-    draft: Model
-    regime: ServedRegime
-    data: Data  # the source of prompts; data.path=null: those of the draft folder, or the shipped ones
-    bench: Bench
-    verify: str | None  # null: the rule stored in the draft folder
-    output: str
-    overwrite: bool
-    threads: int
-    json: bool  # print one JSON object on standard output, and all messages on standard error
+    bench: FolderBench = FolderBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
+    verify: Verify | None = None
+    """null: the rule stored in the draft folder."""
+    output: Output = "outputs/bench"
 
 
-@dataclass
-class PlanConfig:
+class PlanConfig(DraftFolderConfig):
     """Settings of `cotrain plan`, which forecasts the speed of drafts of one target."""
 
-    target: ServedTarget
-    quantisation: Quantisation
-    draft: Model
-    drafts: list[str]  # further draft folders, of the same target
-    shapes: list[str]  # without draft folders: settings of cotrain train, which make a draft each
-    regime: ServedRegime
-    data: Data  # as in BenchConfig
-    bench: Bench
-    verify: str | None  # as in BenchConfig
-    temperatures: list[float]  # []: the regime's
-    batches: list[int]  # rows that are decoded together
-    texts: int  # of the target, at each temperature; more give narrower intervals
-    costs: str | None  # costs of rounds of another machine: its plan.json, or JSON as in docs/settings.md
-    log: str | None  # a server's counters, which are compared with the plan in `output`; nothing else is done
-    measure: bool  # also time the recommended draft length, its neighbours and the adaptive policy
-    output: str
-    overwrite: bool
-    threads: int
-    json: bool  # as in BenchConfig
+    drafts: Annotated[list[str], Mark.PATH] = []
+    """Further draft folders, of the same target."""
+    shapes: list[str] = []
+    """Without draft folders: settings of cotrain train, which make a draft each."""
+    bench: ServedBench = ServedBench(
+        prompt_tokens=0, depths=[1, 2, 3, 4, 5, 6, 7, 8], draft_dtype="as_trained", draft_int8=None
+    )
+    verify: Verify | None = None
+    """As in BenchConfig."""
+    temperatures: list[Temperature] = []
+    """[]: the regime's."""
+    batches: Some = [1, 8]
+    """Rows that are decoded together."""
+    texts: Annotated[int, allowed("at least 16: an interval from fewer texts is too narrow", LEAST_TEXTS.__le__)] = 32
+    """Of the target, at each temperature; more give narrower intervals."""
+    costs: Path = None
+    """Costs of rounds of another machine: its plan.json, or JSON as in docs/settings.md."""
+    log: Path = None
+    """A server's counters, which are compared with the plan in `output`; nothing else is done."""
+    measure: bool = False
+    """Also time the recommended draft length, its neighbours and the adaptive policy."""
+    output: Output = "outputs/plan"
 
 
-@dataclass
-class CompareConfig:
+class CompareConfig(Settings):
     """Settings of `cotrain compare`."""
 
-    folder: str  # contains the runs of cotrain train, at any depth
-    baseline: str | None  # the label that the others are compared with; null: the first in alphabetical order
-    report: str | None  # a JSON file to write
-    json: bool  # as in BenchConfig
+    folder: Annotated[str, Mark.PATH] = "outputs/losses"
+    """Contains the runs of cotrain train, at any depth."""
+    baseline: Text = None
+    """The label that the others are compared with; null: the first in alphabetical order."""
+    report: Store = None
+    """A JSON file to write."""
+    as_json: Json = False
+    """As in DraftFolderConfig."""
 
 
-@dataclass
-class ReportConfig:
+class ReportConfig(Settings):
     """Settings of `cotrain report`."""
 
-    run: list[str]  # output folders of cotrain train or bench, or their report.json; run= may be repeated
-    page: str | None  # the HTML file to write; null: report.html in the first run's folder
+    run: Annotated[list[str], Mark.PATH] = []
+    """Output folders of cotrain train or bench, or their report.json; run= may be repeated."""
+    page: Store = None
+    """The HTML file to write; null: report.html in the first run's folder."""
 
 
-@dataclass
-class ExportConfig:
+class ExportConfig(Settings):
     """Settings of `cotrain export`."""
 
-    draft: Model
-    target: Model
-    engine: str  # vllm, sglang, tensorrt_llm, transformers or llamacpp
-    layout: str  # the file format; auto: that in which the engine loads such drafts
-    k: int | None
-    objective: str | None  # sampled_draft or greedy_draft
-    temperature: float | None  # for a conditioned draft: the temperature that it is exported for
-    dtype: str  # of the weights in layout hf or gguf; auto: the draft's
-    check: str | None  # an exported folder: check it, write nothing
-    push_to_hub: str | None  # user/name of a model repository to push the folder to
-    output: str
-    overwrite: bool
-    json: bool  # as in BenchConfig, with check=
+    draft: Model = Model()
+    target: Model = Model()
+    engine: str = "vllm"
+    """vllm, sglang, tensorrt_llm, transformers or llamacpp."""
+    layout: str = "auto"
+    """The file format: hf, gguf for llamacpp, of feature drafts eagle3, of block drafts dflash; auto: that in which the
+    engine loads such drafts."""
+    k: Size | None = None
+    """null: the planned draft length."""
+    objective: Objective | None = None
+    """null: the objective that the draft was trained for."""
+    temperature: Temperature | None = None
+    """For a conditioned draft: the temperature that it is exported for."""
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16", "q8_0")] = "auto"
+    """Of the weights in layout hf or gguf (q8_0: gguf alone); auto: the draft's."""
+    check: Annotated[str | bool | None, Mark.PATH] = None
+    """An exported folder: check it, write nothing."""
+    push_to_hub: Text = None
+    """user/name of a model repository to push the folder to."""
+    output: Output = "outputs/export"
+    overwrite: bool = False
+    as_json: Json = False
+    """As in DraftFolderConfig, with check=."""
 
 
-@dataclass
-class ServeCheckConfig:
+class ServeCheckConfig(DraftFolderConfig):
     """Settings of `cotrain serve_check`."""
 
-    url: str | None  # the server's root
-    model: str | None  # null: the first model that the server lists
-    draft: Model
-    target: ServedTarget
-    quantisation: Quantisation
-    regime: ServedRegime
-    data: Data  # as in BenchConfig
-    k: int | None  # null: the planned draft length
-    objective: str | None  # sampled_draft or greedy_draft; null: the one that the draft was trained for
-    prompts: int
-    prompt_tokens: int  # 0: the value stored in the draft folder
-    new_tokens: int
-    at_once: int  # concurrent requests
-    output: str
-    overwrite: bool
-    threads: int
-    json: bool  # as in BenchConfig
+    url: Text = None
+    """The server's root."""
+    model: str | None = None
+    """null: the first model that the server lists."""
+    k: Size | None = None
+    """null: the planned draft length."""
+    objective: Objective | None = None
+    """null: the one that the draft was trained for."""
+    prompts: Size = 48
+    prompt_tokens: Count = 0
+    """0: the value stored in the draft folder."""
+    new_tokens: Size = 128
+    at_once: Size = 8
+    """Concurrent requests."""
+    output: Output = "outputs/serve_check"
 
 
-SCHEMAS = {
+SCHEMAS: dict[str, type[Settings]] = {
     "serve_check": ServeCheckConfig,
     "export": ExportConfig,
     "compare": CompareConfig,
@@ -230,42 +286,142 @@ SAMPLING_COMMANDS = ("train", "rollout")  # they can use data=self
 
 @cache
 def register() -> None:
-    """Register each schema with Hydra as `NAME_schema`, the name that `conf/NAME.yaml` refers to."""
+    """Register the groups' options with Hydra, and the defaults of each command as `NAME_schema`, to which
+    `conf/NAME.yaml` refers."""
     from hydra.core.config_store import ConfigStore
 
+    store = ConfigStore.instance()
+    vars(store)["__deepcopy__"] = lambda _: store  # Hydra would copy it for each group that `--help` lists
+    for group, options in presets().items():
+        for option, settings in options.items():
+            store.store(name=option, group=group, node=settings.model_dump())
     for name, schema in SCHEMAS.items():
-        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+        store.store(name=f"{name}_schema", node=_own(schema))
 
 
-def checked(name: str, cfg: "DictConfig") -> "DictConfig":
-    """Return `cfg` typed by the schema of the command `name`.
+def presets() -> dict[str, dict[str, Settings]]:
+    """Return the options of each group that are not files of conf/. All groups are those of `cotrain train`."""
+    groups = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
+    drafts: dict[str, Settings] = {kind: one(kind=kind) for kind, one in DRAFTS.items()}
+    return {"draft": drafts} | {
+        name: {option: group(**values) for option, values in group.presets.items()}
+        for name, group in groups.items()
+        if isinstance(group, type) and issubclass(group, Settings) and group.presets is not None
+    }
 
-    Raises UserError for a key that the schema lacks (`+key=` can add one) and for a key without a value (after `~key`,
-    or with `???` in a file). It is also raised for a value outside its range, see `cotrain.config.ranges`.
+
+def _own(schema: type[Settings]) -> dict[str, Any]:
+    """Return the defaults of a command. Of a group, these are the values that differ from the option's."""
+    node = {}
+    for name, field in schema.model_fields.items():
+        value = field.default
+        if isinstance(value, Settings):
+            value = value.model_dump(exclude_unset=value.presets is not None)
+        if value != {}:
+            node[field.alias or name] = value
+    return node
+
+
+def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
+    """Return every dotted key of a command with its default, including groups. kind: of the draft to train."""
+    values = SCHEMAS[name]().model_dump(by_alias=True)
+    if kind in DRAFTS and name == "train":
+        values["draft"] = DRAFTS[kind](kind=kind).model_dump()
+    return dict(flat(values))
+
+
+def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every dotted key of nested dictionaries with its value, including keys whose value is a dictionary."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield f"{prefix}{key}", value
+            yield from flat(value, f"{prefix}{key}.")
+
+
+def checked(name: str, cfg: "DictConfig") -> Any:
+    """Return the settings of the command `name` that Hydra composed.
+
+    Raises UserError for a key that its class lacks (`+key=` can add one), for a wrong type and for a value outside its
+    range.
     """
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import ConfigKeyError
+    from omegaconf import OmegaConf
 
-    from cotrain.config.overrides import flat, unknown
-    from cotrain.config.ranges import refuse
-
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), OmegaConf.to_container(cfg))
-    except ConfigKeyError as error:
-        wrong = str(error.full_key)
-        keys = {key for key, _ in flat(OmegaConf.to_container(cfg)) if key != wrong}
-        raise UserError(unknown(wrong, name, keys)) from error
-    assert isinstance(typed, DictConfig)
-    missing = sorted(OmegaConf.missing_keys(typed))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError(f"set a value for {', '.join(f'{key}=' for key in missing)}")
-    refuse(name, typed)
-    return typed
+    composed = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    try:
+        return SCHEMAS[name].model_validate(composed)
+    except ValidationError as error:
+        raise UserError(_wrong(name, composed, error)) from error
 
 
-def refuse_from_target(name: str, cfg: "DictConfig") -> None:
+TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}  # by pydantic's
+
+
+def _wrong(name: str, composed: Any, error: ValidationError) -> str:
+    """Return the message for the first wrong setting. It names key and value, and what to set."""
+    first = error.errors(include_url=False)[0]
+    kind, path = None, [part for part in first["loc"] if isinstance(part, str)]
+    if path[0] == "draft" and len(path) > 1 and path[1] in DRAFTS:
+        kind = path.pop(1)
+    key, keys = ".".join(path), keys_of(name, kind)
+    value = reduce(lambda values, part: values[part], path, composed)
+    said = f"{key}={'null' if value is None else value}: "
+    if first["type"] == "extra_forbidden":
+        if kind is None or path[-1] not in OF_KINDS:
+            inner = next(iter(value), "") if isinstance(value, dict) else ""  # of a group that the command lacks
+            return unknown(f"{key}.{inner}".rstrip("."), name, keys)
+        own = [one for one in keys if one.startswith("draft.") and one != "draft.kind"]
+        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}"
+    if first["type"] == "union_tag_invalid":
+        return f"draft.kind={value['kind']}: it must be one of {', '.join(DRAFTS)}"
+    if first["type"] == "list_type":
+        return f"{said}it is a list: write {key}=[{value}]"
+    if group := below(key, keys):
+        return group
+    word = (
+        str(first["ctx"]["error"])
+        if first["type"] == "value_error"
+        else TYPES.get(first["type"].partition("_")[0], first["msg"])
+    )
+    return f"{said}{'each' if isinstance(first['loc'][-1], int) else 'it'} must be {word}"
+
+
+def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
+    """Raise UserError for the first setting, `key=value`, that the user typed and nothing reads in this run. The values
+    null, 0 and [] are always accepted. For some only a line is printed: a sweep over kinds gives them to all."""
+    pairs = (setting.partition("=") for setting in typed)
+    values = {key.lstrip("+"): value for key, _, value in pairs if value not in ("null", "0", "[]")}
+    wrong = {f"{group}.{name}": why for group, settings in cfg if isinstance(settings, Settings)
+             for name, why in settings.unread(cfg).items()}  # fmt: skip
+    for key in values:
+        if key in wrong:
+            raise UserError(f"{key}={values[key]}: the setting has no effect here: {wrong[key]}")
+    idle = _idle(cfg) if isinstance(cfg, TrainConfig) else {}
+    for why in dict.fromkeys(idle.values()):
+        if keys := [f"{key}={value}" for key, value in values.items() if idle.get(key) == why]:
+            print(f"{', '.join(keys)}: the setting has no effect here: {why}", file=sys.stderr)
+
+
+def _idle(cfg: TrainConfig) -> dict[str, str]:
+    """Return the settings that are of no use for this kind of draft, with the reason."""
+    draft, init, idle = cfg.draft, cfg.init.kind, dict[str, str]()
+    if not draft.trained:
+        groups = {key for key in keys_of("train") if key.partition(".")[0] in ("loss", "optimizer")}
+        texts = set() if from_target(cfg.data) else marked(TrainConfig, Mark.TRAINING)
+        steps = {key for key in marked(TrainConfig, Mark.TRAINING) if key.startswith("trainer.")}
+        idle |= dict.fromkeys(groups | texts | steps, "this kind of draft is not trained")
+    if draft.one_start and init != "pretrained":
+        idle |= dict.fromkeys(("init", "init.kind"), f"{draft.kind} drafts begin in one way, unless init=pretrained")
+    if init not in draft.layers_with:
+        ways = " or ".join(f"init={way}" for way in draft.layers_with)
+        idle["init.layers"] = f"{draft.kind} drafts " + (f"read it only with {ways}" if ways else "do not read it")
+    return idle
+
+
+def refuse_from_target(name: str, cfg: Any) -> None:
     """Raise UserError for data=self with a command that samples no prompts."""
-    if "data" in cfg and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
+    if "data" in type(cfg).model_fields and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
         raise UserError(f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
                         "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl")  # fmt: skip
 
@@ -288,7 +444,7 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 def learnt(cfg: TrainConfig) -> list[float]:
     """Return the temperatures of a run's training texts. Each has equally many texts. They are
     rollout.train_temperatures, else draft.temperatures, else the regime's temperature."""
-    return list(cfg.rollout.train_temperatures) or list(cfg.draft.temperatures) or [cfg.regime.temperature]
+    return cfg.rollout.train_temperatures or cfg.draft.temperatures or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:

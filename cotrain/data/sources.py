@@ -113,7 +113,7 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
         # "text" was none in earlier versions
         "column": {None: TEXT, TEXT: [TEXT]}.get(data.column, data.column),
         "chat": data.chat,
-        "template": json.loads(json.dumps(dict(data.template), default=str)),
+        "template": json.loads(json.dumps(data.template, default=str)),
         "take": data.take if data.streaming else None,
     }
 

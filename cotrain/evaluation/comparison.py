@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.config.overrides import flat
-from cotrain.config.ranges import BUDGETS, change
+from cotrain.config.changes import BUDGETS, change
+from cotrain.config.drafts import DRAFTS
+from cotrain.config.settings import flat
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.run_folder import read_marker
@@ -87,10 +88,15 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def _settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings that decide a run's results, by key, without seeds. Return {} for a folder that has no record
     of them."""
-    marker = read_marker(folder) or {}
-    leaves = ((key, value) for key, value in flat(marker.get("settings") or {}) if not isinstance(value, dict))
-    return {key: value for key, value in leaves if not key.endswith("seed") and change(key, 0, 1) == "other"
-            or key in BUDGETS}  # fmt: skip
+    settings = dict(flat((read_marker(folder) or {}).get("settings") or {}))
+    draft = DRAFTS.get(str(settings.get("draft.kind")))  # an earlier version stored the settings of all kinds
+    return {
+        key: value
+        for key, value in settings.items()
+        if key in BUDGETS
+        or not (isinstance(value, dict) or key.endswith("seed"))
+        and change(key, 0, 1, draft=draft) == "other"
+    }
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cotrain.config.ranges import REMOVED_LOSSES
+from cotrain.config.names import REMOVED_LOSSES
 from cotrain.losses import divergences, sequence
 
 Position = Callable[..., Tensor]

@@ -5,7 +5,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cotrain.config.overrides import flat
+from cotrain.config.settings import flat
 from cotrain.page.loaded_run import LoadedRun, Number
 from cotrain.page.rendering import Chart, Series, drawn, escaped, render
 

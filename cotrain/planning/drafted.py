@@ -59,7 +59,7 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
     rates: dict[float, Acceptance] = {}
     rounds: list[list[RowRound]] = []
     cells: dict[tuple[float, int], Forecast] = {}
-    for t in list(cfg.temperatures) or [plan.sampling.temperature]:
+    for t in cfg.temperatures or [plan.sampling.temperature]:
         here = replace(plan, sampling=replace(plan.sampling, temperature=t))
         if t not in texts:
             print(f"plan: {cfg.texts} texts of the target at temperature {t:g}")

@@ -24,12 +24,12 @@ from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 
 if TYPE_CHECKING:
-    from cotrain.config.groups import Draft, Init
+    from cotrain.config.drafts import Draft
+    from cotrain.config.groups import Init
 
 __all__ = ["ANY", "DEFAULT", "KINDS", "LAST", "Guess", "Seen", "Student", "Trials", "refuse_mixed", "student_class"]
 
 DEFAULT = "independent"  # the kind of a draft folder without metadata
-NEW = ("scratch", "target_layers")  # the kinds of init= that make a new draft
 KINDS = {  # kind -> module:class, imported on first use
     DEFAULT: "cotrain.students.independent:IndependentStudent",
     "conditioned": "cotrain.students.conditioned:ConditionedStudent",
@@ -47,11 +47,6 @@ KINDS = {  # kind -> module:class, imported on first use
 }
 
 SHAPE = ("width", "layers", "intermediate", "head_dim", "kv_heads")  # of draft.*
-# settings that only some kinds have, see `Student.takes`, with the value that means unset
-OPTIONAL: dict[str, Any] = dict.fromkeys(SHAPE) | {
-    "datastore": None, "shortest": 2, "rank": 0, "depths": None, "vocabulary": None, "head_rank": None, "bits": None,
-    "encoder_layers": None, "inner": None, "temperatures": [], "mask": None, "markov": None,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,7 @@ class Student(Protocol):
     The constructor takes the network, the target and `vocabulary`. The target's head, layers or embeddings may be
     shared with the draft. `vocabulary` is the number of ids that can have mass (None: all ids of the head).
 
-    takes: the settings of `OPTIONAL` that this kind has; other settings of `OPTIONAL` raise an error.
-    read_with: for settings that not every init= reads, the kinds of init= that do.
     reads: the layers of the target's states that it reads. LAST is always available, because losses read it.
-    trained: False for kinds that are measured and exported without training.
     open_layers: whether draft.layers may be null. Measurements before training then choose the layers.
     calibrated: whether `calibrate` must run before the draft is measured.
     rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
@@ -94,10 +86,7 @@ class Student(Protocol):
     """
 
     kind: str
-    takes: tuple[str, ...] = ()
-    read_with: Mapping[str, tuple[str, ...]] = {"init": ("pretrained",), "init.layers": ()}
     reads: tuple[int, ...] = ()
-    trained: bool = True
     open_layers: bool = False
     calibrated: bool = False
     rounds_target: bool = False
@@ -205,12 +194,10 @@ def pruned_to(ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Prune
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
-    """Raise ValueError if any of these settings is set. The caller's kind of draft does not have them."""
+    """Raise ValueError if any of these settings is set. The draft does not have them with this target or init=."""
     for key in keys:
-        value, unset = getattr(draft, key), OPTIONAL.get(key)
-        if value and value != unset:
-            default = "null" if unset is None else unset
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}={default}")
+        if value := getattr(draft, key):
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:

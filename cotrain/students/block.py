@@ -11,21 +11,20 @@ B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import NEW, Guess, Seen
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
 from cotrain.students.parallel import KEEP, starts
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
 
-MASKS = ("bidirectional", "causal")  # how the queries of a block attend to each other
 SPARE = 1.25  # tokens of a text for each guess that a training step makes of it
 MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where all blocks are read
 
@@ -34,10 +33,6 @@ class BlockStudent(EagleStudent):
     """Trains the draft that `inference.proposers.block` serves."""
 
     kind = "block"
-    takes = ("layers", *EagleStudent.takes, "mask", "markov")
-    read_with: Mapping[str, tuple[str, ...]] = {
-        f"draft.{key}": NEW for key in ("intermediate", "head_dim", "kv_heads")
-    } | {"init.layers": ()}
     features = ("dflash",)
     parallel = True
     network: BlockNetwork
@@ -45,8 +40,6 @@ class BlockStudent(EagleStudent):
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
         """Return the number of layers, the attention within a block and the rank of the Markov head."""
-        if draft.mask not in (None, *MASKS):
-            raise ValueError(f"draft.mask={draft.mask}: it is not one of {', '.join(MASKS)}")
         causal = None if draft.mask is None else draft.mask == "causal"
         return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
 
@@ -56,9 +49,8 @@ class BlockStudent(EagleStudent):
         intermediate size is the target's."""
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
-        every = copy(draft)
-        every.head_dim, every.kv_heads = size, draft.kv_heads or max(theirs.hidden_size // size, 1)
-        every.intermediate = draft.intermediate or inner_width(theirs)
+        heads, inner = draft.kv_heads or max(theirs.hidden_size // size, 1), draft.intermediate or inner_width(theirs)
+        every = draft.model_copy(update={"head_dim": size, "kv_heads": heads, "intermediate": inner})
         return sizes_of(every, target, False)
 
     @classmethod

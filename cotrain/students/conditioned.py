@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import SHAPE, Guess, Seen
-from cotrain.students.independent import HEAD, IndependentStudent
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import Guess, Seen
+from cotrain.students.independent import IndependentStudent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
 
 
@@ -21,7 +22,6 @@ class ConditionedStudent(IndependentStudent):
 
     kind = "conditioned"
     sourced = False
-    takes = ("temperatures", *SHAPE, *HEAD)
     begins_with = ("independent", "hybrid", "parallel")
 
     @classmethod
@@ -30,10 +30,10 @@ class ConditionedStudent(IndependentStudent):
         conditioned draft. Raises ValueError naming the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
-        if learnt is not None and list(learnt) != list(draft.temperatures):
+        if learnt is not None and list(learnt) != draft.temperatures:
             raise ValueError(f"draft.temperatures: {draft.path} has learnt {learnt}: set draft.temperatures={learnt}")
         try:
-            conditioned(network, list(draft.temperatures))
+            conditioned(network, draft.temperatures)
         except ValueError as error:
             raise ValueError(f"draft.temperatures: {error}") from error
         if learnt is not None and not network.device.type == "meta":

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned, chosen, numbers
 from cotrain.students.base import Guess, Seen, Student, pruned_to
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
@@ -40,10 +41,6 @@ class EagleStudent(Student):
     """Trains the draft that `inference.proposers.eagle` serves."""
 
     kind = "eagle"
-    takes: tuple[str, ...] = ("intermediate", "head_dim", "kv_heads", "depths", "head_rank", "vocabulary")
-    read_with: Mapping[str, tuple[str, ...]] = {
-        f"draft.{key}": ("scratch",) for key in ("intermediate", "head_dim", "kv_heads")
-    } | {"init.layers": ("target_layers",)}
     features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork
@@ -71,10 +68,6 @@ class EagleStudent(Student):
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
             return cls._continued(draft, target)
-        if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(
-                f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with draft.path=)"
-            )
         network_class: Any = kind_of(cls.kind).network_class
         chosen = {name: value for name, value in cls.settings_of(draft).items() if value is not None}
         config = network_class.config_class(**cls.sizes(draft, init, target), **chosen)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import chosen, numbers
-from cotrain.students.base import NEW, Guess, Seen, Student
+from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.eagle import segments
 from cotrain.students.independent import pretrained_network
 from cotrain.teacher.target_model import Read, halves
@@ -34,8 +35,6 @@ class EarlyExitStudent(Student):
     depth. At rank 0 only the norm differs from the target, so a single guess holds for all depths."""
 
     kind = "early_exit"
-    takes = ("layers", "rank", "depths")
-    read_with: Mapping[str, tuple[str, ...]] = {**Student.read_with, "draft.layers": NEW, "draft.rank": NEW}
     open_layers = True
     layouts: Mapping[str, str] = {}
     network: ExitNetwork

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import chosen, numbers
-from cotrain.students.base import LAST, NEW, Guess, Seen, Student
+from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
 from cotrain.students.markov import after_tokens
@@ -29,8 +30,6 @@ class MedusaStudent(Student):
     Their logits come from the target's own head, which is frozen."""
 
     kind = "medusa"
-    takes: tuple[str, ...] = ("layers", "depths", "markov")
-    read_with: Mapping[str, tuple[str, ...]] = {**Student.read_with, "draft.layers": NEW, "draft.depths": NEW}
     sourced = True
     layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
@@ -53,9 +52,6 @@ class MedusaStudent(Student):
             network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
             refuse_other(network, draft, {"markov_rank": draft.markov})
             return network
-        if init.kind not in ("scratch", "target_layers"):
-            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained (with "
-                             "draft.path=)")  # fmt: skip
         if not draft.depths:
             raise ValueError(
                 f"draft.depths: {draft.kind} each head guesses one token: set the number of heads, for example "
@@ -103,7 +99,6 @@ class HydraStudent(MedusaStudent):
     training those drafts are the tokens of the text."""
 
     kind = "hydra"
-    takes = ("layers", "depths")
     sourced = False
     layouts: Mapping[str, str] = {}
 

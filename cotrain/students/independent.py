@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, pruned_to, refuse_keys
 from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
@@ -66,10 +67,6 @@ class IndependentStudent(Student):
     distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
-    takes: tuple[str, ...] = (*SHAPE, *HEAD, "encoder_layers")
-    read_with: Mapping[str, tuple[str, ...]] = {f"draft.{key}": ("scratch",) for key in SHAPE} | {
-        "init.layers": ("target_layers",)
-    }
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
     sourced = True
 
@@ -89,14 +86,11 @@ class IndependentStudent(Student):
             network = scratch(target, *_sizes(draft))
         elif init.kind == "target_layers":
             network = from_layers(target, init.layers, draft.encoder_layers)
-        elif init.kind == "pretrained":
+        else:
             network = causal_lm(_checked_path(cls, draft), target)
             refuse_other_sources(network, target, f"draft.path={draft.path}")
-            if "markov" not in cls.takes:
+            if "markov" not in type(draft).model_fields:
                 remove_markov_head(network)
-        else:
-            raise ValueError(f"init.kind: {init.kind!r} is not one of scratch, target_layers, pretrained "
-                             "(with draft.path=)")  # fmt: skip
         if init.kind != "target_layers" or not target.config.is_encoder_decoder:
             refuse_keys(draft, "encoder_layers")
         if network.config.is_encoder_decoder:

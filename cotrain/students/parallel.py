@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
 from cotrain.losses.guess import chosen
-from cotrain.students.base import SHAPE, Guess, Seen
+from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
-from cotrain.students.independent import HEAD, IndependentStudent
+from cotrain.students.independent import IndependentStudent
 from cotrain.students.markov import after_tokens
 from inference import proposers
 from inference.models.forward import additive
@@ -43,7 +44,6 @@ class ParallelStudent(IndependentStudent):
 
     kind = "parallel"
     sourced = False
-    takes = ("depths", *SHAPE, *HEAD, "markov")
     begins_with = ("independent", "hybrid")
     parallel = True
 
@@ -169,7 +169,6 @@ class PEagleStudent(EagleStudent):
     """
 
     kind = "p_eagle"
-    takes = (*EagleStudent.takes, "markov")
     begins_with = ("eagle",)
     fresh = frozenset({"mask_hidden"})
     parallel = True

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student, refuse_keys
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import DEFAULT, Guess, Seen, Student
 from cotrain.students.independent import causal_lm
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
@@ -35,16 +36,12 @@ class QuantisedStudent(Student):
     """The student for the draft that `inference.proposers.quantised` serves. It makes no guesses and is not trained."""
 
     kind = "quantised"
-    takes = ("bits",)
-    trained = False
     rounds_target = True
     layouts: Mapping[str, str] = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has only settings. Raises ValueError if draft.path is set. It also raises the errors of
-        `bits_of`."""
-        refuse_keys(draft, "path")
+        """Return a network that has only settings. Raises the errors of `bits_of`."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -133,8 +130,6 @@ class TwoLevelsStudent(Student):
     """
 
     kind = "two_levels"
-    takes = ("bits", "inner")
-    trained = False
     rounds_target = True
     layouts: Mapping[str, str] = {}
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import SHAPE, Guess, Seen, Student, Trials, refuse_keys
-from cotrain.students.independent import HEAD, IndependentStudent
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init
+from cotrain.students.base import Guess, Seen, Student, Trials
+from cotrain.students.independent import IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
 from inference.proposers.base import Proposer
@@ -23,15 +24,11 @@ class RetrievalStudent(Student):
 
     kind = "retrieval"
     sourced = True
-    takes = ("datastore", "shortest")
-    trained = False
     layouts: Mapping[str, str] = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has only settings. Raises ValueError if draft.path is set. It also raises the errors of
-        `lookup`."""
-        refuse_keys(draft, "path")
+        """Return a network that has only settings. Raises the errors of `lookup`."""
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -61,7 +58,6 @@ class HybridStudent(IndependentStudent):
 
     kind = "hybrid"
     sourced = False
-    takes = ("datastore", *SHAPE, *HEAD, "shortest")
     begins_with = ("independent", "parallel")
     calibrated = True
     layouts: Mapping[str, str] = LAYOUTS

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Draft, Init, Loss
+from cotrain.config.drafts import Draft
+from cotrain.config.groups import Init, Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -15,7 +16,7 @@ from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
-from cotrain.students.base import OPTIONAL, Student, refuse_keys, student_class
+from cotrain.students.base import Student, student_class
 from cotrain.training import optim
 from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
@@ -35,15 +36,13 @@ def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> S
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     """Return the draft before training. Raises ValueError naming the key to change."""
-    kind = student_class(cfg.draft.kind)
-    refuse_keys(cfg.draft, *(key for key in OPTIONAL if key not in kind.takes))
     _refuse_weights(cfg.draft, cfg.init)
-    return kind.initial(cfg.draft, cfg.init, target)
+    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
 
 
 def _refuse_weights(draft: Draft, init: Init) -> None:
     """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
-    if student_class(draft.kind).trained:
+    if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
                 f"draft.path={draft.path}: it is read only with init=pretrained, not with init={init.kind}"
@@ -83,7 +82,7 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     without a draft.
     """
     cfg = job.cfg
-    given = list(cfg.draft.temperatures) or [cfg.regime.temperature]
+    given = cfg.draft.temperatures or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
     sampled = [_sampled(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
     return corpus, joined(sampled)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,7 +31,7 @@ from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
 from cotrain.rollout.training_texts import Sampled, regime
 from cotrain.run_folder import numbered
-from cotrain.students.base import Student, student_class
+from cotrain.students.base import Student
 from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.fit import as_served, fit
@@ -86,7 +85,7 @@ def _distilled(
               train_texts=train_texts(target, tokenizer) if train_texts else None)  # fmt: skip
     job.shape = exits.planned(job)
     student = new_student(cfg, target, job.vocabulary)
-    if not student_class(cfg.draft.kind).trained:
+    if not cfg.draft.trained:
         return untrained(job, student)
     job.reads = student.reads
     losses = stages(cfg.loss)
@@ -218,10 +217,10 @@ def _training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "draft_vocabulary": _pruned(job, module),
         "learnt": {
             "completions": job.chats,
-            "template": OmegaConf.to_container(cast(Any, job.cfg.data.template)),
+            "template": job.cfg.data.template,
             "chat_template": _digest(job.tokenizer) if job.chats else None,
         },
-        "init": {"kind": job.cfg.init.kind, "layers": list(job.cfg.init.layers)},
+        "init": {"kind": job.cfg.init.kind, "layers": job.cfg.init.layers},
     }
 
 
@@ -234,7 +233,7 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
         quantisation=cfg.quantisation.kind,
         prompt_tokens=cfg.rollout.prompt_tokens if cfg.data.path else cfg.bench.prompt_tokens,
         messages=messages,
-        template=cast(dict[str, Any], OmegaConf.to_container(cast(Any, cfg.data.template))),
+        template=cfg.data.template,
         chat=cfg.data.chat,
     )
 

@@ -46,7 +46,7 @@ from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Own, Sampler
 from cotrain.rollout.training_texts import Sampled
-from cotrain.students.base import Student, student_class
+from cotrain.students.base import Student
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates
 from cotrain.teacher.target_model import Head, Reader, Record, served
@@ -138,7 +138,7 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
     """Raise UserError, naming the key, for settings that joint training does not support. known: see `require`."""
     if find_spec("peft") is None:
         raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
-    if not student_class(cfg.draft.kind).trained:
+    if not cfg.draft.trained:
         raise UserError(f"mode=joint: {cfg.draft.kind} drafts are not trained")
     for key, wrong, instead in (
         ("regime.temperature=0", cfg.regime.temperature == 0, "a one-hot distribution has no gradient: use regime=t1"),
@@ -226,12 +226,12 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
 
 def _last_loss(cfg: TrainConfig) -> Loss:
     """Return the last loss of the training, from the first step on."""
-    return Loss(cfg.loss.then or cfg.loss.first, None, 0.0, cfg.loss.decay)
+    return Loss(first=cfg.loss.then or cfg.loss.first, then=None, switch=0.0, decay=cfg.loss.decay)
 
 
 def _begins_with(cfg: TrainConfig, folder: Path) -> None:
     """Let the draft begin with the weights of a folder. Sizes of a new draft do not apply."""
-    cfg.init.kind, cfg.draft.path = "pretrained", str(folder)
+    cfg.init.kind, cfg.draft = "pretrained", cfg.draft.model_copy(update={"path": str(folder)})
 
 
 # --- the second stage: draft and adapter learn together

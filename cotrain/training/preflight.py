@@ -228,7 +228,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
     many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
     measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
-    if not student_class(cfg.draft.kind).trained:
+    if not cfg.draft.trained:
         training = 0.0
     allowed = _in_time(cfg, training, sampling, judging / (cfg.trainer.validations + 1))
     return Durations(sampling, allowed, measuring, texts)

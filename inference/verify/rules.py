@@ -2,7 +2,7 @@
 
 A rule verifies the drafts of a round (`verify`), and predicts how many of them rounds accept given the emitted text
 (`reach`). The formulas are in `chain`, `tree`, `predict_chain` and `predict_tree`. A new rule is one more entry of
-`RULES`, and its name in `cotrain.config.ranges`. A rows, N drafts, V vocabulary; B texts, T tokens, K drafts per round.
+`RULES`, and its name in `cotrain.config.base`. A rows, N drafts, V vocabulary; B texts, T tokens, K drafts per round.
 """
 
 from collections.abc import Callable

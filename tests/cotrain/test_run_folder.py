@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.config.ranges import REMOVED
+from cotrain.config.names import REMOVED
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, REPLACED, claim, read_marker, resumable
 from inference.drafts.atomic import write_atomic

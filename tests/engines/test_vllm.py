@@ -40,9 +40,10 @@ from studies.assisted import assisted_arm
 from tests.engines.conftest import CASES, OUTPUT
 from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
+from tests.settings import resized
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-SIZE = Bench(prompts=48, quick_prompts=0, prompt_tokens=48, new_tokens=128, parity_tokens=0, rows=8, minutes=0,
+SIZE = Bench(prompts=48, quick_prompts=1, prompt_tokens=48, new_tokens=128, parity_tokens=1, rows=8, minutes=0,
              interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
              trees=0)  # fmt: skip
 TEMPERATURES = (1.0, 0.0)
@@ -84,7 +85,7 @@ def speeds(client: Client, plan: Plan) -> dict[str, float]:
 def in_regime(plan: Plan, temperature: float) -> Plan:
     """The plan at a temperature. Greedy rounds are certain, so half of the prompts show as much of them."""
     prompts = plan.bench.prompts if temperature else plan.bench.prompts // 2
-    return replace(plan, sampling=Sampling(temperature=temperature), bench=replace(plan.bench, prompts=prompts))
+    return replace(plan, sampling=Sampling(temperature=temperature), bench=resized(plan.bench, prompts=prompts))
 
 
 def same_text(plan: Plan, plain: list[list[int]], served: list[list[int]]) -> Any:

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from cotrain.cli import COMMANDS
+from cotrain.config.drafts import DRAFTS, OF_KINDS
 from cotrain.config.overrides import quote
-from cotrain.config.settings import checked, register
-from cotrain.paths import folder
-from cotrain.students.base import KINDS, OPTIONAL, student_class
+from cotrain.students.base import KINDS
+from tests.settings import composed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,22 +42,20 @@ def test_a_command_of_the_documents_composes(page: str, words: list[str]) -> Non
     command, *settings = words
     assert command in COMMANDS
     settings = [setting.partition(",")[0] for setting in settings if setting != "-m"]
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        OmegaConf.to_container(checked(command, compose(command, overrides=quote(settings))), resolve=True)
+    composed(*quote(settings), command=command)
 
 
 def test_the_main_pages_hold_commands() -> None:
     assert {"README.md", "choosing.md", "engines.md", "distributed.md"} <= {page for page, _ in COMMAND_LINES}
 
 
-@pytest.mark.parametrize("key", OPTIONAL)
+@pytest.mark.parametrize("key", sorted(OF_KINDS))
 def test_a_row_that_names_kinds_names_all_that_take_its_setting(key: str) -> None:
     rows = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8").splitlines()
     for row in rows:
         named = set(re.findall(r"`(\w+)`", row)) & KINDS.keys()
         if row.startswith(f"| `draft.{key}=") and named:
-            assert named == {kind for kind in KINDS if key in student_class(kind).takes}
+            assert named == {kind for kind in KINDS if key in DRAFTS[kind].model_fields}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

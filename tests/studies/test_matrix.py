@@ -22,6 +22,7 @@ from tests.bench_stubs import LIMIT, REGIME, SPEEDS, TAUS, Timed, met, plan_of, 
 from tests.cotrain.bench.test_reports import ALONE, REAL
 from tests.folders import network, tokenizer
 from tests.kinds import medusa
+from tests.settings import resized
 
 
 def real_plan(verify: str = "token", kind: str = "independent") -> Plan:
@@ -131,7 +132,7 @@ def test_a_cell_of_a_matrix(
     monkeypatch.setitem(LIMIT, "depths", limit)
     costs, machine = replace(REAL, rows=rows), Machine(2.0, 3.0)
     asked, sent, lm = stubbed(monkeypatch, costs, machine)
-    plan = plan_of(bench=replace(plan_of().bench, compile=True))
+    plan = plan_of(bench=resized(plan_of().bench, compile=True))
     (cell,) = matrix.matrix(plan, Grid([0.5], [rows], 2, None, tmp_path), lambda _: None)
     (round,) = met
     at = replace(REGIME, temperature=0.5)

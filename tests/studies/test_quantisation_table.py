@@ -17,6 +17,7 @@ from tests.cotrain.commands.test_train import SIZES
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
+from tests.settings import resized
 from tests.studies.test_matrix import real_plan
 
 
@@ -74,7 +75,7 @@ def test_a_cell_of_weights_is_of_the_draft_as_it_is_held(
     monkeypatch.setattr(quantisation_table, "acceptance", rates)
     monkeypatch.setattr(quantisation_table, "rounded", lambda draft, kind: seen.append((draft, kind)) or draft)
     monkeypatch.setattr(quantisation_table, "line", lambda cell: "")
-    plan = plan_of(objective="greedy", bench=replace(plan_of().bench, draft_dtype="float32"))
+    plan = plan_of(objective="greedy", bench=resized(plan_of().bench, draft_dtype="float32"))
 
     class Named(str):
         config = SimpleNamespace(is_encoder_decoder=False)

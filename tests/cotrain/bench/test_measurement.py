@@ -22,6 +22,7 @@ from inference.proposers.hybrid import Gate
 from tests import folders
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, TAUS, TREE, Timed, met, plan_of  # noqa: F401 - a fixture
 from tests.folders import network
+from tests.settings import resized
 from tests.tiny import tiny
 
 
@@ -58,11 +59,11 @@ def test_lengths_and_prompts_of_a_plan(met: list[Any], monkeypatch: pytest.Monke
 def test_a_draft_is_measured_in_the_numbers_that_it_is_served_in() -> None:
     plan = plan_of(draft=tiny(seed=1).train())
     assert plan.served is not plan.draft and not plan.served.training and plan.served.dtype == torch.float64
-    plan = plan_of(bench=replace(plan.bench, draft_dtype="float32"))
+    plan = plan_of(bench=resized(plan.bench, draft_dtype="float32"))
     assert plan.served.dtype == torch.float32 and plan.draft.dtype == torch.float64
     assert plan_of().served is not None and plan_of().int8 is False
-    assert plan_of(bench=replace(plan.bench, draft_int8=True)).int8 is False  # no kernel for such numbers
-    assert plan_of(bench=replace(plan.bench, draft_dtype="auto")).served.dtype == torch.float64
+    assert plan_of(bench=resized(plan.bench, draft_int8=True)).int8 is False  # no kernel for such numbers
+    assert plan_of(bench=resized(plan.bench, draft_dtype="auto")).served.dtype == torch.float64
 
 
 def test_figures_of_a_checkpoint(met: list[Any]) -> None:  # noqa: F811
@@ -94,7 +95,7 @@ def test_a_checkpoint_drafts_no_further_than_it_can(
 
 @pytest.mark.parametrize("until", [inf, 1e18])
 def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
-    plan = plan_of(bench=replace(plan_of().bench, rows=3, prompts=4))
+    plan = plan_of(bench=resized(plan_of().bench, rows=3, prompts=4))
     served: Any = plan.engine(2)
     measurement._timed(plan, served, until)
     (round,) = met
@@ -167,7 +168,18 @@ def test_parity_ends_with_its_time(met: list[Any], monkeypatch: pytest.MonkeyPat
 def plan(kind: str = "independent") -> Plan:
     """A pair with three ranking and three final prompts."""
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
-    size = Bench(2, 2, 8, 4, 28, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0)
+    size = Bench(
+        prompts=2,
+        quick_prompts=2,
+        prompt_tokens=8,
+        new_tokens=4,
+        parity_tokens=28,
+        rows=2,
+        minutes=0,
+        depths=[2],
+        draft_dtype="auto",
+        draft_int8=False,
+    )
     given = Prompts(ranking, final, "own")
     draft = network(layers=1, seed=1)
     return Plan(network(), folders.tokenizer(), draft, Sampling(), "token", size, ("t", "d"), given=given, kind=kind)

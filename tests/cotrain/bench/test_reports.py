@@ -15,6 +15,7 @@ from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
 from tests.bench_stubs import REGIME, SPEEDS, TREE, Timed, chains_of, met, plan_of, rates_of  # noqa: F401
+from tests.settings import resized
 
 ALONE = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 REAL = replace(ALONE, draft=0.75, rest=(0.2, 0.2, 0.3, 0.4, 0.5))
@@ -54,7 +55,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    size = replace(plan_of().bench, minutes=10)
+    size = resized(plan_of().bench, minutes=10)
     result, asked, plan, here, timing, verdict, chosen = reported(monkeypatch, bench=size)
     assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][3]
     assert asked["plain_texts"] == (here, 32) and asked["measure_acceptance"] == (here, "texts")
@@ -102,6 +103,6 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
 
 def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Each cast copy would be compiled anew."""
-    _, asked, plan, *_ = reported(monkeypatch, bench=replace(plan_of().bench, draft_dtype="float32"))
+    _, asked, plan, *_ = reported(monkeypatch, bench=resized(plan_of().bench, draft_dtype="float32"))
     given = asked["choose_compiled"][0]
     assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served

@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import wandb as lightning_wandb
 
 from cotrain.board import curves, tags
 from cotrain.cli import main
+from cotrain.config.groups import Trainer
+from cotrain.config.settings import TrainConfig
 from tests.cotrain.commands.test_train import SIZES, events_of, job, place  # noqa: F401 - a fixture
 
 
@@ -82,13 +84,10 @@ def test_wandb_gets_the_curves_of_tensorboard(
 
 
 def test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so(tmp_path: Path, wandb: Any) -> None:
-    cfg: Any = {"trainer": {"logger": "wandb"}, "label": None}
-    from omegaconf import OmegaConf
-
-    built = OmegaConf.create(cfg)
-    with pytest.raises(KeyboardInterrupt), curves.others(built, tmp_path):  # type: ignore[arg-type]
+    built = TrainConfig(trainer=Trainer(logger="wandb"))
+    with pytest.raises(KeyboardInterrupt), curves.others(built, tmp_path):
         raise KeyboardInterrupt
-    with curves.others(built, tmp_path):  # type: ignore[arg-type]
+    with curves.others(built, tmp_path):
         pass
     first, second = wandb.runs
     assert first.id == second.id and (first.ended, second.ended) == (1, 0)

@@ -3,20 +3,17 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from cotrain.commands import bench, generate, plan, serve_check
 from cotrain.commands.served_pair import KNOWN, UNSAID, as_trained, stored
-from cotrain.config.ranges import change
-from cotrain.config.settings import BenchConfig, TrainConfig, checked, register
-from cotrain.paths import folder
+from cotrain.config.changes import change
+from cotrain.config.drafts import EagleDraft
+from cotrain.config.settings import BenchConfig, TrainConfig, flat
 from cotrain.planning.policy_file import content
 from cotrain.training.distil import served_as
 from inference import Engine, Sampling, load
@@ -25,6 +22,7 @@ from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, ident
 from inference.models.pretrained import quantisation_of
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
+from tests.settings import composed, pick, put
 
 TRAINED = {
     "temperature": 0.6, "top_k": 7, "top_p": 0.8, "verify": "block", "prompt_tokens": 31, "quantisation": "nf4",
@@ -42,53 +40,35 @@ SERVED = {item.name for item in fields(ServedAs)}
 FREE = ("target.", "draft.", "bench.", "data.", "output", "overwrite", "minutes", "threads")
 
 
-@pytest.fixture(autouse=True)
-def hydra() -> Iterator[None]:
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        yield
-
-
 def made(**changed: Any) -> Metadata:
     served = ServedAs(**{name: value for name, value in TRAINED.items() if name in SERVED})
     target = {"name": "there", "config": None, "tokenizer": None}
     return Metadata(target, 3, regime={name: TRAINED[name] for name in REGIME}, int8=True, served=served, **changed)
 
 
-def keys(schema: Any, above: str = "") -> set[str]:
-    """Leaves of a configuration's types."""
-    found = set()
-    for field, kind in zip(fields(schema), get_type_hints(schema).values(), strict=True):
-        found |= keys(kind, f"{above}{field.name}.") if is_dataclass(kind) else {f"{above}{field.name}"}
-    return found
+def keys(schema: Any) -> set[str]:
+    """Leaves of a command's settings."""
+    return {key for key, value in flat(schema().model_dump()) if not isinstance(value, dict)}
 
 
 def settings(command: str, *overrides: str) -> Any:
-    return checked(command, compose(command, overrides=["draft.path=there", *overrides]))
+    return composed("draft.path=there", *overrides, command=command)
 
 
 def held(command: str) -> list[str]:
-    whole = settings(command)
-    return [key for key in KNOWN if OmegaConf.is_missing(whole, key) or key_in(whole, key)]
-
-
-def key_in(cfg: Any, key: str) -> bool:
-    group, _, name = key.rpartition(".")
-    inside = OmegaConf.select(cfg, group) if group else cfg
-    return inside is not None and name in inside
+    known = dict(flat(settings(command).model_dump()))
+    return [key for key in KNOWN if key in known]
 
 
 @pytest.mark.parametrize("command", ["bench", "generate", "serve_check"])
 def test_what_is_left_open_is_as_the_folder_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = settings(command)
     as_trained(cfg, made())
-    assert {key: OmegaConf.select(cfg, key) for key in held(command)} == {
-        key: TRAINED[KNOWN[key][0]] for key in held(command)
-    }
+    assert {key: pick(cfg, key) for key in held(command)} == {key: TRAINED[KNOWN[key][0]] for key in held(command)}
     assert not capsys.readouterr().err
     cfg = settings(command)
     as_trained(cfg, None)
-    assert all(OmegaConf.select(cfg, key) == UNSAID[KNOWN[key][0]] for key in held(command))
+    assert all(pick(cfg, key) == UNSAID[KNOWN[key][0]] for key in held(command))
 
 
 @pytest.mark.parametrize("command", ["bench", "generate", "serve_check"])
@@ -96,9 +76,9 @@ def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFi
     for key in held(command):
         name = KNOWN[key][0]
         cfg = settings(command)
-        OmegaConf.update(cfg, key, ELSE[name])
+        put(cfg, key, ELSE[name])
         as_trained(cfg, made())
-        assert OmegaConf.select(cfg, key) == ELSE[name]
+        assert pick(cfg, key) == ELSE[name]
         assert f"{key}={ELSE[name]} ({TRAINED[name]})" in capsys.readouterr().err
 
 
@@ -119,8 +99,10 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     shared = {key for key in keys(TrainConfig) & keys(BenchConfig) if not key.startswith(FREE)}
     known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat", "target."))}
     assert shared == known
-    cfg = compose("train", overrides=["verify=block", "bench.prompt_tokens=31", "quantisation=nf4", "data.chat=true",
-                                      "target.dtype=bfloat16", "+data.template.enable_thinking=false"])  # fmt: skip
+    cfg = composed(
+        "verify=block", "bench.prompt_tokens=31", "quantisation=nf4", "data.chat=true", "target.dtype=bfloat16",
+        "+data.template.enable_thinking=false",
+    )  # fmt: skip
     assert served_as(cfg, True) == made().served
     assert {name for name, _ in KNOWN.values()} == set(TRAINED) == set(UNSAID)
     assert stored(made()) == TRAINED
@@ -128,9 +110,9 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
 
 def test_what_older_runs_had_by_default_is_no_other_run() -> None:
     assert change("data.column", "text", None) == change("init.cosine", 4.0, None) == "same"
-    assert change("draft.width", 256, None, unread={"draft.width"}) == "same"
+    assert change("draft.width", 256, None, draft=EagleDraft) == "same"
     assert {change("data.column", "prompt", None), change("data.chat", True, None), change("draft.width", 256, None),
-            change("draft.width", 256, 128, unread={"draft.width"})} == {"other"}  # fmt: skip
+            change("draft.width", 256, 128, draft=EagleDraft)} == {"other"}  # fmt: skip
 
 
 # --- a folder of odd values, in every command
@@ -206,7 +188,7 @@ def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "generate", reach)
     monkeypatch.setattr("cotrain.commands.plan.drafted", lambda cfg, given, texts: reach(given, cfg))
     monkeypatch.setattr("cotrain.commands.serve_check.server", lambda *_: None)
-    cfg: Any = checked(command, compose(command, overrides=[f"draft.path={path}", *TYPED[command].split()]))
+    cfg: Any = composed(f"draft.path={path}", *TYPED[command].split(), command=command)
     if command != "generate":
         cfg.output = str(output)
     with pytest.raises(Reached) as reached:
@@ -262,7 +244,7 @@ def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tm
 
 def generated(path: Path | None, *settings: str) -> None:
     typed = ["prompt=x", "max_new_tokens=2", *([f"draft.path={path}"] if path else []), *settings]
-    generate.run(checked("generate", compose("generate", overrides=typed)))
+    generate.run(composed(*typed, command="generate"))
 
 
 def test_a_policy_is_used_or_refused_by_name(

@@ -12,18 +12,18 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.trainer.connectors import checkpoint_connector
-from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.cli import COMMANDS, main, quiet
-from cotrain.config.overrides import ALIASES, _keys, alias, nearest, quote, unknown
-from cotrain.config.ranges import REMOVED
-from cotrain.config.settings import SCHEMAS, register
+from cotrain.config.names import ALIASES, REMOVED, alias, nearest, unknown
+from cotrain.config.overrides import quote
+from cotrain.config.settings import SCHEMAS, keys_of, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from inference import Engine, Sampling
@@ -48,9 +48,9 @@ def arrived(texts: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DictConfig]:
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The configurations that `run` of any command is called with, from an empty working folder."""
-    seen: list[DictConfig] = []
+    seen: list[Any] = []
     for name in COMMANDS:
         monkeypatch.setitem(sys.modules, f"cotrain.commands.{name}", SimpleNamespace(run=seen.append))
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DictConfig]:
 def stopped_by(error: BaseException, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The status of `cotrain bench` whose `run` raises `error`."""
 
-    def run(cfg: DictConfig) -> None:
+    def run(cfg: Any) -> None:
         raise error
 
     monkeypatch.setitem(sys.modules, "cotrain.commands.bench", SimpleNamespace(run=run))
@@ -105,7 +105,7 @@ def test_other_settings_and_flags_are_left_to_hydra() -> None:
     assert quote(arguments) == arguments
 
 
-def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[DictConfig], tmp_path: Path) -> None:
+def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[Any], tmp_path: Path) -> None:
     typed, environment = list(sys.argv), dict(os.environ)
     assert main(["generate", "prompt=null", "regime=t0", "target.path=/x y/${z}", "draft.path=null"]) == 0
     (cfg,) = ran
@@ -115,15 +115,15 @@ def test_a_run_gets_the_typed_values_and_leaves_nothing(ran: list[DictConfig], t
     assert (sys.argv, dict(os.environ)) == (typed, environment)
 
 
-def test_a_sweep_runs_each_value_in_its_own_folder(ran: list[DictConfig], tmp_path: Path) -> None:
+def test_a_sweep_runs_each_value_in_its_own_folder(ran: list[Any], tmp_path: Path) -> None:
     assert main(["bench", "bench.rows=2,3", "output=o, 1", "-m", "draft.path=/a,${b}"]) == 0
     assert [(cfg.bench.rows, cfg.output) for cfg in ran] == [(2, "o, 1/bench.rows=2"), (3, "o, 1/bench.rows=3")]
     assert {cfg.draft.path for cfg in ran} == {"/a,${b}"}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_goes_on_after_a_failed_job(ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(cfg: DictConfig) -> None:
+def test_a_sweep_goes_on_after_a_failed_job(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cfg: Any) -> None:
         if cfg.seed == 1:
             raise UserError("seed 1")
         ran.append(cfg)
@@ -134,9 +134,7 @@ def test_a_sweep_goes_on_after_a_failed_job(ran: list[DictConfig], monkeypatch: 
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--help"]])
-def test_settings_are_shown_without_a_run(
-    flags: list[str], ran: list[DictConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_shown_without_a_run(flags: list[str], ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *flags, "prompt=a, b"]) == 0
     assert "prompt: a, b\n" in capsys.readouterr().out
     assert ran == []
@@ -148,9 +146,8 @@ def test_settings_are_shown_without_a_run(
         (["max_new_tokns=3"], "no key 'max_new_tokns'; the nearest is 'max_new_tokens'"),
         (["temperature=0.5"], "no key 'temperature'; the nearest is 'regime.temperature'"),
         (["+seeed=1"], "no key 'seeed'"),
-        (["~seed"], "set a value for seed="),
-        (["policy.k=many"], "policy.k=many: Value 'many' of type 'str' could not be converted to Integer"),
-        (["seed=null"], "seed=null: field 'seed' is not Optional"),
+        (["policy.k=many"], "policy.k=many: it must be a whole number"),
+        (["seed=null"], "seed=null: it must be a whole number"),
         (["regime=warm"], "regime=warm: regime is one of as_trained, nucleus, t0, t03, t05, t07, t1"),
         (["-m", "regime=t0,warm"], "regime=warm: regime is one of as_trained, nucleus, t0, t03, t05, t07, t1"),
         (["target=/a b/c"], "target=/a b/c: target= cannot be a path: write target.path=/a b/c instead"),
@@ -161,7 +158,7 @@ def test_settings_are_shown_without_a_run(
     ],
 )
 def test_a_wrong_setting_is_named(
-    arguments: list[str], message: str, ran: list[DictConfig], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, ran: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *arguments]) in (1, 2)
     said = capsys.readouterr().err.strip()
@@ -171,13 +168,13 @@ def test_a_wrong_setting_is_named(
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_setting_is_named(key: str, ran: list[DictConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_setting_is_named(key: str, ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """With what to do instead. A resumed run may have it at the value that changed nothing, see test_run_folder."""
     assert main(["train", f"{key}=1"]) == 2 and ran == []
     assert capsys.readouterr().err == f"cotrain train: {key}= was removed: {REMOVED[key].instead}\n"
 
 
-def test_a_removed_loss_is_named(ran: list[DictConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_loss_is_named(ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "loss=rkl"]) == 2 and ran == []
     assert capsys.readouterr().err == "cotrain train: loss=rkl was removed: set loss=kl\n"
 
@@ -224,7 +221,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "train init.layers=0,-1": ("init.layers=0,-1: several values: write init.layers=[0,-1], or add -m", "mbiguous"),
     "train init.layers=0": ("init.layers=0: it is a list: write init.layers=[0]", "ListConfig"),
     "train trainer.steps=10,20": ("trainer.steps=10,20: several values: give trainer.steps= one value, or add -m", "["),
-    "train trainer.steps=many": ("trainer.steps=many: Value 'many' of type 'str' could not be", "nearest"),
+    "train trainer.steps=many": ("trainer.steps=many: it must be a whole number", "nearest"),
     "train trainer=9": ("trainer=9: trainer is one of cpu, ", "override"),
     "train draft.layers": ("'draft.layers' is not a setting: write key=value", "Error"),
     "train --lr 1e-3": ("no flag --lr: settings are key=value, as in optimizer.lr=", "as in lr"),
@@ -258,7 +255,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_what_users_mistype_points_to_the_right_setting(
-    typed: str, ran: list[DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: str, ran: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *arguments = typed.split()
     assert main([command, *arguments]) in (1, 2)
@@ -269,8 +266,7 @@ def test_what_users_mistype_points_to_the_right_setting(
 
 
 def test_every_name_of_another_program_is_a_setting_of_some_command() -> None:
-    register()
-    keys, named = {name: _keys(name, []) for name in COMMANDS}, set[str]()
+    keys, named = {name: keys_of(name) for name in COMMANDS}, set[str]()
     for command, name in product(keys, ALIASES):
         typed = name if "." in name else f"x.{name}"
         found = re.search(r"the settings? (?:is|of this name are) (.*)=", unknown(typed, command, keys[command]))
@@ -305,7 +301,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_a_failure_is_one_line(
-    error: Exception, message: str, ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch,
+    error: Exception, message: str, ran: list[Any], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert stopped_by(error, monkeypatch, "output=run 1") == 1
@@ -315,7 +311,7 @@ def test_a_failure_is_one_line(
 
 
 def test_a_full_disk_that_nobody_named_is_one_of_those_that_are_listed(
-    ran: list[DictConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A library writes to the temporary directory, or its cache, and does not say where."""
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
@@ -328,7 +324,7 @@ def test_a_full_disk_that_nobody_named_is_one_of_those_that_are_listed(
 
 
 def test_a_bug_and_a_wish_show_the_traceback(
-    ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stopped_by(KeyError("bug"), monkeypatch) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -337,7 +333,7 @@ def test_a_bug_and_a_wish_show_the_traceback(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_130(ran: list[DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_130(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped_by(KeyboardInterrupt(), monkeypatch) == 130
 
 

@@ -3,22 +3,17 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import configuration_utils
 
 from cotrain.bench import server_parity
 from cotrain.commands import bench, generate, rollout, serve_check
-from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
-from cotrain.paths import folder
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
@@ -31,6 +26,7 @@ from inference.report.build import _of_engine, validate
 from inference.servers.openai_client import Served
 from tests.draft_folders import draft_folder
 from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
+from tests.settings import composed, put
 
 EVERY = [*KINDS, "retrieval, datastore"]
 SIZES = {
@@ -57,11 +53,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[dict[str, Any]]:
+def settings() -> dict[str, Any]:
     """Of each command, at sizes that tests can afford."""
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        yield {name: checked(name, compose(name, overrides=sizes.split())) for name, sizes in SIZES.items()}
+    return {name: composed(*sizes.split(), command=name) for name, sizes in SIZES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +86,7 @@ def ran(settings: dict[str, Any], command: str, path: Path | None, output: Path 
     cfg = copy.deepcopy(settings[command])
     cfg.draft.path = path and str(path)
     for key, value in (changed | ({"output": str(output)} if output else {})).items():
-        OmegaConf.update(cfg, key.replace("__", "."), value)
+        put(cfg, key.replace("__", "."), value)
     RUN[command](cfg)
 
 

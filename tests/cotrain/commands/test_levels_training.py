@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.students.base import student_class
 from inference import Engine, Sampling, load
 from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
 from tests.cotrain.commands.test_train import SIZES
-from tests.draft_folders import BARE, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.folders import network, own_texts, target_folder
 
 BENCH = [size for size in SIZES if size.startswith("bench.")]
@@ -42,8 +42,8 @@ def test_bits_and_guesses_are_those_that_are_asked_for(bits: int, name: str, pla
     target = network()
     for kind in ("quantised", "two_levels"):
         path = str(place / "small") if kind == "two_levels" else None
-        asked = Draft(kind=kind, **BARE | {"bits": bits, "inner": 2 if path else None, "path": path})
-        made = student_class(kind).initial(asked, Init("scratch", []), target)
+        asked = bare(kind, bits=bits, **({"inner": 2, "path": path} if path else {}))
+        made = student_class(kind).initial(asked, Init(kind="scratch", layers=[]), target)
         proposer = student_class(kind)(made, target).proposer()
         assert isinstance(proposer, TwoLevels if path else Quantised)
         assert (proposer.model if isinstance(proposer, TwoLevels) else proposer).bits == name
@@ -98,10 +98,10 @@ def test_bits_reach_every_command(
         ("draft=two_levels draft.path=LOOKUP", "LOOKUP is of kind 'retrieval'; two_levels needs one of kind"),
         ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
-        ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; draft.inner=null"),
-        ("draft=medusa draft.bits=4", "draft.bits=4: medusa drafts do not have it; draft.bits=null"),
-        ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; draft.inner=null"),
-        ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; draft.rank=0"),
+        ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; they have draft."),
+        ("draft=medusa draft.bits=4", "draft.bits=4: medusa drafts do not have it; they have draft."),
+        ("draft=early_exit draft.inner=3", "draft.inner=3: early_exit drafts do not have it; they have draft."),
+        ("draft=independent draft.rank=4", "draft.rank=4: independent drafts do not have it; they have draft."),
         ("draft=quantised init=pretrained", "init=pretrained: quantised drafts are not trained; set init=scratch"),
         ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers, but the target has 2: give 1 to 2"),
     ],

@@ -1,7 +1,6 @@
 """Settings that only some kinds of draft have: who takes which, and that nobody ignores one."""
 
 import copy
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config.groups import Draft, Init
-from cotrain.config.ranges import refuse_unread
-from cotrain.students.base import KINDS, NEW, OPTIONAL, SHAPE, student_class
+from cotrain.config.base import NEW
+from cotrain.config.drafts import DRAFTS, OF_KINDS
+from cotrain.config.overrides import quote
+from cotrain.config.settings import refuse_unread
+from cotrain.students.base import KINDS, SHAPE
 from cotrain.training import assembly
 from cotrain.training.fit import _rounded
 from inference.models.pretrained import load_model
-from tests.cotrain.config.test_settings_reach import composed
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
+from tests.settings import composed
 from tests.tiny import tiny
 
 TAKES = {
@@ -43,11 +44,10 @@ VALUES = {"datastore": "/nowhere", "shortest": 3, "rank": 4, "depths": 2, "vocab
 
 def said(kind: str, init: str = "scratch", **changed: Any) -> str:
     """What a run of this kind says against its settings, "" where it begins."""
-    draft = composed(f"draft={kind}").draft
-    for key, value in changed.items():
-        setattr(draft, key, value)
     try:
-        assembly.initial(SimpleNamespace(draft=draft, init=Init(init, [0])), tiny())  # type: ignore[arg-type]
+        typed = [*(f"draft.{key}={value}" for key, value in changed.items())]
+        cfg = composed(f"draft={kind}", f"init={init}", "init.layers=[0]", *quote(typed))
+        assembly.initial(cfg, tiny())
     except (ValueError, OSError) as error:
         return str(error)
     return ""
@@ -55,7 +55,7 @@ def said(kind: str, init: str = "scratch", **changed: Any) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
-    assert set(TAKES) == set(KINDS) and set(VALUES) == set(OPTIONAL)
+    assert set(TAKES) == set(KINDS) and set(VALUES) | {"path"} == OF_KINDS
     for key, value in VALUES.items():
         refused = f"draft.{key}={value}: {kind} drafts do not have it" in said(kind, **{key: value})
         assert refused is (key not in TAKES[kind]), key
@@ -64,7 +64,7 @@ def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_weights_come_from_is_said_once(kind: str) -> None:
-    if not student_class(kind).trained:
+    if not DRAFTS[kind].trained:
         assert f"init=pretrained: {kind} drafts are not trained; set init=scratch" in said(kind, "pretrained")
         assert f"draft.quantisation=int8: {kind} drafts are not trained" in said(kind, quantisation="int8")
     else:
@@ -88,7 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("settings")
     target_folder(place / "target", layers=3, hidden=128)
     for kind in KINDS:
-        if student_class(kind).trained:
+        if DRAFTS[kind].trained:
             draft_folder(place / kind, place / "target", kind)
     return place
 
@@ -101,9 +101,9 @@ def target(folders: Path) -> Any:
 def begun(kind: str, init: str, folders: Path) -> Any:
     """Settings of a run of this kind that can begin."""
     cfg = composed(f"draft={kind}")
-    for key in set(SIZES) & TAKES[kind]:
-        cfg.draft[key] = SIZES[key]
-    if init == "pretrained" or kind == "two_levels":
+    for key in SIZES.keys() & DRAFTS[kind].model_fields.keys():
+        setattr(cfg.draft, key, SIZES[key])
+    if kind == "two_levels" or (init == "pretrained" and DRAFTS[kind].trained):
         cfg.draft.path = str(folders / ("independent" if kind == "two_levels" else kind))
     cfg.init.kind, cfg.init.layers = init, [0] if init == "target_layers" else []
     return cfg
@@ -112,31 +112,32 @@ def begun(kind: str, init: str, folders: Path) -> Any:
 def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str:
     """What a run says against a setting that is typed, or else the draft that it makes and how it learns."""
     group, _, name = key.rpartition(".")
-    of = cfg[group] if group else cfg
-    before, of[name] = copy.deepcopy(of[name]), value
+    if key.startswith("draft.") and name not in type(cfg.draft).model_fields:
+        return f"refused: {key}={value}"
+    of = getattr(cfg, group) if group else cfg
+    before = copy.deepcopy(getattr(of, name))
+    setattr(of, name, value)
     torch.manual_seed(0)
     try:
-        refuse_unread(cfg, [f"{key}={value}"], student_class)
+        refuse_unread(cfg, [f"{key}={value}"])
         network = assembly.initial(cfg, target)
     except (ValueError, OSError) as error:
         return f"refused: {error}"
     finally:
         rounded = [one.kind for one in _rounded(SimpleNamespace(cfg=cfg))]  # type: ignore[arg-type]
-        of[name] = before
+        setattr(of, name, before)
     weights = {name: (tuple(one.shape), float(one.double().norm())) for name, one in network.state_dict().items()}
     return f"{network.config.to_json_string(use_diff=False)} {weights} {rounded}"
 
 
-@pytest.mark.parametrize("init", [*NEW, "pretrained"])
+@pytest.mark.parametrize("init", [*NEW.inits, "pretrained"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_of_a_draft_changes_it_or_is_refused(
     kind: str, init: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = {f"draft.{one.name}" for one in fields(Draft)} | {f"init.{one.name}" for one in fields(Init)}
-    assert keys - set(CHANGED) == {"draft.kind", "init.kind"}
     cfg = begun(kind, init, folders)
     before = made(cfg, target)
-    if init == "pretrained" and not student_class(kind).trained:
+    if init == "pretrained" and not DRAFTS[kind].trained:
         assert "are not trained; set init=scratch" in before
         return
     assert not before.startswith("refused")
@@ -149,26 +150,26 @@ def test_every_setting_of_a_draft_changes_it_or_is_refused(
         assert not after.startswith("refused") or f"{key}={value}" in after or f"{key}:" in after, after
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if student_class(kind).trained])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if DRAFTS[kind].trained])
 def test_the_weights_of_depths_are_refused_where_one_distribution_serves_all(kind: str) -> None:
     cfg, said = composed(f"draft={kind}"), ""
     try:
-        refuse_unread(cfg, ["loss.decay=0.5"], student_class)
+        refuse_unread(cfg, ["loss.decay=0.5"])
     except ValueError as error:
         said = str(error)
     assert said.startswith("loss.decay=0.5: the setting has no effect here") == (kind in ONE_GUESS)
-    cfg.draft.rank = 0
     if kind == "early_exit":
+        cfg.draft.rank = 0
         for key in ("loss.decay=0.5", "draft.depths=2"):
             with pytest.raises(ValueError, match=f"{key}: the setting has no effect here"):
-                refuse_unread(cfg, [key], student_class)
+                refuse_unread(cfg, [key])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ways_to_begin_differ_or_are_said_to_be_one(
     kind: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = [made(begun(kind, init, folders), target) for init in NEW]
+    ways = [made(begun(kind, init, folders), target) for init in NEW.inits]
     made(begun(kind, "scratch", folders), target, "init.kind", "scratch")
     line = f"init.kind=scratch: the setting has no effect here: {kind} drafts begin in one way"
     assert (line in capsys.readouterr().err) == (ways[0] == ways[1])

@@ -1,72 +1,75 @@
 """What a command reads does not lie where it writes, and a folder of another command is never replaced."""
 
-import dataclasses
+import copy
 import json
 import typing
-from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from cotrain.cli import main
 from cotrain.commands import export
-from cotrain.config.settings import SCHEMAS, checked, register
+from cotrain.config.base import Mark, Settings, fields, marked
+from cotrain.config.settings import SCHEMAS
 from cotrain.errors import UserError
 from cotrain.export.engines import MARK
-from cotrain.paths import folder
-from cotrain.run_folder import MARKER, STORES, WORDS, WRITTEN, claim, refuse_overlap, refuse_replaced
+from cotrain.run_folder import MARKER, claim, refuse_overlap, refuse_replaced
+from tests.settings import composed
 
 
-def texts_of(schema: type, prefix: str = "") -> Iterator[str]:
+def texts_of(schema: type[Settings]) -> set[str]:
     """The dotted names of all settings of text."""
-    for name, kind in typing.get_type_hints(schema).items():
-        if dataclasses.is_dataclass(kind):
-            yield from texts_of(typing.cast(type, kind), f"{prefix}{name}.")
-        elif str in (kind, *typing.get_args(kind)) and not str(kind).startswith("dict"):
-            yield f"{prefix}{name}"
+    return {
+        key
+        for key, field in fields(schema)
+        if {str, list[str]} & {field.annotation, *typing.get_args(field.annotation)}
+        and typing.get_origin(field.annotation) is not dict
+    }
 
 
+# text that is no path; a new setting of text is marked as a path or stands here
+WORDS = {
+    "quantisation.kind", "draft.quantisation", "init.kind", "loss.first", "loss.then",
+    "objective", "optimizer.kind", "mode", "data.column", "data.split", "data.config", "rollout.url",
+    "trainer.precision", "trainer.accelerator", "trainer.strategy", "trainer.logger", "bench.draft_dtype",
+    "target.dtype", "verify", "label", "kind", "baseline", "engine", "layout",
+    "dtype", "push_to_hub", "url", "model", "prompt", "shapes",
+}  # fmt: skip
 PATHS = [
     (command, written, key)
     for command, schema in SCHEMAS.items()
-    for written in WRITTEN
-    for key in texts_of(schema)
-    if written in texts_of(schema) and key not in WORDS | {written, "output"}
+    for written in marked(schema, Mark.OUTPUT)
+    for key in sorted(texts_of(schema) - WORDS - {written})
 ]
 
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, dict[str, Any]]:
     """Of each command, as they stand in conf/."""
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        return {name: typing.cast(dict[str, Any], OmegaConf.to_container(checked(name, compose(name)), resolve=True))
-                for name in SCHEMAS}  # fmt: skip
+    return {name: composed(command=name).model_dump() for name in SCHEMAS}
 
 
 def refused(settings: dict[str, Any], command: str, **values: Path | str) -> str | None:
     """What is said of a command with these values; None: nothing."""
-    cfg = OmegaConf.create(settings)
+    changed = copy.deepcopy(settings)
     for key, value in values.items():
-        listed = isinstance(OmegaConf.select(cfg, key), typing.Sequence) and OmegaConf.is_list(
-            OmegaConf.select(cfg, key)
-        )
-        OmegaConf.update(cfg, key, [str(value)] if listed else str(value))
+        *groups, name = key.split(".")
+        group = reduce(lambda some, one: some[one], groups, changed)
+        group[name] = [str(value)] if isinstance(group.get(name), list) else str(value)
     try:
-        refuse_overlap(command, typing.cast(dict[str, Any], OmegaConf.to_container(cfg)))
+        refuse_overlap(command, changed)
     except UserError as error:
         return str(error)
     return None
 
 
-def test_every_setting_of_text_is_known_as_a_word_or_guarded_as_a_path() -> None:
-    """One that is new is guarded until WORDS names it; WORDS names no setting that is gone."""
+def test_every_setting_of_text_is_a_word_or_guarded_as_a_path() -> None:
     known = {key for schema in SCHEMAS.values() for key in texts_of(schema)}
-    assert set(WORDS) - known == set()
-    guarded = known - WORDS - set(WRITTEN)
+    assert WORDS - known == set()
+    guarded = {key for schema in SCHEMAS.values() for key in marked(schema, Mark.PATH, Mark.STORE)}
+    assert known - WORDS - {"output"} == guarded
     assert guarded == {
         "target.path", "target.adapter", "draft.path", "draft.datastore", "data.path", "rollout.folder",
         "trainer.cache", "prompts", "folder", "report", "run", "page", "check", "drafts",
@@ -93,7 +96,7 @@ def test_no_path_that_is_read_may_lie_in_a_folder_that_is_written(
     (tmp_path / "linked" / "weights").symlink_to(output / "sub" / "file")
     inside = [output, output / "sub", output / "sub" / "file", Path("out/sub"), output / "link", tmp_path / "alias",
               tmp_path / "linked", other / ".." / "out" / "sub"]  # fmt: skip
-    inside += [output / "not yet"] if key in STORES else []
+    inside += [output / "not yet"] if key in marked(SCHEMAS[command], Mark.STORE) else []
     inside += [output / "sub" / "f*"] if key == "data.path" else []
     for place in inside:
         said = refused(settings[command], command, **{written: output, key: place})

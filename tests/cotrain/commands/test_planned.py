@@ -1,19 +1,14 @@
 """`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from cotrain.commands.bench import DEPTHS, _plan_line, _planned
 from cotrain.commands.served_pair import prompts
-from cotrain.config.settings import checked, register
-from cotrain.paths import folder
 from cotrain.planning import planner
 from cotrain.planning.forecast import TreeForecast
 from cotrain.planning.planner import MeasuredCosts, plan_length
@@ -21,15 +16,9 @@ from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs
 from inference.measure.costs import Costs, RealRound
 from tests.bench_stubs import chains_of, plan_of, rates_of
 from tests.folders import network, tokenizer
+from tests.settings import composed
 
 TREE = PlannedTree((-1, -1, 0), "traversal")
-
-
-@pytest.fixture(autouse=True)
-def hydra() -> Iterator[None]:
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        yield
 
 
 def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> Metadata:
@@ -38,7 +27,7 @@ def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> 
 
 
 def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list[int]]:
-    cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", *settings]))
+    cfg: Any = composed("draft.path=there", *settings, command="bench")
     typed, cfg.verify = cfg.verify, cfg.verify or "block"  # as `as_trained` fills it in
     return _planned(cfg, metadata, typed), list(cfg.bench.depths)
 
@@ -49,7 +38,7 @@ class TestPromptLengths:
         file = tmp_path / "chats.jsonl"
         rows = [{"prompt": f"Number {i} " + "of many words " * (4 + i % 3 * 8)} for i in range(90)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        cfg: Any = checked("bench", compose("bench", overrides=["draft.path=there", f"data.path={file}"]))
+        cfg: Any = composed("draft.path=there", f"data.path={file}", command="bench")
         cfg.bench.prompt_tokens, cfg.data.chat = stored, False
         given = prompts(cfg.data, cfg.bench, network(), tokenizer(), room)
         return cfg.bench.prompt_tokens, len(given.ranking) + len(given.final)
@@ -104,6 +93,6 @@ class TestPlan:
         monkeypatch.setattr(planner, "plan_length", lambda *_: (chains, "costs"))
         monkeypatch.setattr(planner, "best_tree", lambda *_: slow)
         for length, served in ((None, None), (2, slow)):
-            plan = plan_of(bench=replace(plan_of().bench, rows=1), tree=TREE, planned=length)
+            plan = plan_of(bench=plan_of().bench.model_copy(update={"rows": 1}), tree=TREE, planned=length)
             drafting, _, chosen = planner.plan_draft(plan, "costs", "texts")  # type: ignore[arg-type]
             assert chosen.served is served and drafting.tree == (served.tree if served else None)

@@ -366,7 +366,7 @@ def test_a_bad_target_is_one_line_and_leaves_nothing(
         ("init.layers=[7]", "init.layers: [7] are not all layers of the target, whose number of layers is 2"),
         ("init.kind=pretrained", "init.kind: 'pretrained'"),
         ("policy.k=null", "policy.k: "),
-        ("bench.depths=[0]", "bench.depths: [0]"),
+        ("bench.depths=[0]", "bench.depths=[0]: each must be at least 1"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(

@@ -14,7 +14,7 @@ from inference.sampling import probs
 def test_training_cuts_distributions_as_the_engine_does(k: int, p: float) -> None:
     """Top-k first: top-p of what is left keeps fewer tokens than of the whole distribution."""
     logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    regime = Regime(1.0, k, p)
+    regime = Regime(temperature=1.0, top_k=k, top_p=p)
     cut = truncation(regime)
     assert cut is not None
     torch.testing.assert_close(cut(logits).softmax(-1), probs(logits, sampling(regime)).double(), atol=1e-6, rtol=0)

@@ -1,27 +1,20 @@
 """Each setting of a training run reaches what it names, and no other: parts are made from settings that all differ."""
 
-import copy
-from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import OmegaConf
 
-from cotrain.config.groups import Data, Rollout
-from cotrain.config.overrides import flat
-from cotrain.config.ranges import change
-from cotrain.config.settings import register
+from cotrain.config.changes import change
+from cotrain.config.drafts import MedusaDraft, RetrievalDraft
+from cotrain.config.groups import Data, Regime, Rollout
+from cotrain.config.settings import flat
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import of_blocks
 from cotrain.evaluation.held_out import DEPTHS
-from cotrain.paths import folder
 from cotrain.rollout.training_texts import WHOLE, Share
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import assembly, fit
@@ -32,6 +25,7 @@ from cotrain.training.job import Job, objective
 from cotrain.training.progress import Progress
 from inference import Sampling
 from tests.folders import network, tokenizer
+from tests.settings import composed, pick, put, typed
 
 ODD = """regime.temperature=0.8 regime.top_k=7 regime.top_p=0.9 objective=greedy_draft verify=block policy.k=3
 optimizer.lr=0.003 optimizer.weight_decay=0.04 optimizer.betas=[0.85,0.97] optimizer.warmup=0.25 optimizer.decay=0.3125
@@ -40,24 +34,9 @@ trainer.clip=0.7 trainer.validations=5 trainer.checkpoint_minutes=4 trainer.corp
 loss.switch=0.4 loss.decay=0.9 rollout.seed=5 rollout.rows=9 bench.rows=3""".split()
 
 
-@cache
-def _composed(*overrides: str) -> Any:
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
-
-
-def composed(*overrides: str) -> Any:
-    """Settings of `cotrain train`, to be changed."""
-    return copy.deepcopy(_composed(*overrides))
-
-
 def job_of(*overrides: str) -> Job:
     """Of settings that all differ from the defaults; overrides: more of them, key=value."""
-    cfg = composed(*ODD)
-    for key, _, value in (one.partition("=") for one in overrides):
-        OmegaConf.update(cfg, key, yaml.safe_load(value))
-    return Job(cfg, Path("place"), network(), tokenizer())
+    return Job(typed(composed(*ODD), *overrides), Path("place"), network(), tokenizer())
 
 
 def test_a_module_is_made_as_the_settings_say() -> None:
@@ -157,7 +136,8 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, draft = job_of("draft.kind=medusa"), network(1)
+    job, draft = job_of(), network(1)
+    job.cfg.draft = MedusaDraft()
     given: Any = object()
     monkeypatch.setattr(Job, "prompts", given)
     plan = job.plan(draft)
@@ -168,7 +148,7 @@ def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.names == ("bundled", "medusa, target_layers, kl_then_tv")
     job.cfg.loss.then = None
     assert job.plan(draft).names == ("bundled", "medusa, target_layers, kl")
-    job.cfg.draft.kind = "retrieval"  # neither starts anywhere nor learns
+    job.cfg.draft = RetrievalDraft()  # neither starts anywhere nor learns
     assert job.plan(draft).names == ("bundled", "retrieval")
     assert [objective(f"{name}_draft") for name in ("sampled", "greedy")] == ["sampled", "greedy"]
 
@@ -200,9 +180,9 @@ FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder"
 
 def other(value: Any) -> Any:
     """Another value of the kind."""
-    if OmegaConf.is_dict(value):
+    if isinstance(value, dict):
         return {**value, "code": 977}
-    if OmegaConf.is_list(value):
+    if isinstance(value, list):
         return [*value, 0.37]
     return (not value) if isinstance(value, bool) else OTHERS[type(value)]
 
@@ -220,13 +200,17 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
     (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
     target = network()
     free = set[str]()
-    for group, of in (("data", Data), ("rollout", Rollout), ("regime", None)):
-        for name in (field.name for field in fields(of)) if of else ("temperature", "top_k", "top_p"):
+    for group, of in (("data", Data), ("rollout", Rollout), ("regime", Regime)):
+        for name in of.model_fields:
             cfg = composed()
             cfg.data.path = str(tmp_path / "own.jsonl") if own else None
             before = manifest(cfg, target)
-            value = str(tmp_path / "other.jsonl") if name == "path" else OPEN.get(name) or other(cfg[group][name])
-            OmegaConf.update(cfg, f"{group}.{name}", value, force_add=True)
+            value = (
+                str(tmp_path / "other.jsonl")
+                if name == "path"
+                else OPEN.get(name) or other(pick(cfg, f"{group}.{name}"))
+            )
+            put(cfg, f"{group}.{name}", value)
             if manifest(cfg, target) == before:
                 free.add(name)
     embedded = {"column", "split", "template", "config", "chat", "streaming", "held_out_bytes"}
@@ -234,7 +218,7 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
     for kind_, key in (("train", "bytes"), ("held_out", "held_out_bytes")):
         cfg = composed()
         before = manifest(cfg, target, kind_)
-        OmegaConf.update(cfg, f"data.{key}.code", 977)
+        pick(cfg, f"data.{key}")["code"] = 977
         assert (manifest(cfg, target, kind_) != before) and before["kind"] == kind_
     cfg = composed()
     cfg.rollout.held_out_texts, cfg.rollout.texts, cfg.rollout.rounds = 7, 9, 3
@@ -252,8 +236,7 @@ FREE = {
 
 def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -> None:
     """Of all settings that there are: a run is another one, but for these."""
-    cfg = OmegaConf.to_container(composed(), resolve=True)
-    keys = {key for key, value in flat(cfg) if not isinstance(value, dict)}
+    keys = {key for key, value in flat(composed().model_dump()) if not isinstance(value, dict)}
     free = {key for key in keys if change(key, 1, 2) == "free"}
     assert {key for key in free if not key.startswith("bench.")} == FREE
     assert {key for key in keys if key.startswith("bench.")} <= free

@@ -216,7 +216,7 @@ def test_of_an_answer_that_cannot_be_learnt_the_prompt_is_read(template: str, an
 
 
 def settings(path: Path, column: str | None = None) -> Data:
-    return Data(str(path), column, "train", {}, {}, 8, {}, False, {}, {}, None, None, False, 1000, False)
+    return Data(path=str(path), column=column, bytes={}, held_out_bytes={}, block=8, embedded_shares={}, take=1000)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

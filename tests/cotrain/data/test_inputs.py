@@ -21,24 +21,8 @@ from tests.folders import tokenizer
 
 
 def given(path: Path | str, **changed: object) -> Data:
-    settings = {
-        "path": str(path),
-        "column": None,
-        "split": "train",
-        "bytes": {},
-        "held_out_bytes": {},
-        "block": 8,
-        "template": {},
-        "on_target": False,
-        "shares": {},
-        "embedded_shares": {},
-        "config": None,
-        "chat": None,
-        "streaming": False,
-        "take": 1000,
-        "from_target": False,
-    }
-    return Data(**(settings | changed))  # type: ignore[arg-type]
+    few = {"bytes": {}, "held_out_bytes": {}, "block": 8, "embedded_shares": {}, "take": 1000}
+    return Data(**few | {"path": str(path)} | changed)  # type: ignore[arg-type]
 
 
 def lines(*texts: str) -> str:

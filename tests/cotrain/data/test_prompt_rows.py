@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,7 +151,7 @@ def test_packed_texts_begin_as_a_server_begins_them() -> None:
 
 def test_embedded_prompts_are_starts_of_pieces_that_begin_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     few_files(monkeypatch)
-    data = replace(given(""), path=None, bytes={"code": 20_000, "records": 5_000})
+    data = given("").model_copy(update={"path": None, "bytes": {"code": 20_000, "records": 5_000}})
     source = source_of(data, "train", tokenizer())
     assert isinstance(source, TextStarts)
     found = source.prompts(4, 12, seed=3)

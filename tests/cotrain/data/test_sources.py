@@ -1,6 +1,5 @@
 """Embedded corpora and the user's own texts: splits, caps, every bad input, token blocks, endless orders."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -25,7 +24,7 @@ CAP = 40_000
 
 
 def read_texts(path: str, column: str | None = None) -> datasets.Dataset:
-    return source_of(dataclasses.replace(settings(path), column=column), "all", tokenizer()).texts
+    return source_of(settings(path).model_copy(update={"column": column}), "all", tokenizer()).texts
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +146,12 @@ def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | Non
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
-    return Data(path, None, "train", sizes, sizes, block, {}, False, {}, {}, None, None, False, 1000, False)
+    return Data(path=path, bytes=sizes, held_out_bytes=sizes, block=block, embedded_shares={}, take=1000)
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "response": "b"}, {"messages": []}])
 def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, object]) -> None:
-    named = dataclasses.replace(settings(own(tmp_path, row)), column="nope")
+    named = settings(own(tmp_path, row)).model_copy(update={"column": "nope"})
     with pytest.raises(ValueError, match="data.column: .* no column 'nope'"):
         source_of(named, "train", tokenizer())
 

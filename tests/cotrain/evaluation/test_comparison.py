@@ -204,7 +204,7 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
 
 
 @pytest.mark.parametrize("change", [
-    "draft.kind=eagle", "draft.layers=2", "init.kind=scratch", "loss.first=tv", "regime.temperature=0.5",
+    "draft.kind=hybrid", "draft.layers=2", "init.kind=scratch", "loss.first=tv", "regime.temperature=0.5",
     "trainer.steps=9", "rollout.texts=60", "minutes=3", "data.path=b.jsonl",
 ])  # fmt: skip
 def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, change: str) -> None:
@@ -214,7 +214,9 @@ def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, c
     assert labels_of(tmp_path, change) == sorted([f"kl,{key}={own}", f"kl,{change}"])
 
 
-@pytest.mark.parametrize("change", ["trainer.seed=5", "bench.prompts=9", "trainer.threads=1", "label=other"])
+@pytest.mark.parametrize(
+    "change", ["trainer.seed=5", "bench.prompts=9", "trainer.threads=1", "label=other", "draft.rank=0"]
+)
 def test_runs_that_differ_in_seeds_and_measuring_are_pooled(tmp_path: Path, change: str) -> None:
     assert labels_of(tmp_path, change) == ["kl"]
 

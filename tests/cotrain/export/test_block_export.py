@@ -154,10 +154,10 @@ def test_the_command_is_for_vllm_alone(
 
     def run(engine: str, layout: str) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(tmp_path / "draft")), target=Model("merged/one"), engine=engine, layout=layout, k=None,
-            objective=None, check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None,
-            temperature=None,
-            dtype="auto",
+            draft=Model(path=str(tmp_path / "draft")), target=Model(path="merged/one"), engine=engine, layout=layout,
+            output=str(tmp_path / "out"), overwrite=True,
+
+
         ))  # fmt: skip
         return capsys.readouterr().out
 

@@ -96,9 +96,9 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
 
     def said(engine: str, k: int | None = None) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(built)), target=Model("merged/one"), engine=engine, layout="auto", k=k, objective=None,
-            check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
-            dtype="auto",
+            draft=Model(path=str(built)), target=Model(path="merged/one"), engine=engine, layout="auto", k=k,
+            output=str(tmp_path / "out"), overwrite=True,
+
         ))  # fmt: skip
         return capsys.readouterr().out
 

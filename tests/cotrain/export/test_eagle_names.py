@@ -80,9 +80,9 @@ def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     """An export for TensorRT-LLM of the draft in `place`."""
     monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
     return ExportConfig(
-        draft=Model(str(place / "draft")), target=Model("the/target"), engine="tensorrt_llm", layout="eagle3", k=2,
-        objective=None, check=None, output=str(place / "out"), overwrite=True, json=False, push_to_hub=None,
-        temperature=None, dtype="auto",
+        draft=Model(path=str(place / "draft")), target=Model(path="the/target"), engine="tensorrt_llm", layout="eagle3",
+            k=2,        output=str(place / "out"), overwrite=True,
+
     )  # fmt: skip
 
 

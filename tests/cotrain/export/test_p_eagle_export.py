@@ -144,9 +144,9 @@ def test_the_command_tells_vllm_to_draft_in_parallel_and_no_other_engine_gets_on
 
     def run(engine: str, layout: str) -> str:
         commands.run(ExportConfig(
-            draft=Model(str(built)), target=Model("merged/one"), engine=engine, layout=layout, k=2, objective=None,
-            check=None, output=str(tmp_path / "out"), overwrite=True, json=False, push_to_hub=None, temperature=None,
-            dtype="auto",
+            draft=Model(path=str(built)), target=Model(path="merged/one"), engine=engine, layout=layout, k=2,
+            output=str(tmp_path / "out"), overwrite=True,
+
         ))  # fmt: skip
         return capsys.readouterr().out
 

@@ -16,12 +16,13 @@ from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
 from tests.bench_stubs import chains_of, plan_of, rates_of
+from tests.settings import resized
 
 TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
 
 
 def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:
-    sure, plan = rates_of((1.3, 1.32, 1.33, 1.33)), plan_of(bench=replace(plan_of().bench, depths=[3, 4]))
+    sure, plan = rates_of((1.3, 1.32, 1.33, 1.33)), plan_of(bench=resized(plan_of().bench, depths=[3, 4]))
     rounds = {k: RealRound(0, 1, 0) for k in range(5)}
 
     def chosen(draft: float) -> Forecast:
@@ -128,7 +129,7 @@ def test_the_tau_of_a_plan_is_that_of_its_draft_length(monkeypatch) -> None:
     monkeypatch.setattr(planner, "measured", lambda plan, until: asked.append(plan.bench.rows) or costs)
     monkeypatch.setattr(planner, "best_tree", lambda *given: None)
     for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8), (8, 3, 1.9)):
-        plan, known, chosen = planner.plan_draft(plan_of(bench=replace(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
+        plan, known, chosen = planner.plan_draft(plan_of(bench=resized(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
         assert (chosen.length, chosen.tau, chosen.speedup) == (k, pytest.approx(tau), full.speedups[k])
         assert known is costs and plan.tree is None
     assert asked == [1]

@@ -15,6 +15,7 @@ from inference.measure.costs import Costs, RealRound, calibrated
 from inference.measure.timing import Interval
 from tests.bench_stubs import RANKING, REGIME, chains_of, met, plan_of, rates_of  # noqa: F401
 from tests.encoder_decoders import t5
+from tests.settings import resized
 
 EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 OTHER = Costs((2.0, 1.25, 2.25, 2.75, 3.25), 0.375, (0.2, 0.3, 0.4, 0.5, 0.6), 3, 40, first=0.125)
@@ -45,7 +46,7 @@ def test_each_part_is_compiled_where_it_is_faster_so(
     assert planner.choose_compiled(plan)[0].compiled == CompiledParts() and asked == [
         (CompiledParts(), inf)
     ]  # not asked to, on a CPU
-    plan = replace(plan, bench=replace(plan.bench, compile=True), compiled=CompiledParts(True, False, True))
+    plan = replace(plan, bench=resized(plan.bench, compile=True), compiled=CompiledParts(True, False, True))
     asked.clear()
     result, table = planner.choose_compiled(plan, 1e18)
     assert result.compiled == CompiledParts(False, True, True)
@@ -65,7 +66,7 @@ def test_each_part_is_compiled_where_it_is_faster_so(
 
 def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The pass over drafts and drafting at the middle of the lengths, not plain decoding's pass."""
-    plan = plan_of(bench=replace(plan_of().bench, compile=True, depths=[1, 3, 2]))
+    plan = plan_of(bench=resized(plan_of().bench, compile=True, depths=[1, 3, 2]))
     fast = replace(EAGER, target=(9.0, 1.5, 2.0, 9.0, 9.0), draft=0.6, first=-0.1)  # 2 drafts: 1.1 for 1.25
 
     def measured(plan: Any, until: float = inf) -> MeasuredCosts:
@@ -134,7 +135,7 @@ def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(bench=replace(plan_of().bench, depths=[2, 3, 4]))
+    plan = plan_of(bench=resized(plan_of().bench, depths=[2, 3, 4]))
     dear = {k: RealRound(50.0 * k, 40.0 * k, 1.0) for k in (2, 3, 4)}
     monkeypatch.setattr(planner, "rounds_of", lambda plan, lengths, until: {k: dear[k] for k in lengths})
 

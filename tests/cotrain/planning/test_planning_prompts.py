@@ -8,6 +8,7 @@ from cotrain.planning.plan import Plan
 from cotrain.planning.planner import measure_acceptance, rounds_of
 from inference import Engine, Sampling
 from tests.folders import network, tokenizer
+from tests.settings import CHAINS
 
 
 def test_plans_read_ranking_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +16,8 @@ def test_plans_read_ranking_prompts_only(monkeypatch: pytest.MonkeyPatch) -> Non
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
     plan = Plan(
         network(), tokenizer(), network(layers=1, seed=1), Sampling(), "token",
-        Bench(4, 2, 8, 4, 8, 2, 0.0, 0.1, [2], "auto", False, False, 0, 0), ("target", "draft"),
+        Bench(prompts=4, quick_prompts=2, prompt_tokens=8, new_tokens=4, parity_tokens=8, rows=2, minutes=0, **CHAINS),
+        ("target", "draft"),
         given=Prompts(ranking, final, "own"),
     )  # fmt: skip
     decoded, generate = list[list[int]](), Engine.generate

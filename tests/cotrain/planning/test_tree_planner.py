@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from cotrain.bench import measurement
 from cotrain.bench.measurement import recorded
 from cotrain.commands import generate
-from cotrain.config.groups import Bench
+from cotrain.config.groups import Bench, Model, ServedPolicy, Target
+from cotrain.config.settings import GenerateConfig, TrainConfig
 from cotrain.data.splits import Prompts
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, TreeForecast
@@ -50,6 +50,7 @@ from inference.sampling.noise import row_ids
 from inference.verify.tree import Tree, chain, depths_of, full
 from tests.bench_stubs import chains_of, rates_of
 from tests.folders import network, target_folder, tokenizer
+from tests.settings import resized
 from tests.tiny import near, tiny
 
 TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
@@ -299,10 +300,8 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
                          ("served_as", ServedAs())):  # fmt: skip
         monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
     plan = plan_of()
-    keys = {"target": {"path": "t", "adapter": None}, "objective": "sampled_draft", "draft": {"kind": "independent"},
-            "regime": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}}  # fmt: skip
     job = SimpleNamespace(
-        cfg=OmegaConf.create(keys),
+        cfg=TrainConfig(target=Target(path="t")),
         folder=tmp_path,
         target=plan.target,
         tokenizer=tokenizer(),
@@ -320,9 +319,8 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
      (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
 )  # fmt: skip
 def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
-    cfg = {"draft": {"path": str(place / "draft")}, "target": {"path": None}, "policy": {"k": k, "file": None},
-           "verify": verify}  # fmt: skip
-    assert served(generate._engine(OmegaConf.create(cfg)))[:3] == wanted  # type: ignore[arg-type]
+    cfg = GenerateConfig(draft=Model(path=str(place / "draft")), policy=ServedPolicy(k=k), verify=verify)
+    assert served(generate._engine(cfg))[:3] == wanted
 
 
 def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +354,7 @@ def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
 
 def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() -> None:
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
-    shallow = replace(plan, bench=replace(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
+    shallow = replace(plan, bench=resized(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
     result = best_tree(shallow, CHAINS, plain_texts(plan))
     assert result and result.tree.depth == 3 and result.tau > 1
 

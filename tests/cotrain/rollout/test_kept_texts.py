@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
-from cotrain.config.settings import register
 from cotrain.data.fingerprints import fingerprint, identity, settings
 from cotrain.data.sources import prompt_origin
-from cotrain.paths import folder
 from cotrain.rollout import training_texts
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import Sampled
@@ -29,6 +26,7 @@ from inference import Sampling
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
 from tests.cotrain.data.test_inputs import given
 from tests.folders import network, tokenizer
+from tests.settings import composed
 
 TEXTS = [f"number {i}" for i in range(80)]
 
@@ -223,9 +221,7 @@ def test_texts_of_a_server_are_not_this_engines(data: Data, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("kind", "t"), [("train", 1.0), ("held_out", 0.0), ("held_out", 0.5), ("held_out", 1.0)])
 def test_the_shipped_texts_are_what_the_defaults_ask_for(kind: str, t: float, tmp_path: Path) -> None:
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        cfg = compose("train")
+    cfg = composed()
     target, words = load_pair("bundled")
     fill_prompt_tokens(cfg, target, timed(cfg.bench), {})
     found = sampled(cfg, target, words, tmp_path)

@@ -336,6 +336,4 @@ class TestFile:
 
 
 def data_of(path: Path) -> Data:
-    return Data(path=str(path), from_target=True, column=None, split="train", bytes={}, held_out_bytes={}, block=64,
-                template={}, on_target=False, shares={}, embedded_shares={}, config=None, chat=False, streaming=False,
-                take=1)  # fmt: skip
+    return Data(path=str(path), from_target=True, bytes={}, held_out_bytes={}, embedded_shares={}, chat=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cotrain import losses
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
@@ -28,7 +28,7 @@ from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
 from tests.cotrain.config.test_settings_reach import job_of
-from tests.draft_folders import BARE, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.folders import own_texts, target_folder
 from tests.inference.proposers.test_conditioned import IDS, KNOWN, logits
 from tests.kinds import conditioned_near
@@ -90,7 +90,7 @@ def test_held_out_texts_are_evaluated_with_the_scale_of_their_temperature(t: flo
 
 
 def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
-    cfg = job_of("draft.temperatures=[0.0,0.3]", "rollout.temperatures=[0.5]").cfg
+    cfg = job_of("draft.kind=conditioned", "draft.temperatures=[0.0,0.3]", "rollout.temperatures=[0.5]").cfg
     assert learnt(cfg) == [0.0, 0.3] and judged(cfg) == [0.0, 0.3, 0.5, 0.8]
     cfg.rollout.train_temperatures = [0.3, 0.6]
     assert learnt(cfg) == [0.3, 0.6] and judged(cfg) == [0.3, 0.5, 0.6, 0.8]
@@ -105,7 +105,7 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
 
 def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of temperature 0 are greedy; given texts, which nobody sampled here, take turns."""
-    job = job_of("draft.temperatures=[0.0,0.3]", "trainer.corpus_steps=1")
+    job = job_of("draft.kind=conditioned", "draft.temperatures=[0.0,0.3]", "trainer.corpus_steps=1")
     given, met = Texts(IDS, torch.ones(3), torch.full((3,), 12), ["a"] * 3), list[Any]()
     monkeypatch.setattr(Job, "chats", False)
     monkeypatch.setattr(Job, "given", lambda self, kind: given)
@@ -117,8 +117,8 @@ def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatc
 
 
 def initial(path: Path | None, known: list[float], target: Any) -> Any:
-    draft = Draft(**BARE | {"kind": "conditioned", "path": path and str(path), "temperatures": known})
-    return Student.initial(draft, Init("pretrained" if path else "target_layers", [0]), target)
+    draft = bare("conditioned", path=path and str(path), temperatures=known)
+    return Student.initial(draft, Init(kind="pretrained" if path else "target_layers", layers=[0]), target)
 
 
 def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: Path) -> None:
@@ -139,12 +139,6 @@ def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: P
     assert initial(None, [0.5], target).get_parameter(TABLE).shape == (1, 16)
 
 
-def test_other_kinds_have_no_temperatures() -> None:
-    cfg = job_of("draft.temperatures=[0.0,0.3]").cfg
-    with pytest.raises(ValueError, match=r"draft.temperatures=\[0.0, 0.3\]: independent drafts do not have it.*=\[\]"):
-        assembly.initial(cfg, tiny())
-
-
 def test_rounded_weights_keep_their_scale() -> None:
     network = conditioned_near(tiny(hidden=64, dtype=torch.float32))
     quantised.refuse_unknown(network)
@@ -154,7 +148,7 @@ def test_rounded_weights_keep_their_scale() -> None:
 
 
 def test_time_is_reckoned_for_texts_of_every_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = job_of("draft.temperatures=[0.0,0.3,1.0]", "rollout.temperatures=[0.5]").cfg
+    cfg = job_of("draft.kind=conditioned", "draft.temperatures=[0.0,0.3,1.0]", "rollout.temperatures=[0.5]").cfg
     known = SimpleNamespace(sources={}, target=tiny())
     monkeypatch.setattr(preflight, "domains", lambda *_: ["a", "b"])
     given: Any = known

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import inference.proposers.eagle as eagle_module
+from cotrain.config.drafts import DRAFTS
 from cotrain.losses.spec import LOSSES, parse
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
@@ -30,10 +31,9 @@ PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 WHOLE: dict[str, Any] = {"max_new_tokens": [7, 3, 20, 2, 15], "seed": 2, "ignore_eos": True}
 
 
-def draft(**settings: Any) -> Any:
-    keys = {"kind": "eagle", "path": None, "width": 16, "layers": 1, "intermediate": 24, "head_dim": 8, "kv_heads": 1}
-    every = dict.fromkeys(("vocabulary", "head_rank", "mask", "markov"))
-    return SimpleNamespace(**keys | every | {"depths": 3} | settings)
+def draft(kind: str = "eagle", **settings: Any) -> Any:
+    sizes = {"intermediate": 24, "head_dim": 8, "kv_heads": 1, "depths": 3}
+    return DRAFTS[kind].model_construct(**sizes | settings)
 
 
 def started(target: Any, init: Any = None, **settings: Any) -> EagleStudent:
@@ -175,7 +175,5 @@ def test_other_settings_raise() -> None:
         started(target, depths=None)
     with pytest.raises(ValueError, match=r"init\.layers: \[5\]"):
         started(target, SimpleNamespace(kind="target_layers", layers=[5]))
-    with pytest.raises(ValueError, match=r"init\.kind: 'twin'"):
-        started(target, SimpleNamespace(kind="twin", layers=[]))
     network = started(target, SimpleNamespace(kind="scratch", layers=[])).network
     assert isinstance(network, EagleNetwork) and network.config.intermediate_size == 24

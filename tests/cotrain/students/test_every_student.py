@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cotrain.config.drafts import DRAFTS
 from cotrain.data.texts import Texts
 from cotrain.evaluation import profile
 from cotrain.evaluation.held_out import evaluate, figures, held_out
@@ -27,7 +28,7 @@ IDS = torch.randint(VOCABULARY, (3, 14), generator=torch.Generator().manual_seed
 EVERY = pytest.mark.parametrize("kind", STUDENTS)
 
 
-TRAINED = {kind for kind in KINDS if student_class(kind).trained}
+TRAINED = {kind for kind in KINDS if DRAFTS[kind].trained}
 
 
 def seen(kind: Any, ids: Tensor) -> Seen:

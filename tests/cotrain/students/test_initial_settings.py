@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.config.groups import Draft, Init
-from cotrain.students.base import KINDS, OPTIONAL, SHAPE, student_class
+from cotrain.config.drafts import DRAFTS, OF_KINDS
+from cotrain.config.groups import Init
+from cotrain.students.base import KINDS, SHAPE, student_class
 from inference.models.pretrained import load_model
 from tests.draft_folders import BARE, draft_folder
 from tests.folders import VOCABULARY, target_folder
@@ -16,8 +17,8 @@ OTHER: dict[str, Any] = {
     "mask": ["bidirectional", "causal"], "markov": [3, 5], "depths": [2, 5], "rank": [1, 3], "vocabulary": [20, 40],
     "head_rank": [2, 5], "temperatures": [[0.0, 0.5], [0.3, 0.9]],
 }  # fmt: skip
-TRAINED = [kind for kind in KINDS if student_class(kind).trained]
-CASES = [(kind, key) for kind in TRAINED for key in student_class(kind).takes if key in OTHER]
+TRAINED = [kind for kind in KINDS if DRAFTS[kind].trained]
+CASES = [(kind, key) for kind in TRAINED for key in DRAFTS[kind].model_fields if key in OTHER]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_setting_of_a_kind_is_here() -> None:
-    assert set(OPTIONAL) - set(OTHER) - set(SHAPE) == {
+    assert OF_KINDS - {"path"} - set(OTHER) - set(SHAPE) == {
         "datastore",
         "shortest",
         "bits",
@@ -49,11 +50,14 @@ def test_no_setting_of_the_folder_is_lost(kind: str, key: str, target: Path, tmp
     for number, value in enumerate(OTHER[key]):
         folder = draft_folder(tmp_path / str(number), target, kind, **{key: value})
         folders.append(stated(student_class(kind).load(folder, model, VOCABULARY).network))
-        draft = Draft(kind=kind, **BARE | {"path": str(folder), "layers": None})
+        known = {**BARE, "layers": None}
+        draft = DRAFTS[kind](
+            path=str(folder), **{key: known[key] for key in DRAFTS[kind].model_fields.keys() & known.keys() - {"path"}}
+        )
         try:
-            again = student_class(kind).initial(draft, Init("pretrained", [0]), model)
+            again = student_class(kind).initial(draft, Init(kind="pretrained", layers=[0]), model)
         except ValueError as error:
-            assert any(f"draft.{one}" in str(error) for one in student_class(kind).takes)
+            assert any(f"draft.{one}" in str(error) for one in DRAFTS[kind].model_fields)
             continue
         assert stated(again) == folders[-1]
     assert folders[0] != folders[1]  # else `stated` does not see this setting

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.export.engines import launch
 from cotrain.losses.batch import _fill_dropped
 from cotrain.students.base import Guess, Seen, student_class
@@ -28,7 +28,7 @@ from inference.policy import Fixed
 from inference.proposers.base import Host
 from inference.sampling import draw, one_hot
 from tests import standin
-from tests.draft_folders import BARE, SIZES, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.dropped_starts import check_dropped_starts
 from tests.folders import target_folder
 from tests.inference.test_drafting import PROMPTS, REGIMES
@@ -323,8 +323,8 @@ def test_where_a_markov_head_comes_from(tmp_path: Path) -> None:
     target = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
     def started(kind: str, init: str = "pretrained", **settings: Any) -> Any:
-        draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
-        return student_class(kind).initial(draft, Init(init, [0]), target)
+        draft = bare(kind, **settings)
+        return student_class(kind).initial(draft, Init(kind=init, layers=[0]), target)
 
     plain, whole = (draft_folder(tmp_path / f"{kind}", place, kind) for kind in ("independent", "parallel"))
     for network in (started("parallel", "target_layers", markov=3), started("parallel", path=str(plain), markov=3),

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import DRAFTS
+from cotrain.config.groups import Init
 from cotrain.students.base import KINDS, student_class
 from cotrain.training import assembly
 from inference.drafts.draft_folder import METADATA, read
@@ -21,10 +22,10 @@ from inference.models.pretrained import load_model
 from inference.proposers.conditioned import TABLE
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.training.test_preconditions import SIZES as RUN
-from tests.draft_folders import BARE, SIZES, draft_folder
+from tests.draft_folders import SIZES, bare, draft_folder
 from tests.folders import own_texts, target_folder
 
-TRAINED = [kind for kind in KINDS if student_class(kind).trained]
+TRAINED = [kind for kind in KINDS if DRAFTS[kind].trained]
 NEW = {"p_eagle": {"mask_hidden"}, "conditioned": {TABLE}}  # what folders of other kinds do not hold
 PAIRS = [(kind, other) for kind in TRAINED for other in (kind, *student_class(kind).begins_with)]
 
@@ -51,8 +52,8 @@ def marked(path: Path) -> None:
 
 
 def initial(kind: str, path: Path | str | None, target: Any, **settings: Any) -> Any:
-    draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | {"path": path and str(path)} | settings)
-    return student_class(kind).initial(draft, Init("pretrained", [0]), target)
+    draft = bare(kind, path=path and str(path), **settings)
+    return student_class(kind).initial(draft, Init(kind="pretrained", layers=[0]), target)
 
 
 def copied(path: Path, old: Path, change: Any = None, **config: Any) -> Path:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.groups import Init
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.students.base import student_class
@@ -24,7 +24,7 @@ from inference.models.small_heads import LowRank, factors
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.students.test_every_student import IDS, distributions, guesses
 from tests.cotrain.training.test_preconditions import SIZES as RUN
-from tests.draft_folders import BARE, SIZES, draft_folder
+from tests.draft_folders import bare, draft_folder
 from tests.folders import own_texts, target_folder
 from tests.student_kinds import STUDENTS
 from tests.tiny import tiny
@@ -36,9 +36,9 @@ SCRATCH = {"width": 8, "layers": 1, "intermediate": 16, "head_dim": 8, "kv_heads
 
 
 def started(kind: str, target: LlamaForCausalLM, init: str = "target_layers", **settings: Any) -> Any:
-    draft = Draft(kind=kind, **BARE | SIZES.get(kind, {}) | settings)
+    draft = bare(kind, **settings)
     student = student_class(kind)
-    return student(student.initial(draft, Init(init, [0]), target), target, 32)
+    return student(student.initial(draft, Init(kind=init, layers=[0]), target), target, 32)
 
 
 def head_rows(student: Any) -> torch.Tensor:

@@ -18,7 +18,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5For
 
 from cotrain import losses
 from cotrain.cli import main
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import DRAFTS
+from cotrain.config.groups import Init
 from cotrain.data.splits import Prompts
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
@@ -26,7 +27,7 @@ from cotrain.export.hf import export
 from cotrain.losses.spec import LossSpec
 from cotrain.planning.plan import Plan
 from cotrain.rollout.training_texts import padded, start_of
-from cotrain.students.base import OPTIONAL, Student, student_class
+from cotrain.students.base import Student, student_class
 from cotrain.students.independent import IndependentStudent, from_layers, shares_encoder
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_model import ENCODER, Seen, decoder_outputs, encoder_states, served
@@ -54,10 +55,9 @@ def texts_of(target: PreTrainedModel) -> Any:
 def student_of(
     target: Any, kind: str = "independent", init: str = "target_layers", chosen: tuple[int, ...] = (1,), **settings: Any
 ) -> Student:
-    sizes = dict.fromkeys(("path", "width", "layers", "intermediate", "head_dim", "kv_heads"))
-    draft = Draft(kind=kind, quantisation="none", **sizes | OPTIONAL | settings)
+    draft = DRAFTS[kind](**settings)
     made = student_class(kind)
-    return made(made.initial(draft, Init(init, list(chosen)), target), target, VOCABULARY)
+    return made(made.initial(draft, Init(kind=init, layers=list(chosen)), target), target, VOCABULARY)
 
 
 class TestTexts:

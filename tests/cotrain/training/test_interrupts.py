@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config.ranges import change
+from cotrain.config.changes import change
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Bar

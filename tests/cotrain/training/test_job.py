@@ -12,25 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cotrain import losses
-from cotrain.config.settings import register
 from cotrain.data.prompt_rows import PromptRows, said
 from cotrain.data.texts import Texts
 from cotrain.losses.spec import LossSpec
-from cotrain.paths import folder
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.quantised import refuse_unknown
 from cotrain.training import assembly
 from cotrain.training import job as job_module
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, Stage
-from tests.cotrain.config.test_settings_reach import composed
 from tests.cotrain.losses.test_sequence import alone, batch
 from tests.cotrain.training.test_module import module_of
 from tests.folders import network, tokenizer
+from tests.settings import composed
 from tests.tiny import tiny
 
 
@@ -137,9 +134,7 @@ def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]
     met: list[dict[str, float]] = []
     monkeypatch.setattr(assembly, "shared", lambda texts, shares: (met.append(dict(shares)), texts)[1])
     monkeypatch.setattr(assembly, "joined", lambda *_: None)
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        cfg: Any = compose("train", overrides=list(overrides))
+    cfg = composed(*overrides)
     texts = Texts(torch.zeros(1, 2), torch.ones(1), torch.ones(1), ["a"])
     job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: texts, chats=False)
     assembly.parts(job, 1)

@@ -2,21 +2,24 @@
 
 import copy
 import json
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+import re
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from cotrain.cli import main
-from cotrain.config import ranges
+from cotrain.config import base, groups
+from cotrain.config.base import fields
+from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import SCHEMAS
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
+from cotrain.losses.spec import LOSSES
 from cotrain.rollout.training_texts import Sampled, padded
+from cotrain.students.quantised import QUANTISATIONS
 from cotrain.training import assembly
 from cotrain.training.job import Job
 from cotrain.training.preconditions import _counts, refuse_fractions, refuse_minutes, require_texts, size_of
@@ -44,7 +47,7 @@ MISTAKES = {
     "data.path=PLACE/none.jsonl": "data.path: no such file",
     "data.path=PLACE/empty.jsonl": "data.path: ",
     "data.column=body": "data.column: ",
-    "regime.temperature=-1": "regime.temperature=-1.0: it must be 0 (greedy) or at least",
+    "regime.temperature=-1": "regime.temperature=-1: it must be 0 (greedy) or at least",
     "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
     "rollout.rounds=9": "rollout.rounds: ",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
@@ -82,7 +85,7 @@ MISTAKES = {
     "data=self data.path=null data.shares={code:0.5}": "data.shares: no text of code; the domains are self",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
-    "optimizer.betas=[0.9]": "optimizer.betas: set two numbers, one per moment, not [0.9]",
+    "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: it must be two numbers, one per moment",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",
     "loss.first=klx": "loss: 'klx'",
     "quantisation.kind=nf3": "quantisation: 'nf3'",
@@ -258,19 +261,19 @@ def test_experts_that_are_not_chosen_cost_nothing() -> None:
     assert size_of(many).active - size_of(few).active == router
 
 
-def test_every_rule_is_of_a_setting_that_there_is() -> None:
-    for key in ranges.RULES:
-        name, _, bare = key.rpartition(":")
-        schemas = [SCHEMAS[name]] if name else list(SCHEMAS.values())
-        known = [_has(schema, bare) for schema in schemas]
-        assert any(known), key
-    assert sampling.COLDEST == ranges.COLDEST and MOST_NODES == ranges.MOST_NODES
-    assert ranges.VERIFY.words == f"one of {', '.join(RULES)}"
+def test_names_and_limits_are_those_of_the_engine() -> None:
+    assert sampling.COLDEST == base.COLDEST and MOST_NODES == base.MOST_NODES
+    (known,) = (one.func for one in get_args(base.Verify)[1:])
+    for name in RULES:
+        assert known(name) == name
+    with pytest.raises(ValueError, match=f"one of {', '.join(RULES)}"):
+        known("other")
+    assert groups.LOSSES == tuple(LOSSES)
+    assert {EagleDraft(quantisation=name).quantisation for name in QUANTISATIONS} == {*QUANTISATIONS}
 
 
 # numbers that are checked elsewhere, together with others or with what is there, or of which any will do
-ELSEWHERE = {"seed", "optimizer.warmup", "optimizer.decay", "trainer.minutes", "init.layers", "data.take",
-             "bench.depths", "bench.minutes", "bench.interval"}  # fmt: skip
+ELSEWHERE = {"seed", "optimizer.warmup", "optimizer.decay", "init.layers", "data.take"}
 
 
 # bytes of corpora, where none is none
@@ -279,44 +282,28 @@ CORPORA = ("data.bytes", "data.held_out_bytes")
 
 def test_every_number_has_a_range() -> None:
     """Or a check of its own: one that has neither is taken whatever it is."""
-    numbers = {key for schema in SCHEMAS.values() for key in _numbers(schema)}
-    ruled = {key.rpartition(":")[2] for key in ranges.RULES}
-    free = {key for key in numbers - ruled if key.rpartition(".")[2] not in ELSEWHERE and key not in ELSEWHERE}
+    free = set()
+    for key, field in (pair for schema in SCHEMAS.values() for pair in fields(schema)):
+        types = str(field.annotation) + str(field.metadata)
+        if re.search(r"\b(int|float)\b", types) and "AfterValidator" not in types:
+            free |= {key} if key.rpartition(".")[2] not in ELSEWHERE and key not in ELSEWHERE else set()
     assert {key for key in free if not key.startswith(CORPORA)} == set()
-
-
-def _numbers(schema: type, before: str = "") -> Iterator[str]:
-    """Keys of whole numbers and numbers with a point, alone, in lists and in mappings."""
-    for name, kind in get_type_hints(schema).items():
-        if is_dataclass(kind):
-            yield from _numbers(cast(type, kind), f"{before}{name}.")
-        elif {*get_args(kind), kind} & {int, float}:
-            yield f"{before}{name}"
-
-
-def _has(schema: type, key: str) -> bool:
-    for part in key.split("."):
-        hints = get_type_hints(schema) if is_dataclass(schema) else {part: str}  # any name in a mapping
-        if part not in hints:
-            return False
-        schema = hints[part]
-    return True
 
 
 def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["bench", "bench.rows=0"], "bench.rows=0: it must be at least 1"),
         (["train", "trainer.steps=0"], "trainer.steps=0: it must be at least 1"),
-        (["train", "rollout.temperatures=[1,-1]"], "rollout.temperatures=[1.0, -1.0]: each must be 0 (greedy)"),
+        (["train", "rollout.temperatures=[1,-1]"], "rollout.temperatures=[1, -1]: each must be 0 (greedy)"),
         (["train", "policy.k=0"], "policy.k=0: it must be at least 1"),
-        (["train", "loss.switch=200"], "loss.switch=200.0: it must be from 0 to 1"),
+        (["train", "loss.switch=200"], "loss.switch=200: it must be from 0 to 1"),
         (["train", "loss.decay=-0.5"], "loss.decay=-0.5: it must be at least 0"),
         (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
-        (["train", "trainer.checkpoint_minutes=-1"], "trainer.checkpoint_minutes=-1.0: it must be at least 0"),
+        (["train", "trainer.checkpoint_minutes=-1"], "trainer.checkpoint_minutes=-1: it must be at least 0"),
         (["generate", "policy.k=-1"], "policy.k=-1: it must be at least 0"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
         (["serve_check", "k=0"], "k=0: it must be at least 1"),
-        (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: "),
+        (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: it must be from 0 to 1"),
     ):
         assert main(arguments) == 1
         assert capsys.readouterr().err.startswith(f"cotrain {arguments[0]}: {message}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cotrain.cli import main
+from cotrain.config.drafts import EagleDraft, QuantisedDraft
 from cotrain.config.settings import Bench
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.training import preflight
@@ -16,6 +17,7 @@ from cotrain.training.preflight import MachineSpeed
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.training.test_preconditions import command
 from tests.folders import network, target_folder
+from tests.settings import composed
 
 
 def known(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -35,7 +37,18 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, there = job.cfg, known(monkeypatch)
     cfg.rollout.held_out_texts, cfg.rollout.prompt_tokens, cfg.rollout.new_tokens, cfg.rollout.rows = 2, 5, 20, 4
     cfg.trainer.devices, cfg.trainer.nodes, cfg.data.block, cfg.trainer.minutes = 2, 1, 64, None
-    cfg.bench = Bench(6, 3, 8, 9, 50, 2, 0, 0.1, [2], "auto", False, False, 0, 0)
+    cfg.bench = Bench(
+        prompts=6,
+        quick_prompts=3,
+        prompt_tokens=8,
+        new_tokens=9,
+        parity_tokens=50,
+        rows=2,
+        minutes=0,
+        depths=[2],
+        draft_dtype="auto",
+        draft_int8=False,
+    )
     machine = MachineSpeed(3000.0, 50.0)  # 1,000 operations a second as whole models reach
     monkeypatch.setattr(preflight, "measured", lambda: machine)
     estimated = preflight.durations(cfg, there)
@@ -76,10 +89,10 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
     cfg.quantisation.kind = "int8"
     assert preflight.estimate(cfg, there).memory == 100 + 8 * 4 + 1e9
-    cfg.quantisation.kind, cfg.draft.kind, cfg.draft.bits = "none", "quantised", 8  # and its copy of the target
+    cfg.quantisation.kind, cfg.draft = "none", QuantisedDraft()  # and its copy of the target
     assert preflight.estimate(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
-    cfg.draft.kind, cfg.mode, cfg.trainer.batch = "eagle", "joint", 2
+    cfg.draft, cfg.mode, cfg.trainer.batch = EagleDraft(), "joint", 2
     monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))
     for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
         there.target.config.to_dict = lambda name=method: {"quantization_config": {"quant_method": name}}
@@ -123,19 +136,13 @@ def test_check_prints_sizes_a_prompt_and_durations(mistakes: Path, capsys: pytes
 
 
 def test_memory_is_of_the_pretrained_draft_not_of_the_target(mistakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hydra import compose, initialize_config_dir
-
     from cotrain.config.overrides import quote
-    from cotrain.config.settings import register
-    from cotrain.paths import folder
     from cotrain.training.preconditions import require
 
     target_folder(mistakes / "tiny", layers=1)
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        ways = [compose("train", quote(command(mistakes, *setting)[1:])) for setting in (
-            ["trainer.batch=256", "init=pretrained", f"draft.path={mistakes / 'tiny'}"],
-            ["trainer.batch=256", "init.layers=[0,1]"])]  # fmt: skip
+    pretrained = ["trainer.batch=256", "init=pretrained", f"draft.path={mistakes / 'tiny'}"]
+    copied = ["trainer.batch=256", "init.layers=[0,1]"]
+    ways = [composed(*quote(command(mistakes, *setting)[1:])) for setting in (pretrained, copied)]
     one, whole = (preflight.estimate(cfg, require(cfg)) for cfg in ways)
     parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
     assert [one.draft, whole.draft] == parameters

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from cotrain.cli import main
 from cotrain.commands import train as commands
-from cotrain.config.ranges import change
+from cotrain.config.changes import change
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.training import fit as fits
 from cotrain.training import job as jobs

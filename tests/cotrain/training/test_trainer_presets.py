@@ -5,28 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from cotrain.cli import main
-from cotrain.config.overrides import quote
-from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
-from cotrain.paths import folder
 from cotrain.training import fit, preconditions
 from tests.cotrain.training.test_preconditions import command
+from tests.settings import composed
 
 
 def settings(*overrides: str) -> Any:
-    register()
-    with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        return checked("train", compose("train", quote(list(overrides))))
+    return composed(*overrides)
 
 
 def test_a_preset_changes_only_settings_of_its_machine() -> None:
     cpu = settings().trainer
     gpu, ddp, fsdp2 = (settings(f"trainer={name}").trainer for name in ("gpu", "ddp", "fsdp2"))
-    changed = [{key for key in cpu if one[key] != cpu[key]} for one in (gpu, ddp, fsdp2)]
+    changed = [{key for key, value in one if getattr(cpu, key) != value} for one in (gpu, ddp, fsdp2)]
     several = {"batch", "devices", "strategy"}
     assert changed == [{"accelerator", "batch", "precision", "remember_mb"}, several, several]
     assert (gpu.accelerator, gpu.precision, gpu.devices, gpu.threads) == ("gpu", "bf16-mixed", 1, 0)

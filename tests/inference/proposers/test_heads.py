@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cotrain.config.groups import Draft, Init
+from cotrain.config.drafts import MedusaDraft
+from cotrain.config.groups import Init
 from cotrain.export import medusa_layout
 from cotrain.export.engines import layout_of
 from cotrain.students.base import LAST, Seen, student_class
@@ -107,28 +108,16 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
-NONE = dict.fromkeys(("datastore", "vocabulary", "head_rank", "encoder_layers", "bits", "inner", "mask", "markov")) | {
-    "shortest": 2,
-    "rank": 0,
-    "temperatures": [],
-}
-
-
-def settings(**changed: Any) -> Draft:
-    sizes = {"width": None, "layers": 1, "intermediate": None, "head_dim": None, "kv_heads": None}
-    return Draft(**{"kind": "medusa", "path": None, "quantisation": "none", "depths": 2} | NONE | sizes | changed)
-
-
 @HEADS
 def test_untrained_heads_give_the_targets_own_states(kind: str) -> None:
     target = tiny(dtype=torch.float32)
     student = student_class(kind)
-    heads = student(student.initial(settings(), Init("target_layers", [0]), target), target)
+    heads = student(student.initial(MedusaDraft(depths=2), Init(kind="target_layers", layers=[0]), target), target)
     states = torch.randn(1, 6, 16)
     for depth, guess in enumerate(heads.guesses({"ids": torch.zeros(1, 6, dtype=torch.int64)}, Seen({LAST: states}))):
         torch.testing.assert_close(guess.states, states[0, : 5 - depth])
     with pytest.raises(ValueError, match="draft.depths"):
-        student.initial(settings(depths=None), Init("scratch", []), target)
+        student.initial(MedusaDraft(depths=None), Init(kind="scratch", layers=[]), target)
 
 
 def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:

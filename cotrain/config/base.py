@@ -1,0 +1,109 @@
+"""What all classes of settings share: types with a range, marks of fields, and the walk over fields."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+COLDEST = 1e-5  # of inference.sampling, which takes torch to import; a test compares them
+MOST_NODES = 62  # of inference.verify.tree, which does so too
+
+
+class Mark(Enum):
+    """What a field is, besides its type and range: `Annotated[type, Mark.PATH]`."""
+
+    PATH = "a file or folder that is read"
+    STORE = "a path that is written, and may not exist yet"
+    OUTPUT = "the folder that the command writes and may replace"
+    TEXT = "free text, which the command line passes on as it is"
+    FREE = "it changes no weights, so it may differ when a run is resumed"
+    LONGER = "a larger value extends the training of a run that is resumed"
+    TRAINING = "only the training of a draft reads it"
+
+
+class With(NamedTuple):
+    """The kinds of init= with which a field of a draft is read."""
+
+    inits: tuple[str, ...]
+
+
+SCRATCH, NEW = With(("scratch",)), With(("scratch", "target_layers"))  # NEW: the kinds of init= that make a new draft
+
+
+class Settings(BaseModel):
+    """A group of settings. A field has a type with its range, a default, and a docstring that says what it does.
+
+    presets: the options of Hydra's group, as name -> the fields that differ from the defaults; {}: the options are
+    files of conf/; None: the settings are no group.
+    """
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
+    presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return the fields that nothing reads in a run of the settings `run`, with the reason and what to set."""
+        return {}
+
+
+def fields(settings: type[Settings], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted key of each field, including those of groups and of all kinds of a draft, and the field."""
+    for name, field in settings.model_fields.items():
+        key = f"{before}{field.alias or name}"
+        yield key, field
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, Settings):
+                yield from fields(inner, f"{key}.")
+
+
+def marked(settings: type[Settings], *marks: Mark) -> set[str]:
+    """Return the dotted keys of the fields with one of these marks."""
+    return {key for key, field in fields(settings) if any(mark in field.metadata for mark in marks)}
+
+
+def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
+    """Return a range for `Annotated`. words: the allowed values, for the error message."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(words)
+        return value
+
+    return AfterValidator(check)
+
+
+def one_of(*names: str) -> AfterValidator:
+    """Return the range of a text that is one of `names`."""
+    return allowed(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+def at_least(least: float) -> AfterValidator:
+    """Return the range of a finite number with a lower end."""
+    return allowed(f"at least {least}", lambda value: least <= value < math.inf)
+
+
+Size = Annotated[int, at_least(1)]
+Count = Annotated[int, at_least(0)]
+Least = Annotated[float, at_least(0)]
+Positive = Annotated[float, allowed("above 0", lambda value: 0 < value < math.inf)]
+Share = Annotated[float, allowed("from 0 to 1", lambda value: 0 <= value <= 1)]
+Fraction = Annotated[float, allowed("above 0, at most 1", lambda value: 0 < value <= 1)]
+Decay = Annotated[float, allowed("from 0 to below 1", lambda value: 0 <= value < 1)]
+Temperature = Annotated[
+    float, allowed(f"0 (greedy) or at least {COLDEST:g}", lambda value: value == 0 or COLDEST <= value < math.inf)
+]
+Nodes = Annotated[
+    int, allowed(f"0, or from 2 to {MOST_NODES} nodes", lambda value: value == 0 or 2 <= value <= MOST_NODES)
+]
+Some = Annotated[list[Size], allowed("a list of one or more, each at least 1", bool)]
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+Dtype = Annotated[str, one_of(*DTYPES)]
+ServedDtype = Annotated[str, one_of(*DTYPES, "as_trained")]
+Verify = Annotated[str, one_of("token", "block", "match", "coupled", "tree", "traversal", "lossy_typical")]
+Objective = Annotated[str, one_of("sampled_draft", "greedy_draft")]
+Path = Annotated[str | None, Mark.PATH]
+Store = Annotated[str | None, Mark.STORE]
+Text = Annotated[str | None, Mark.TEXT]
+Output = Annotated[str, Mark.OUTPUT]

@@ -1,0 +1,226 @@
+"""The settings of each kind of draft. A kind has only the settings of its class, and its name chooses the class:
+`draft=eagle`. What a kind is while it trains says its student, see `cotrain.students.base`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Field
+
+from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed, one_of
+
+ScratchSize = Annotated[Size | None, SCRATCH]
+NewSize = Annotated[Size | None, NEW]
+Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 8))]
+
+
+class Draft(Settings):
+    """What all kinds have. A setting that only other kinds have is None, for code that reads all kinds.
+
+    trained: False for kinds that are measured and exported without training. one_start: whether init=scratch and
+    init=target_layers make the same draft. layers_with: the kinds of init= with which init.layers is read.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    trained: ClassVar[bool] = True
+    one_start: ClassVar[bool] = True
+    layers_with: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    quantisation: Annotated[str, one_of("none", "int8", "nf4")] = "none"
+    """Of the projections when served: none, int8 or nf4; training is then quantisation-aware."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_KINDS:
+            return None
+        raise AttributeError(f"{type(self).__name__} has no setting {name!r}")
+
+    @property
+    def by_depth(self) -> bool:
+        """Whether the draft's distribution depends on the depth."""
+        return "depths" in type(self).model_fields
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return the settings that this kind does not read with this init=."""
+        read = {name: one.inits for name, field in type(self).model_fields.items() for one in field.metadata
+                if isinstance(one, With)}  # fmt: skip
+        return {
+            name: f"{self.kind} drafts read it only with {' or '.join(f'init={init}' for init in inits)}"
+            for name, inits in read.items()
+            if run.init.kind not in inits
+        }
+
+
+class _Started(Draft):
+    path: Path = None
+    """The draft folder to start from, with init=pretrained."""
+
+
+class _Headed(_Started):
+    vocabulary: Size | None = None
+    """The number of tokens that the head can draft; null: as in the target."""
+    head_rank: Size | None = None
+    """The rank of a head of two matrices; null: one matrix."""
+
+
+class _Layered(_Headed):
+    one_start = False
+    layers_with = ("target_layers",)
+
+    intermediate: ScratchSize = 384
+    head_dim: ScratchSize = 64
+    kv_heads: ScratchSize = 1
+
+
+class _Shaped(_Layered):
+    width: ScratchSize = 128
+    layers: ScratchSize = 1
+
+
+class IndependentDraft(_Shaped):
+    """A small language model, which has its own layers, embeddings and head."""
+
+    kind: Literal["independent"] = "independent"
+    encoder_layers: Size | None = None
+    """With init=target_layers of an encoder-decoder, the layers of its own encoder; null: the target's, shared."""
+
+
+class ConditionedDraft(_Shaped):
+    """One small draft for all temperatures: it is trained at each of them and interpolates between them."""
+
+    kind: Literal["conditioned"] = "conditioned"
+    temperatures: list[Temperature] = [0.0, 0.3, 0.7, 1.0]
+
+
+class ParallelDraft(_Shaped):
+    """A small language model; one pass over masks drafts all tokens of a round."""
+
+    kind: Literal["parallel"] = "parallel"
+    depths: Size | None = 8
+    markov: Count | None = None
+    """The rank of the Markov head, a term for the token before each draft; null: no such head."""
+
+
+class EagleDraft(_Layered):
+    """One decoder layer over the target's states, as wide as the target; with init=target_layers of the shape of its
+    layers (EAGLE-3)."""
+
+    kind: Literal["eagle"] = "eagle"
+    depths: Size | None = 6
+    """The number of depths that are trained (TTT steps)."""
+
+
+class PEagleDraft(EagleDraft):
+    """The decoder layer of draft=eagle; one pass over masks drafts all tokens of a round."""
+
+    kind: Literal["p_eagle"] = "p_eagle"  # type: ignore[assignment]
+    markov: Count | None = None
+    """As in ParallelDraft."""
+
+
+class BlockDraft(_Headed):
+    """Layers over the target's states; one pass over masks drafts all tokens of a round. The draft is as wide as the
+    target and uses its norm and head."""
+
+    one_start = False
+
+    kind: Literal["block"] = "block"
+    layers: Size | None = 1
+    intermediate: NewSize = None
+    """null: the target's."""
+    head_dim: NewSize = 64
+    kv_heads: NewSize = None
+    """null: as many as query heads."""
+    depths: Size | None = 8
+    mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
+    """Whether a query attends to all of its block, bidirectional (null), or to the past: causal."""
+    markov: Count | None = None
+    """As in ParallelDraft."""
+
+
+class EarlyExitDraft(_Started):
+    """The target's first layers draft; a low-rank change applies to their projections while they draft."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    layers: NewSize = None
+    """null: chosen before training, from measured costs and from what linear exits accept."""
+    rank: Annotated[Count, NEW] = 16
+    """Of the change; 0: none."""
+    depths: Size | None = 4
+
+    @property
+    def by_depth(self) -> bool:
+        return self.rank > 0
+
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return the depths too, if an exit without a change drafts alike at all of them."""
+        alike = "with draft.rank=0 an exit drafts alike at every depth: leave it out, or set draft.rank=16"
+        return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
+
+
+class MedusaDraft(_Started):
+    """Heads on the target's last state, as wide as the target, that use its output head."""
+
+    kind: Literal["medusa"] = "medusa"
+    layers: NewSize = 1
+    """Residual blocks per head."""
+    depths: NewSize = 5
+    """The number of heads; each makes one draft of a round."""
+    markov: Count | None = None
+    """As in ParallelDraft."""
+
+
+class HydraDraft(_Started):
+    """Heads on the target's last state; each also reads the anchor and the drafts before its own."""
+
+    kind: Literal["hydra"] = "hydra"
+    layers: NewSize = 1
+    depths: NewSize = 5
+    """The number of heads; each makes one draft of a round."""
+
+
+class RetrievalDraft(Draft):
+    """Look-up alone, without training."""
+
+    trained = False
+    kind: Literal["retrieval"] = "retrieval"
+    datastore: Path = None
+    """A folder of `cotrain datastore`, which is searched too."""
+    shortest: Size = 2
+    """The least length of a match, in tokens."""
+
+
+class HybridDraft(_Shaped):
+    """Look-up if it is expected to be faster, else an independent draft."""
+
+    kind: Literal["hybrid"] = "hybrid"
+    datastore: Path = None
+    """As in RetrievalDraft."""
+    shortest: Size = 2
+
+
+class QuantisedDraft(Draft):
+    """The target in 8 (int8) or 4 (nf4) bits is its own draft, without training."""
+
+    trained = False
+    kind: Literal["quantised"] = "quantised"
+    bits: Bits | None = 8
+
+
+class TwoLevelsDraft(_Started):
+    """The target in fewer bits drafts for the target, and the small independent draft of draft.path= drafts for the
+    target in fewer bits; nothing is trained."""
+
+    trained = False
+    kind: Literal["two_levels"] = "two_levels"
+    bits: Bits | None = 8
+    inner: Size | None = 3
+    """How many tokens the small draft proposes before the quantised target verifies them."""
+
+
+AnyDraft = Annotated[
+    IndependentDraft | ConditionedDraft | EagleDraft | PEagleDraft | EarlyExitDraft | BlockDraft | ParallelDraft
+    | MedusaDraft | HydraDraft | RetrievalDraft | HybridDraft | QuantisedDraft | TwoLevelsDraft,
+    Field(discriminator="kind"),
+]  # fmt: skip
+DRAFTS: dict[str, type[Draft]] = {one.model_fields["kind"].default: one for one in get_args(get_args(AnyDraft)[0])}
+OF_KINDS = frozenset(name for one in DRAFTS.values() for name in one.model_fields) - Draft.model_fields.keys()

@@ -1,0 +1,90 @@
+"""Names of settings that are no longer, or not here: of earlier versions, of other programs, and mistyped ones."""
+
+import difflib
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A setting of earlier versions. neutral: the value at which it changed nothing. instead: what to do now."""
+
+    neutral: Any
+    instead: str
+
+
+REMOVED = {
+    "loss.hardest": Removed(1.0, "leave it out"),
+    "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
+    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),  # a run goes on without it
+    "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
+    "trainer.top": Removed(0, "leave it out; hidden states are stored"),
+}
+REMOVED_LOSSES = {
+    "rkl": "kl", "jsd": "lk", "match": "greedy_draft", "length": "calls", "length_block": "calls_block",
+}  # with what to use instead  # fmt: skip
+
+# Names of other programs, and the settings that do the same here, of which a command has at most one
+ALIASES: dict[str, list[str]] = {
+    name: settings.split()
+    for names, settings in {
+        "lr learning_rate": "optimizer.lr",
+        "epochs num_epochs num_train_epochs max_steps steps": "trainer.steps",
+        "batch batch_size per_device_train_batch_size": "trainer.batch bench.rows rollout.rows",
+        "gradient_accumulation_steps": "trainer.accumulate",
+        "warmup_steps warmup_ratio": "optimizer.warmup",
+        "max_grad_norm": "trainer.clip",
+        "bf16 fp16 precision": "trainer.precision",
+        "seed": "trainer.seed bench.seed rollout.seed",
+        "num_gpus nproc_per_node": "trainer.devices",
+        "report_to": "trainer.logger",
+        "output_dir resume resume_from_checkpoint": "output",
+        "model model_name_or_path target_model target_model_path": "target.path",
+        "draft_model assistant_model speculative_model speculative_draft_model_path init.path": "draft.path",
+        "dataset dataset_name train_file train_data_path path": "data.path",
+        "num_speculative_tokens num_assistant_tokens speculative_num_steps gamma k": "policy.k k bench.depths",
+        "load_in_4bit load_in_8bit quantization": "quantisation",
+        "torch_dtype dtype": "target.dtype",
+        "max_tokens max_new_tokens": "max_new_tokens bench.new_tokens new_tokens rollout.new_tokens",
+        "num_layers num_hidden_layers": "draft.layers",
+        "hidden_size": "draft.width",
+    }.items()
+    for name in names.split()
+}
+PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
+
+
+def unknown(key: str, command: str, keys: Collection[str]) -> str:
+    """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
+    if key in REMOVED:
+        return f"{key}= was removed: {REMOVED[key].instead}"
+    last = "path" if key in PATHS else key
+    same = sorted(other for other in keys if "." not in last and other.rpartition(".")[2] == last)
+    if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
+        hint = f"the nearest is {typo[0]!r}"
+    elif known := alias(key, keys):
+        hint = f"the setting is {known}="
+    elif len(same) > 1:
+        hint = f"the settings of this name are {', '.join(f'{other}=' for other in same)}"
+    else:
+        near = nearest(key, keys)
+        hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
+    return f"no key {key!r}; {hint}"
+
+
+def alias(key: str, keys: Collection[str]) -> str | None:
+    """Return the setting that does what `key` does in other programs, if the command has one."""
+    settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], [])
+    return next((known for known in settings if known in keys and key != known), None)
+
+
+def below(key: str, keys: Collection[str]) -> str | None:
+    """Return the error message for a group of settings, which takes no value itself; None if `key` is no group."""
+    below = sorted(other for other in keys if other.startswith(f"{key}."))
+    return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)}" if below else None
+
+
+def nearest(key: str, keys: Collection[str]) -> str | None:
+    """Return the key most similar to `key`. Among similar keys, those with the same last part are preferred."""
+    same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
+    return near[0] if near else None
