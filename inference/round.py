@@ -341,7 +341,7 @@ class DecodingRound:
 
         # these change only when rows come or go
         steady = frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
-        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, made, reads)
+        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, made, reads=reads)
 
     def _inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """Return, by name, the tensors that distributions, draws and verification read in this round. Return None if a
