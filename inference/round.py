@@ -6,16 +6,18 @@ the coupled rule is keyed by position. Each round has one copy from the host to 
 one read back (the table of `verification.RoundResult`).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from inference.models.graphs import Graphs
 from inference.policy import Decisions
-from inference.proposers.base import Numbers, Siblings
+from inference.proposers.base import MakeRun, Numbers, Siblings
 from inference.request import Request
 from inference.sampling.distributions import Regimes, draw, one_hot
 from inference.sampling.noise import (
@@ -145,8 +147,11 @@ class DecodingRound:
 
     # Distributions
 
-    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Return the distributions (A, V) for logits (A, V) after the texts and `drafted`, ids (A,) per draft."""
+    def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
+        """Return the distributions (A, V) for logits (A, V) after the texts and `drafted`, ids (A,) per draft. Without
+        `drafted`, return those (A, ..., V) of the settings that do not read the text."""
+        if drafted is None:
+            return self.batch.regimes.probs(logits.to(self.device))
         scores = self.scores(logits, drafted)
         if self.decisions:
             self.decisions.see(len(drafted), scores, self.temperature)
@@ -187,10 +192,6 @@ class DecodingRound:
             columns.append(self._penalised(logits[:, node : node + 1], before, needed, len(path)))
         return torch.cat(columns, 1)
 
-    def plain(self, logits: Tensor) -> Tensor:
-        """Return the distributions for logits (A, ..., V), for rows whose settings do not read the text."""
-        return self.batch.regimes.probs(logits.to(self.device))
-
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
         """Return the logits (A, n, V) after the settings that read the text. They are at the positions after first,
         first + 1, ... of the drafts x (A, K)."""
@@ -215,12 +216,13 @@ class DecodingRound:
         """Return whether the settings of each row read the text."""
         return [needs_history(row.sampling) for row in self.rows]
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        """Return the temperature of each row, or None if distributions or draws depend on other settings too."""
-        if self.rule.shared or self.batch.penalties or self.batch.regimes.cut:
-            return None
-        return self.batch.regimes.temperatures
+    def by_temperature(self, greedy: bool) -> bool | None:
+        """Return whether all drafts are the likeliest tokens, or all are drawn by a temperature alone; None if neither.
+        greedy: the proposer drafts the likeliest tokens."""
+        temperatures = self.batch.regimes.temperatures
+        greedy = greedy or not any(temperatures)
+        alone = not (self.rule.shared or self.batch.penalties or self.batch.regimes.cut)
+        return greedy if alone and (greedy or all(temperatures)) else None
 
     @property
     def temperature(self) -> Tensor:
@@ -229,12 +231,13 @@ class DecodingRound:
 
     # Draws
 
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return draft ids (A,) drawn from distributions (A, V). The noise is that of the draft stream, or the noise
-        shared with the target."""
+        shared with the target, at a depth, or at each row's depth (A,)."""
+        rows = slice(None) if isinstance(depth, int) else torch.arange(len(depth), device=depth.device)
         if self.rule.shared:
-            return (probs.log() + self._gumbel[:, depth]).argmax(-1)
-        return draw(probs, self._numbers[DRAFT - 1, :, depth])
+            return (probs.log() + self._gumbel[rows, depth]).argmax(-1)
+        return draw(probs, self._numbers[DRAFT - 1, rows, depth])
 
     def last(self, probs: Tensor) -> Tensor:
         """Return the token (A,) emitted after the accepted ones, drawn from the distributions (A, V) of the
@@ -267,22 +270,15 @@ class DecodingRound:
         greedy = regimes.greedy.view(-1, 1, 1)
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
+    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the uniforms (A, depths) of the drafts and the temperatures (A,)."""
         return self._streams(depths)[0], self.temperature
 
-    @property
-    def shared(self) -> bool:
-        """Return whether drafts are drawn with the noise of the target's own tokens."""
-        return self.rule.shared
-
-    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Return ids (A,) drawn from distributions (A, V) with the shared noise. depth (A,): the depth of each row."""
-        return (probs.log() + self._gumbel[torch.arange(len(depth), device=depth.device), depth]).argmax(-1)
-
-    def inner(self, depths: int) -> Tensor:
+    def inner(self, depths: int) -> Tensor | None:
         """Return uniforms (3, A, depths) for rounds that a proposer verifies itself. They are keyed by the start of
-        this round, which block verification needs (see `sampling.noise`)."""
+        this round, which block verification needs (see `sampling.noise`). None if the rule shares noise."""
+        if self.rule.shared:
+            return None
         depth = torch.arange(depths, device=self.device)
         return uniforms(self.noise.seed, self.batch.ids, self.send()["start"], depth, INNER)
 
@@ -330,17 +326,24 @@ class DecodingRound:
 
     # The round as a function of tensors, for graphs
 
-    @property
-    def key(self) -> Hashable:
-        """Return everything that distributions, draws and verification depend on except tensors."""
-        return type(self), self.rule, self.batch.key
+    def replayed(
+        self, graphs: Graphs, name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
+        reads: object = None,
+    ) -> Any:  # fmt: skip
+        """Return what run(round, given) returns, from a graph, or None, see `base.Round.replayed`."""
+        inputs = self._inputs(trees)
+        if inputs is None or inputs["start"].device != graphs.device:
+            return None
 
-    @property
-    def steady(self) -> frozenset[str]:
-        """Return the names of the `inputs` that change only when rows come or go."""
-        return frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
+        def made() -> Callable[[Mapping[str, Tensor]], Any]:
+            run = make()
+            return lambda here: run(self._on(here), here)
 
-    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
+        # these change only when rows come or go
+        steady = frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
+        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, made, reads=reads)
+
+    def _inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """Return, by name, the tensors that distributions, draws and verification read in this round. Return None if a
         row has processors, which read more than tensors. trees: also return the tensors that draw children."""
         if self.batch.own:
@@ -351,8 +354,8 @@ class DecodingRound:
         tensors |= {"branches": self._branches} if trees else {}
         return tensors | ({"states": self._states} if self.rule.shared else {})
 
-    def on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
-        """Return the same round, but reading `tensors`: other tensors with the names and shapes of `inputs`."""
+    def _on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
+        """Return the same round, but reading `tensors`: other tensors with the names and shapes of `_inputs`."""
         batch = self.batch.on(tensors)
         round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths

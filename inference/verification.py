@@ -5,7 +5,6 @@ A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from inference.proposers.base import Proposal
 from inference.round import DecodingRound
 from inference.sampling.distributions import is_missing, wide
 from inference.trace import trace
-from inference.verify.tree import Tree, usable_lengths
+from inference.verify.tree import usable_lengths
 
 
 class RoundResult(NamedTuple):
@@ -98,19 +97,12 @@ def verify_by_graph(
 ) -> RoundResult | None:
     """Run `verify` as one CUDA graph. Returns None if a row has processors, or once recording has
     failed."""
-    tree, inputs = proposal.tree, round.inputs()
-    if inputs is None:
-        return None
-    inputs |= {"logits": logits, "x": proposal.x, "length": asked}
-    inputs |= {} if proposal.q is None else {"q": proposal.q}
-    name = round.key, traced, None if tree is None else tree.shape
-    function = partial(_verify_tensors, round, tree=tree, traced=traced)
-    result: RoundResult | None = graphs(name, inputs, round.steady, lambda: function, reads=tree)
+    tree, given = proposal.tree, {"logits": logits, "x": proposal.x, "length": asked}
+    given |= {} if proposal.q is None else {"q": proposal.q}
+
+    def run(round: DecodingRound, here: Mapping[str, Tensor]) -> RoundResult:
+        return verify(round, here["logits"], Proposal(here["x"], here.get("q"), [], tree), here["length"], traced)
+
+    name = traced, None if tree is None else tree.shape
+    result: RoundResult | None = round.replayed(graphs, name, given, lambda: run, reads=tree)
     return result
-
-
-def _verify_tensors(
-    round: DecodingRound, tensors: Mapping[str, Tensor], tree: Tree | None, traced: bool
-) -> RoundResult:
-    proposal = Proposal(tensors["x"], tensors.get("q"), [], tree)
-    return verify(round.on(tensors), tensors["logits"], proposal, tensors["length"], traced)

@@ -9,7 +9,7 @@ B texts, T tokens of the longest, A rows per round, K drafts per round, D levels
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,19 +129,20 @@ class ForcedRound(DecodingRound):
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
         self.drawn, self.scored, self.close, self.offered = {}, {}, {}, {}
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        return None  # so that every draw goes through `draw`
+    def by_temperature(self, greedy: bool) -> None:
+        """Return None, so that every draw goes through `draw`."""
 
-    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        return None
+    def replayed(self, *_: Any) -> None:
+        """Return None: a graph would not record what is drawn."""
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         scores = super().scores(logits, drafted)
         self.scored[len(drafted)], self.close[len(drafted)] = scores, near_ties(scores, self.gap)
         return scores
 
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
+        if isinstance(depth, Tensor):  # of inner rounds, which draw by themselves
+            return super().draw(probs, depth)
         self.drawn[depth] = probs
         return self.follows[:, depth]
 

@@ -185,12 +185,11 @@ class CompiledForward(CompiledModules, Lean):
     ) -> Drafts | None:
         """Return all drafts of a round from a compiled `OnePass`, see `at_once`. Return None if rows are too long, or
         if distributions depend on more than a temperature."""
-        temperatures = draws.temperatures
-        greedy = greedy or (temperatures is not None and not any(temperatures))
-        if temperatures is None or not (greedy or all(temperatures)) or not self.fits(masked.ids, window):
+        alone = draws.by_temperature(greedy)
+        if alone is None or not self.fits(masked.ids, window):
             return None
         device = self.model.device
-        u, temperature = (part.to(device) for part in draws.simple(k))
+        u, temperature = (part.to(device) for part in draws.uniforms(k))
         even = u.reshape(-1).view(u.shape)  # the strides do not depend on the number of uniforms
 
         def run() -> Drafts:
@@ -198,8 +197,8 @@ class CompiledForward(CompiledModules, Lean):
             slots = torch.arange(window.limit, device=device)
             inputs = (*masked, even, temperature, *self.angles, slots, *self.keys_and_values())
             dynamic = [(masked.ids, 1), *((part, 0) for part in (*self.angles, slots))]
-            name = ("one pass", k, greedy)
-            module = self.module(name, lambda weights, shape: OnePass(weights, shape, k, greedy, term))
+            name = ("one pass", k, alone)
+            module = self.module(name, lambda weights, shape: OnePass(weights, shape, k, alone, term))
             drafts: Drafts = self.call(module, (name, masked.ids.shape[1] > 1), inputs, dynamic)
             return drafts
 

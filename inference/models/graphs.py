@@ -308,19 +308,22 @@ class GraphForward(Lean):
         greedy: draft the likeliest tokens. fit: converts logits of the model to the round's vocabulary. tails, ends,
         window: as in `draft`.
         """
+        if not self._fits(tails, window):
+            return None
         slots = self._slots(window)
 
-        def make() -> Callable[[Inputs], Drafts]:
+        def make() -> Callable[[Draws, Inputs], Drafts]:
             step, stored, scale = Drafting(self.weights, self.shape, k), self._stored(slots), self.scale
 
-            def run(inputs: Inputs) -> Drafts:
-                choose = by_round(draws.on(inputs), greedy)
+            def run(draws: Draws, inputs: Inputs) -> Drafts:
+                choose = by_round(draws, greedy)
                 return step.drafts(lambda z, x: choose(fit(z), x), inputs["last"], inputs["ends"], scale, *stored)
 
             return run
 
-        name = ("drafts", k, greedy, slots)
-        return self._of_round(draws, name, {"last": tails, "ends": ends}, window, tails, make)
+        name, given = ("drafts", k, greedy, slots), {"last": tails, "ends": ends}
+        drafts: Drafts | None = draws.replayed(self.of_rounds, name, given, make)
+        return drafts
 
     def draft_masked(
         self,
@@ -333,30 +336,22 @@ class GraphForward(Lean):
         fit: Callable[..., Tensor],
     ) -> Drafts | None:
         """Return what `draft_for` returns, but from one pass over masks (`OnePass`), see `at_once`."""
+        if not self._fits(masked.ids, window):
+            return None
         slots = self._slots(window)
 
-        def make() -> Callable[[Inputs], Drafts]:
+        def make() -> Callable[[Draws, Inputs], Drafts]:
             step, stored = OnePass(self.weights, self.shape, k), self._stored(slots)
 
-            def run(inputs: Inputs) -> Drafts:
+            def run(draws: Draws, inputs: Inputs) -> Drafts:
                 parts = Masked(*(inputs[f"masked_{name}"] for name in Masked._fields))
                 logits = fit(step.logits(parts, *stored))
-                return in_order(by_round(draws.on(inputs), greedy), logits, parts.last, term)
+                return in_order(by_round(draws, greedy), logits, parts.last, term)
 
             return run
 
-        more = {f"masked_{name}": part for name, part in masked._asdict().items()}
-        name = ("one pass", k, greedy, slots)
-        return self._of_round(draws, name, more, window, masked.ids, make)
-
-    def _of_round(
-        self, draws: Draws, name: tuple[Any, ...], more: Inputs, window: Window, ids: Tensor, make: Callable[[], Any]
-    ) -> Drafts | None:
-        """Return the drafts from a graph whose inputs are those of a round and `more`, or None if there is no graph."""
-        inputs = draws.inputs() if self._fits(ids, window) else None
-        if inputs is None or inputs["start"].device != self.model.device:
-            return None
-        drafts: Drafts | None = self.of_rounds((*name, draws.key), {**inputs, **more}, draws.steady, make)
+        given = {f"masked_{name}": part for name, part in masked._asdict().items()}
+        drafts: Drafts | None = draws.replayed(self.of_rounds, ("one pass", k, greedy, slots), given, make)
         return drafts
 
     def keep(self, start: Tensor, path: Tensor) -> None:

@@ -5,7 +5,7 @@ graphs.
 rows, n ids per row, k drafts, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,27 +32,18 @@ class Draws(Protocol):
     def draw(self, probs: Tensor, depth: int, /) -> Tensor:
         """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        """Return the temperature of each row, 0 for one-hot distributions. Return None if distributions or draws depend
-        on more than the temperature."""
+    def by_temperature(self, greedy: bool, /) -> bool | None:
+        """Return whether all drafts are the likeliest tokens, or all are drawn by a temperature alone; None if neither.
+        greedy: the likeliest tokens are drafted, whatever the settings are."""
 
-    def simple(self, depths: int, /) -> tuple[Tensor, Tensor]:
+    def uniforms(self, depths: int, /) -> tuple[Tensor, Tensor]:
         """Return the uniforms (A, depths) and temperatures (A,), on the device."""
 
-    def inputs(self) -> dict[str, Tensor] | None:
-        """Return the tensors, by name, that `probs` and `draw` read, or None if they read more than tensors."""
-
-    def on(self, inputs: Mapping[str, Tensor], /) -> "Draws":
-        """Return the same distributions and draws, but reading `inputs`: other tensors with these names and shapes."""
-
-    @property
-    def key(self) -> Hashable:
-        """Return everything that `probs` and `draw` depend on except tensors."""
-
-    @property
-    def steady(self) -> frozenset[str]:
-        """Return the names of the `inputs` whose values change only when the tensor is replaced."""
+    def replayed(
+        self, graphs: Any, name: tuple[Any, ...], given: Mapping[str, Tensor], make: Callable[[], Any], /
+    ) -> Any:
+        """Return what run(draws, given) returns, from a graph, or None if there is none. make: returns `run`, for a new
+        graph. name: everything that it depends on but tensors."""
 
 
 def by_round(draws: Draws, greedy: bool) -> Choose:

@@ -1,6 +1,6 @@
 """The interface between drafting and the engine. It defines what a proposer receives and what it returns."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,9 +14,11 @@ from inference.models.passes import States
 from inference.verify.tree import Tree
 
 if TYPE_CHECKING:
+    from inference.models.graphs import Graphs
     from inference.models.lm import LM
 
 
+MakeRun = Callable[[], Callable[[Any, Mapping[str, Tensor]], Any]]  # () -> (round, tensors) -> tensors
 Numbers = Sequence[int] | Sequence[list[int]]  # for each row one number, or a list of equal length
 
 
@@ -113,9 +115,9 @@ class Round(Protocol):
     def texts(self) -> Sequence[list[int]]:
         """Return the prompt and the emitted tokens of each row."""
 
-    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, V) under each row's sampling settings. logits (A, V): after `drafted`, ids (A,)
-        per draft."""
+        per draft. With drafted=None, logits are (A, ..., V), and settings that read the text are left out."""
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy whole numbers to the device, one or equally many per row. The round's first call also carries the
@@ -125,21 +127,22 @@ class Round(Protocol):
         (A,).
         """
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        """Return the temperature of each row, 0 for one-hot distributions. The distributions are then softmax(logits /
-        temperature), and draws use the inverse CDF. Return None if `probs` or `draw` do more than that."""
+    def by_temperature(self, greedy: bool) -> bool | None:
+        """Return whether all drafts are the likeliest tokens, with one-hot distributions, or all are drawn from
+        softmax(logits / temperature) by the inverse CDF. Return None if distributions or draws are others. greedy: the
+        proposer drafts the likeliest tokens, whatever the settings are."""
+
+    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
+        """Return the uniforms of the drafts (A, depths) and the temperatures (A,), on the device."""
 
     @property
     def temperature(self) -> Tensor:
         """Return the temperature of each row (A,), on the device, whatever the other settings are. The tensor is a new
         one when rows come or go."""
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Return uniforms (A, depths) and temperatures (A,), on the device."""
-
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
-        """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
+        """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based), or of each row's
+        depth (A,)."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
@@ -151,45 +154,29 @@ class Round(Protocol):
         tokens with one-hot distributions.
         """
 
-    @property
-    def shared(self) -> bool:
-        """Return whether drafts are drawn with the same noise as the target's tokens."""
-
     def goes_on(self, depth: int) -> bool:
         """Return whether to draft another token after that of this depth (0-based), whose `probs` were computed. Draft
         models that make one pass per token ask this before each pass."""
 
-    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        """Return ids (A,) drawn from distributions (A, V) with the noise of the target's tokens. depth (A,): the depth
-        of each row."""
-
     @property
     def reads_history(self) -> list[bool]:
-        """Return whether the settings of each row read the text. If they do, `plain` does not give the row's
-        distribution."""
+        """Return whether the settings of each row read the text."""
 
-    def plain(self, logits: Tensor) -> Tensor:
-        """Return the distributions (A, ..., V) for logits (A, ..., V), for rows whose settings do not read the text."""
-
-    def inner(self, depths: int) -> Tensor:
+    def inner(self, depths: int) -> Tensor | None:
         """Return uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance
-        tests and its last tokens. No other draw or test of the row uses them. Call `send` first."""
+        tests and its last tokens. No other draw or test of the row uses them. Call `send` first. Return None if draws
+        share the noise of the target's tokens, as these rounds then do."""
 
-    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """Return the tensors, by name, that distributions and draws read. Return None if they read more than tensors.
-        trees: also return the tensors that draw children."""
+    def replayed(
+        self, graphs: "Graphs", name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
+        reads: object = None,
+    ) -> Any:  # fmt: skip
+        """Return what run(round, given) returns, from a graph. run: what `make` returns, a function of the tensors that
+        the round reads and of `given`, made if there is no graph yet. name: everything else that it depends on. trees:
+        whether it draws children. reads: see `Graphs`.
 
-    def on(self, given: Mapping[str, Tensor]) -> "Round":
-        """Return the same round, but reading `given`: other tensors with the names and shapes of `inputs`."""
-
-    @property
-    def key(self) -> Hashable:
-        """Return a value that identifies everything besides tensors that distributions and draws depend on. Rounds with
-        equal keys can share a CUDA graph."""
-
-    @property
-    def steady(self) -> frozenset[str]:
-        """Return the names of those `inputs` whose values change only when the tensor is replaced."""
+        Return None if the round reads more than tensors of the graphs' device, or once recording has failed.
+        """
 
 
 class RoundView:
@@ -203,62 +190,43 @@ class RoundView:
     def texts(self) -> Sequence[list[int]]:
         return self.round.texts
 
-    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         return self.round.probs(logits, drafted)
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         return self.round.send(k, **numbers)
 
-    @property
-    def temperatures(self) -> list[float] | None:
-        return self.round.temperatures
+    def by_temperature(self, greedy: bool) -> bool | None:
+        return self.round.by_temperature(greedy)
+
+    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
+        return self.round.uniforms(depths)
 
     @property
     def temperature(self) -> Tensor:
         return self.round.temperature
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        return self.round.simple(depths)
-
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         return self.round.draw(probs, depth)
-
-    def goes_on(self, depth: int) -> bool:
-        return self.round.goes_on(depth)
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         return self.round.children(logits, x, siblings, likeliest)
 
-    @property
-    def shared(self) -> bool:
-        return self.round.shared
-
-    def draw_shared(self, probs: Tensor, depth: Tensor) -> Tensor:
-        return self.round.draw_shared(probs, depth)
+    def goes_on(self, depth: int) -> bool:
+        return self.round.goes_on(depth)
 
     @property
     def reads_history(self) -> list[bool]:
         return self.round.reads_history
 
-    def plain(self, logits: Tensor) -> Tensor:
-        return self.round.plain(logits)
-
-    def inner(self, depths: int) -> Tensor:
+    def inner(self, depths: int) -> Tensor | None:
         return self.round.inner(depths)
 
-    def inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        return self.round.inputs(trees)
-
-    def on(self, given: Mapping[str, Tensor]) -> Round:
-        return self.round.on(given)
-
-    @property
-    def key(self) -> Hashable:
-        return self.round.key
-
-    @property
-    def steady(self) -> frozenset[str]:
-        return self.round.steady
+    def replayed(
+        self, graphs: "Graphs", name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
+        reads: object = None,
+    ) -> Any:  # fmt: skip
+        return self.round.replayed(graphs, name, given, make, trees, reads)
 
 
 class Proposer:

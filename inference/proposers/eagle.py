@@ -17,6 +17,7 @@ per row, K drafts per round.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -559,14 +560,15 @@ class Eagle(Proposer):
         wanted = min(max(k), shape.depth) if shape else max(k)
         K, width = (self.longest, self.longest + 1) if fixed else (wanted, max(*lacking, 1))
         K = min(K, shape.depth) if shape else K
-        compiled = self.modules is not None and by_temperature_alone(round, self.greedy)
+        greedy = round.by_temperature(self.greedy)
+        compiled = self.modules is not None and greedy is not None
         if compiled:  # a number of drafts has a graph of its own, and so has a width of one
             K, width = self.longest, max(width, 2)
         given = self._given(round, k, lacking, width)
         limit = max(self.stored) + width + self._room_for(K)
         drafts = self._replayed(round, given, limit, K) if fixed else None
-        if compiled:
-            drafts = self._compiled(round, given, limit, K)
+        if greedy is not None and compiled:
+            drafts = self._compiled(round, given, limit, K, greedy)
         x, q = self._drafted(round, given, self._slots(limit), wanted) if drafts is None else drafts
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
@@ -590,17 +592,11 @@ class Eagle(Proposer):
     def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
         """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None if distributions
         read more than tensors."""
-        inputs = round.inputs(bool(self.branching))
         slots = self._slots(1 << (limit - 1).bit_length())
-        if inputs is None or self.replays is None:
+        if self.replays is None:
             return None
-
-        def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(round.on(here), here, slots, K)
-
-        drafts: tuple[Tensor, Tensor] | None = self.replays(
-            ("eagle", K, slots, round.key), {**inputs, **given}, round.steady, lambda: run
-        )
+        name, make = ("eagle", K, slots), lambda: partial(self._drafted, slots=slots, K=K)
+        drafts: tuple[Tensor, Tensor] | None = round.replayed(self.replays, name, given, make, bool(self.branching))
         return drafts
 
     def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
@@ -610,15 +606,14 @@ class Eagle(Proposer):
             return self.branching.grown(round, K, logits, follow, self.greedy)
         return one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on)
 
-    def _compiled(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> Drafts | None:
-        """Return what `_drafted` returns, from a compiled `Chains`. Return None if the batch is not full, if rows are
-        too long, or if compiling has failed."""
+    def _compiled(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int, greedy: bool) -> Drafts | None:
+        """Return what `_drafted` returns, from a compiled `Chains`. greedy: see `Round.by_temperature`. Return None if
+        the batch is not full, if rows are too long, or if compiling has failed."""
         modules, read = self.modules, self._slots(limit)
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         if modules is None or not modules.fits(ids, Window(0, len(ids), pairs.unsqueeze(1), None, read)):
             return None
-        greedy = self.greedy or not any(round.temperatures or ())
-        u, temperature = round.simple(K)
+        u, temperature = round.uniforms(K)
         u, features = (part.reshape(-1).view(part.shape) for part in (u, features))  # strides follow from shapes
 
         def run() -> Drafts:
@@ -701,13 +696,6 @@ class Eagle(Proposer):
         """Copy a row's slot. The row's entry in the lists is already at `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
-
-
-def by_temperature_alone(round: Round, greedy: bool) -> bool:
-    """Return whether `by_temperature` makes the drafts of a round: distributions depend on temperatures alone, which
-    are all above 0 or all 0. greedy: the likeliest tokens are drafted."""
-    temperatures = round.temperatures
-    return temperatures is not None and (greedy or all(temperatures) or not any(temperatures))
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:

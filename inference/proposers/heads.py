@@ -10,6 +10,7 @@ K heads or drafts, L blocks of each head, D width of the target's states, N stat
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -240,15 +241,10 @@ class DraftHeads(Proposer):
     def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
         """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None without graphs, or
         if distributions and draws read more than tensors."""
-        inputs = round.inputs(bool(self.branching)) if self.replays is not None else None
-        if inputs is None or self.replays is None:
+        if self.replays is None:
             return None
-
-        def run(here: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._drafted(round.on(here), here, K)
-
-        name = "drafts", K, self.greedy, round.key
-        drafts: tuple[Tensor, Tensor] | None = self.replays(name, {**inputs, **given}, round.steady, lambda: run)
+        name, make = ("drafts", K, self.greedy), lambda: partial(self._drafted, K=K)
+        drafts: tuple[Tensor, Tensor] | None = round.replayed(self.replays, name, given, make, bool(self.branching))
         return drafts
 
     def commit(self, outcome: Outcome) -> None:

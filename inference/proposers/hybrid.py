@@ -206,16 +206,13 @@ class PartialRound(RoundView):
         self.sent = self.round.send(own, **numbers)
         return self.sent
 
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return ids drawn from `probs`. Rows that use look-up get the draft of look-up instead."""
-        if self.sure is not None and depth < self.sure.x.shape[1]:
+        if self.sure is not None and isinstance(depth, int) and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
             probs = torch.where((sent["looked_up"] > depth).unsqueeze(1), certain, probs)
         return self.round.draw(probs, depth)
-
-    def on(self, given: Mapping[str, Tensor]) -> "PartialRound":
-        return PartialRound(self.round.on(given), self.k)
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:

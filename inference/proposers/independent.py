@@ -219,10 +219,8 @@ class Independent(Proposer):
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
         if not fits:
             return None
-        temperatures = round.temperatures
-        greedy = self.greedy or temperatures is not None and not any(temperatures)
-        simple = temperatures is not None and (greedy or all(temperatures))
-        if not simple and not self.lm.uses_graphs:
+        greedy = round.by_temperature(self.greedy)
+        if greedy is None and not self.lm.uses_graphs:
             return None
         # if single steps follow, they need no further copy
         lacking = self._lacking(round.texts, k)
@@ -230,8 +228,8 @@ class Independent(Proposer):
         if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
             self._catch_up(round, k)  # after rounds in which another part drafted
         drafts, (last, at) = None, self._on_device(sent["last"], sent["ends"])
-        if simple:
-            u, temperature = self._on_device(*round.simple(self.longest))
+        if greedy is not None:
+            u, temperature = self._on_device(*round.uniforms(self.longest))
             drafts = self.lm.draft(last, ends, u, temperature, greedy, at)
         if drafts is None:
             drafts = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)

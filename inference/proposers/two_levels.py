@@ -8,7 +8,7 @@ Sun et al. 2024, 2404.11912).
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -128,16 +128,15 @@ class OuterDrafts:
         self.round, self.k, self.width = round, k, width
         self.texts, self.done = [list(text) for text in round.texts], [0] * len(k)
         self.history = round.reads_history
-        self.rounds, self.uniforms = 0, torch.empty(0)
+        self.rounds = 0
         self.x: Tensor
         self.q: Tensor
 
-    def _numbers(self) -> Tensor:
-        """Return the uniforms (3, A, S) of all inner rounds, computed once. Rows that have all their drafts read the
-        last of them."""
-        if not self.uniforms.numel():
-            self.uniforms = self.round.inner((max(self.k) + 1) * self.width)
-        return self.uniforms
+    @cached_property
+    def uniforms(self) -> Tensor | None:
+        """Return the uniforms (3, A, S) of all inner rounds, None if noise is shared. Rows that have all their drafts
+        read the last of them."""
+        return self.round.inner((max(self.k) + 1) * self.width)
 
     @property
     def left(self) -> bool:
@@ -152,12 +151,12 @@ class OuterDrafts:
         tails = [text[held:] if left else text[-1:] for text, held, left in zip(self.texts, stored, room, strict=True)]
         lacking: tuple[Numbers, ...] = padded(tails), [len(tail) - 1 for tail in tails], stored
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
-        return InnerRound(self.round, self.k, self.texts, self.done, wanted, self.width, self._numbers, numbers)
+        return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
         """Return the distributions p for logits (A, n+1, V) after the texts and guesses. Rows whose settings read the
         text have no guesses, so each of them gets one token per inner round."""
-        p = self.round.plain(logits)
+        p = self.round.probs(logits, None)
         if not any(self.history):
             return p
         drafted = [self.x[:, j] for j in range(self.rounds)]
@@ -219,17 +218,17 @@ class InnerRound(RoundView):
     distribution, not the small draft's.
 
     round: the outer round, which drafts `asked` tokens per row. texts: of each row, with its `done` drafts so far. k:
-    how many tokens the small draft guesses. width: how many numbers of a stream an inner round may use; inner rounds
-    that begin at different tokens use different numbers. uniforms: returns the uniforms of all inner rounds. numbers:
-    further numbers for the first copy of the small draft to the device.
+    how many tokens the small draft guesses. outer: has the uniforms of all inner rounds, and their `width`, how many
+    numbers of a stream an inner round may use; inner rounds that begin at different tokens use different numbers.
+    numbers: further numbers for the first copy of the small draft to the device.
     """
 
     def __init__(
-        self, round: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int], width: int,
-        uniforms: Callable[[], Tensor], numbers: Mapping[str, Numbers],
+        self, round: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int],
+        outer: OuterDrafts, numbers: Mapping[str, Numbers],
     ) -> None:  # fmt: skip
         super().__init__(round, k)
-        self.asked, self.width, self.uniforms = asked, width, uniforms
+        self.asked, self.outer = asked, outer
         self.with_drafts = texts
         self.numbers = {"done": done, "guessed": k, **numbers}
         self.sent: dict[str, Tensor] = {}
@@ -250,28 +249,29 @@ class InnerRound(RoundView):
         return self.send()["done"]
 
     @cached_property
-    def streams(self) -> Tensor:
-        """Return the uniforms (3, A, width) of this inner round."""
-        columns = self.done.unsqueeze(1) * self.width + torch.arange(self.width, device=self.done.device)
-        return self.uniforms().gather(2, columns.expand(3, -1, -1))
+    def streams(self) -> Tensor | None:
+        """Return the uniforms (3, A, width) of this inner round, None if noise is shared."""
+        width, uniforms = self.outer.width, self.outer.uniforms
+        columns = self.done.unsqueeze(1) * width + torch.arange(width, device=self.done.device)
+        return None if uniforms is None else uniforms.gather(2, columns.expand(3, -1, -1))
 
-    def simple(self, depths: int) -> tuple[Tensor, Tensor]:
-        return self.streams[DRAWS, :, :depths], self.round.simple(1)[1]
+    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
+        assert self.streams is not None, "the noise is shared, so drafts are drawn by `draw`"
+        return self.streams[DRAWS, :, :depths], self.temperature
 
-    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+    def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return distributions without the settings that read the text. The small draft guesses nothing for rows that
         have such settings."""
-        return self.round.plain(logits)
+        return self.round.probs(logits, None)
 
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
-        return self._shared(probs, depth) if self.round.shared else draw(probs, self.streams[DRAWS, :, depth])
+    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
+        """Draw with the numbers of this inner round, or with the noise of the target's tokens if it is shared. Rows
+        with all their drafts continue to draw, so the depth is limited to the last one."""
+        if self.streams is None:
+            return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
+        return draw(probs, self.streams[DRAWS, :, depth])
 
-    def _shared(self, probs: Tensor, depth: int) -> Tensor:
-        """Draw with the noise of the target's tokens. Rows with all their drafts continue to draw, so the depth is
-        limited to the last one."""
-        return self.round.draw_shared(probs, (self.done + depth).clamp(max=max(self.asked)))
-
-    def inputs(self, trees: bool = False) -> None:
+    def replayed(self, *_: Any) -> None:
         """Return None, since a CUDA graph cannot read the progress of each row."""
 
     def length(self, k: list[int]) -> Tensor:
@@ -283,7 +283,7 @@ class InnerRound(RoundView):
         after the text and after each guess. Returns accepted (A,) and the token (A,) after the accepted guesses."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
-        if self.round.shared:
+        if self.streams is None:
             return self._coupled(p, x, length)
         verification = rule.verify(p, q, x, self.streams[COINS], length)
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
@@ -291,7 +291,7 @@ class InnerRound(RoundView):
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return the accepted guesses and the next token if the rounded target draws with the shared noise, see
         `chain.coupled`."""
-        y = torch.stack([self._shared(p[:, i], i) for i in range(p.shape[1])], 1)
+        y = torch.stack([self.draw(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
         accepted = same.to(torch.int64).cumprod(1).sum(1)
         return accepted, y.gather(1, accepted.unsqueeze(1)).squeeze(1)

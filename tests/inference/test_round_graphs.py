@@ -70,7 +70,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
     def broken(*_: object, **__: object) -> object:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("inference.verification._verify_tensors", broken)
+    monkeypatch.setattr("inference.models.graphs.Graphs._record", broken)
     with standin.device(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted

@@ -178,7 +178,7 @@ def proposals(engine: Engine, n: int = 24) -> list[Any]:
 
     def watched(round: Any) -> Any:
         x, q, _, _ = proposal = propose(round)
-        seen.append((list(round.texts[0]), x.clone(), q.clone(), round.simple(x.shape[1])[0].clone()))
+        seen.append((list(round.texts[0]), x.clone(), q.clone(), round.uniforms(x.shape[1])[0].clone()))
         return proposal
 
     proposer.propose = watched
