@@ -18,7 +18,7 @@ from inference.drafts.bundled_target import reach_hub, refuse_missing
 from inference.models.pretrained import auto_class
 from tests.cotrain.commands.test_output_inputs import texts_of
 
-PATHS = [(command, key) for command, schema in SCHEMAS.items() for key in texts_of(schema)
+PATHS = [(command, key) for command, schema in SCHEMAS.items() for key in sorted(texts_of(schema))
          if key in ("target.path", "draft.path", "target.adapter", "data.path")]  # fmt: skip
 
 
