@@ -15,9 +15,9 @@ from cotrain.data.rows import PROMPT, Reader, nothing_skipped
 from cotrain.data.sources import UNREADABLE, kind_of, rows_in
 from cotrain.errors import UserError, user_errors
 from cotrain.teacher.target_model import load_config, load_pair
-from cotrain.training.preconditions import holds
 from inference import Engine, load
 from inference.adaptive_policy import Adaptive
+from inference.models.pretrained import positions_of
 from inference.output import Event, pieces
 from inference.policy import Fixed
 
@@ -102,11 +102,11 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
     if cfg.draft.path:
         target, tokenizer, _ = refuse_pair(cfg.draft.path, path)
-        room = holds(target.config)
+        room = positions_of(target.config)
     else:
         with user_errors():
             config, tokenizer = load_config(path)
-        room = holds(config)
+        room = positions_of(config)
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
     template = Template(tokenizer, metadata.served.template if metadata else {}, ())

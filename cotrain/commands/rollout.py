@@ -14,7 +14,8 @@ from cotrain.errors import UserError, user_errors
 from cotrain.rollout.training_texts import beside, start_of
 from cotrain.run_folder import held
 from cotrain.training.job import models, sample_prompts, sampled, settle, template_of
-from cotrain.training.preconditions import fill_prompt_tokens, fits, holds, outline, server
+from cotrain.training.preconditions import fill_prompt_tokens, fits, outline, server
+from inference.models.pretrained import positions_of
 from inference.models.quantisation import refuse_quantisation
 
 
@@ -58,6 +59,6 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
         limit = partial(fill_prompt_tokens, cfg, target, 0)
         prompts = sources_apart(cfg.data, {"train": None, cfg.kind: None}, template, encoder, limit)[cfg.kind]
         fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens,
-             holds(target.config), start_of(target))  # fmt: skip
+             positions_of(target.config), start_of(target))  # fmt: skip
         print(*said({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
         return prompts

@@ -21,12 +21,13 @@ from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
-from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
+from cotrain.training.preconditions import outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
 from inference.drafts.weight_files import read_json, weight_files
+from inference.models.pretrained import positions_of
 from inference.proposers import kind_of
 from inference.request import ends_of
 
@@ -196,7 +197,7 @@ def plan_of(
 
 def room_of(pair: Pair) -> int:
     """Return the length of the longest text that both models can read."""
-    return min(holds(model.config) for model in (pair.target, pair.draft) if model is not None)
+    return min(positions_of(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
 def prompts(

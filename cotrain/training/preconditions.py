@@ -50,7 +50,7 @@ from inference.drafts.weight_files import refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import LENGTHS, auto_class, layers_of, quantisation_of, refuse_unsupported
+from inference.models.pretrained import auto_class, layers_of, positions_of, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
 from inference.servers.openai_client import Client
 
@@ -123,7 +123,7 @@ def _refuse_given_texts(
         if isinstance(texts, PromptRows):
             completed(texts, asked(cfg), split, cfg.rollout.seed)
             continue
-        if cfg.data.block > (longest := holds(target.config)):
+        if cfg.data.block > (longest := positions_of(target.config)):
             raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
         refuse_short(texts.texts, tokenizer, cfg.data.block)
 
@@ -456,11 +456,13 @@ def fill_prompt_tokens(
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
         after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, measured)
-        room = holds(target.config) - after
+        room = positions_of(target.config) - after
         if room < 1:
             key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
-            raise UserError(f"{key}={after}: the target's context has {holds(target.config)} tokens, and prompts need "
-                            "some of them: lower it")  # fmt: skip
+            raise UserError(
+                f"{key}={after}: the target's context has {positions_of(target.config)} tokens, and prompts need some of "
+                "them: lower it"
+            )
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
     return cfg.rollout.prompt_tokens
@@ -553,7 +555,7 @@ def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Check that all texts fit the models' contexts: those to sample, to learn from and to time."""
     ask, size = cfg.rollout, cfg.bench
-    long, short = holds(target.config), holds(draft.config)
+    long, short = positions_of(target.config), positions_of(draft.config)
     start = start_of(target)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long, start)
     if cfg.measure:
@@ -579,12 +581,6 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
     elif prompt + new > room:
         raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
                         f"longest text, which has {room} tokens")  # fmt: skip
-
-
-def holds(config: PretrainedConfig) -> int:
-    """Return the number of tokens of the longest text that a model of this configuration can read."""
-    whole = config.get_text_config()
-    return int(next((length for key in LENGTHS if (length := getattr(whole, key, None) or 0) > 0), 2**31))
 
 
 # --- combinations of losses, kinds and texts that are not possible; a run checks them again

@@ -228,7 +228,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
     slots = FIRST_SLOTS
     while slots < length:
         slots *= 2
-    slots = max(length, min(slots, positions_of(config.get_text_config())))
+    slots = max(length, min(slots, positions_of(config)))
     return (rows + spare_slots(rows)) * slots * token_bytes(config, dtype)
 
 

@@ -30,7 +30,7 @@ from inference.verify.tree import Tree
 def takes_int8(model: PreTrainedModel) -> bool:
     """Return whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must
     agree with those of the model's own forward; if they do not, this warns once per model."""
-    return can_round(model.eval()) and lean_agrees(model, positions_of(model.config.get_text_config()))
+    return can_round(model.eval()) and lean_agrees(model, positions_of(model.config))
 
 
 CHUNK = 512  # positions of a pass that stores prompts

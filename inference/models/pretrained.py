@@ -185,8 +185,9 @@ def positions_of(config: PreTrainedConfig) -> int:
     For LongRoPE it is the end of the first range, because past that the longest row decides the rotation of all rows.
     For Llama 4 it is also the end of the first range, past which one position scales the attention of all rows.
     """
-    settings = config.to_dict()
-    rope, limit = settings.get("rope_parameters") or {}, length_of(config)
+    whole = config.get_text_config()
+    settings = whole.to_dict()
+    rope, limit = settings.get("rope_parameters") or {}, length_of(whole)
     if rope.get("rope_type") == "longrope":
         limit = min(rope["original_max_position_embeddings"], limit)
     if "max_seq_len" in settings:

@@ -32,9 +32,10 @@ from cotrain.students.independent import IndependentStudent, from_layers, shares
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_model import ENCODER, Seen, decoder_outputs, encoder_states, served
 from cotrain.training.module import Distillation, Stage
-from cotrain.training.preconditions import domains, fits, holds
+from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
 from inference.models.passes import LAST
+from inference.models.pretrained import positions_of
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
@@ -475,7 +476,7 @@ def test_a_deeper_decoder_that_transformers_cannot_decode_is_named_early(
 def test_texts_fit_where_the_engine_says_they_do(key: str) -> None:
     """A T5 has no learned positions, and its config may name a longest text all the same."""
     model = t5(**{key: 32})
-    assert holds(model.config) == Engine(model).target.context == 32
+    assert positions_of(model.config) == Engine(model).target.context == 32
 
 
 def test_sources_and_texts_fit_each_for_itself() -> None:
