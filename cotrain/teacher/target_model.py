@@ -1,7 +1,8 @@
 """The frozen target as a teacher. It is loaded in the precision that is served, and split into a body and a head."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    masking_utils,
 )
 from transformers import __version__ as transformers_version
 
+from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
@@ -228,13 +231,29 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
         return states
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
-        return model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions).last_hidden_state
+        positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
+        with _packed(position_ids):
+            return model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions).last_hidden_state
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
 
     return decoded if model.config.is_encoder_decoder else hidden, logits
+
+
+@contextmanager
+def _packed(position_ids: Tensor | None) -> Iterator[None]:
+    """Answer from position_ids (B, T), on the CPU, what transformers asks the device in each pass and waits for:
+    whether rows hold several texts. None: each row is one text."""
+    ask = masking_utils.find_packed_sequence_indices
+    found = None if position_ids is None else ask(position_ids)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: (
+        None if found is None else sent(found, position_ids.device)
+    )
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = ask
 
 
 def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
@@ -255,13 +274,13 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
     decoder: Any = model.get_decoder()
-    return decoder(input_ids=ids.to(model.device), encoder_hidden_states=states,
+    return decoder(input_ids=sent(ids, model.device), encoder_hidden_states=states,
                    encoder_attention_mask=_masked(model, source)[1], use_cache=False)  # fmt: skip
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 there."""
-    source = source.to(model.device)
+    source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 

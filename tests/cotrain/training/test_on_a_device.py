@@ -1,7 +1,6 @@
 """Training on the stand-in device: every kind of draft by cotrain's own trainer, callbacks, losses and evaluation; what
 a step reads; commands from texts to a draft that decodes."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,9 @@ from tests.gpu_counts import TRAINED, Training, training_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "error:.*CUDA graphs failed")
 
-# host reads of a step that is not logged, and launches, with some to spare for another version of torch: to be lowered
-MOST = {"independent": (3, 677), "conditioned": (3, 707), "hybrid": (3, 677), "medusa": (10, 861), "hydra": (10, 920),
-        "early_exit": (10, 1437), "eagle, pruned": (11, 1589), "p_eagle, markov": (20, 1243),
-        "block, causal": (25, 1725), "parallel": (26, 1471)}  # fmt: skip
-# which guesses count, which rounds draft and whether a temperature is 0 decide the sizes of what is computed
-READ_BY = {"chunked", "token_logs", "remembered", "greedy_probs", "columns", "pruned_to", "starts", "masks_after",
-           "positions_of", "guesses", "_inside", "_fill_dropped", "hidden", "_states"}  # fmt: skip
+# launches of a step that is not logged, with some to spare for another version of torch: to be lowered
+MOST = {"independent": 517, "conditioned": 547, "hybrid": 517, "medusa": 633, "hydra": 692, "early_exit": 1210,
+        "eagle, pruned": 1353, "p_eagle, markov": 972, "block, causal": 1431, "parallel": 1164}  # fmt: skip
 
 
 def trained(training: Training) -> None:
@@ -47,11 +42,10 @@ def trained(training: Training) -> None:
 def test_a_draft_of_every_kind_trains_and_decodes(kind: str) -> None:
     """Bounds that may only be lowered. A step that is logged reads its loss, acceptance, norm and speed besides."""
     counts = training_counts(kind, then=trained)
-    step, reads = counts["step"], {re.split(r"[ :]", place)[2] for place in counts["places"]}
-    assert step["reads"] <= MOST[kind][0] and reads <= READ_BY, counts
-    assert step["launches"] <= 1.1 * MOST[kind][1] and step["blocking"] <= 3, counts
-    assert counts["logged"]["reads"] <= step["reads"] + 9, counts
-    assert 0 < counts["logged"]["launches"] - step["launches"] < 90, counts
+    step, logged = counts["step"], counts["logged"]
+    assert not counts["places"] and step["reads"] == 0 and step["blocking"] <= 1, counts
+    assert step["launches"] <= 1.1 * MOST[kind] and logged["reads"] <= 5, counts
+    assert 0 < logged["launches"] - step["launches"] < 90, counts
 
 
 class Broken(lightning.Callback):
