@@ -165,8 +165,8 @@ class Student(Protocol):
         batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, position_ids (B, T) if texts are
         packed, and source (B, S) if they have sources, all on the CPU. A training step adds uniforms (B, T), for random
         choices, and predicted (B, T-1), which says whether the loss counts the token after each position. A guess may
-        depend on the text before its round. From the round's first new token on, it may depend only on the drafts before it. Those
-        drafts are tokens of the text itself.
+        depend on the text before its round. From the round's first new token on, it may depend only on the drafts
+        before it. Those drafts are tokens of the text itself.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
