@@ -8,29 +8,23 @@ import torch
 from torch import Tensor
 
 from inference.verify.predict_chain import (
-    conditional,
     expected_calls,
     expected_calls_block,
     l_from,
-    prefix,
     r_from,
     tau,
-    tau_block,
 )
 
 __all__ = [
     "call_weights",
     "calls",
     "calls_block",
-    "conditional",
     "expected_calls",
     "expected_calls_block",
     "iid_tau",
     "l_from",
-    "prefix",
     "r_from",
     "tau",
-    "tau_block",
 ]
 
 

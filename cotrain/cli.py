@@ -224,6 +224,10 @@ def _refuse_paths(name: str, cfg: "DictConfig") -> None:
 
     values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     refuse_overlap(name, values)
+    target = (values.get("target") or {}).get("path")
+    if target and os.path.isfile(os.path.join(target, "cotrain.json")):
+        print(f"target.path={target} is a draft folder, which draft.path= names: the target is the model that it "
+              "drafts for", file=sys.stderr)  # fmt: skip
     for key, value in flat(values):
         if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
             continue

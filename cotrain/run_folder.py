@@ -27,6 +27,7 @@ from inference.drafts.atomic import write_atomic
 State = Literal["new", "unfinished", "finished"]
 Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free", "longer" or "other", see `claim`
 MARKER, LOCK = "run.json", "run.lock"
+REPLACED = "replaced"  # in a folder: the run that overwrite=true replaces, until the new one is finished
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
 WRITTEN = ("output", "export")  # settings that name a folder which the command writes and may replace
 REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each time, and keep what was measured before
@@ -36,7 +37,7 @@ WORDS = frozenset({
     "quantisation.kind", "draft.kind", "draft.quantisation", "draft.mask", "init.kind", "loss.first", "loss.then",
     "objective", "optimizer.kind", "mode",
     "data.column", "data.split", "data.config", "rollout.url", "trainer.precision", "trainer.accelerator",
-    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "matrix.targets", "matrix.drafts", "target.dtype",
+    "trainer.strategy", "trainer.logger", "bench.draft_dtype", "target.dtype",
     "verify", "label", "kind", "baseline", "engine", "layout", "dtype", "push_to_hub", "url", "model", "prompt",
     "shapes",
 })  # fmt: skip
@@ -53,8 +54,9 @@ class RunFolder:
     changed: tuple[str, ...] = ()  # settings that differ from those of a finished run, and have no effect any more
 
     def finish(self) -> None:
-        """Mark the run as finished."""
+        """Mark the run as finished, and delete the one that it replaces."""
         _mark(self.path, "finished", self.settings, self.command)
+        shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
 
 def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
@@ -149,9 +151,10 @@ def claim(
 ) -> Iterator[RunFolder]:
     """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
 
-    A finished run of a command in `REPEATED` that `overwrite` does not delete is moved to a folder beside it. The state
-    is "new" for an absent or empty folder, and for a run that was deleted or moved. Otherwise it is that of
-    the run: "unfinished", to be resumed, or "finished".
+    A finished run of a command in `REPEATED` that `overwrite` does not replace is moved to a folder beside it. A run
+    that `overwrite` replaces is moved to the folder `REPLACED`, and deleted when the new one is finished. The state is
+    "new" for an absent or empty folder, and for a run that was moved. Otherwise it is that of the run: "unfinished", to
+    be resumed, or "finished".
 
     settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
     same ones. kind: a function that says what a changed setting means. "same": it has not changed. "free": it may
@@ -175,6 +178,9 @@ def claim(
         except BaseException:
             if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
                 (path / MARKER).unlink()  # nothing was written, so other settings may use the folder
+            if (path / REPLACED).exists() and run.state != "finished":
+                print(f"the run that this one replaces is kept in {path / REPLACED} until this one is finished",
+                      file=sys.stderr)  # fmt: skip
             raise
 
 
@@ -236,6 +242,12 @@ def held(path: str | Path) -> Iterator[Path]:
         yield path
 
 
+def resumable(path: str | Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether the folder has an unfinished run of these very settings."""
+    marker = read_marker(Path(path)) or {}
+    return marker.get("state") == "unfinished" and marker["settings"] == json.loads(json.dumps(dict(settings)))
+
+
 def finished(path: str | Path) -> bool:
     """Return whether the folder has a finished run."""
     marker = read_marker(Path(path))
@@ -259,6 +271,12 @@ def _usable(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     if path.is_dir() and _foreign(path):
+        with suppress(OSError):  # none is there
+            try:
+                json.loads((path / MARKER).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"{path / MARKER} is broken ({error}), so output={path} cannot be used: name another "
+                                "folder, or put a copy of the file there") from error  # fmt: skip
         raise UserError(
             f"output={path} has files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"
@@ -266,12 +284,12 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """Return the run in the locked folder `path`. Its files are deleted if `overwrite` is set, or if an earlier
-    deletion was interrupted.
+    """Return the run in the locked folder `path`. Its files are moved away if `overwrite` is set, or if an earlier move
+    was interrupted.
     """
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
-        _empty(path, marker["settings"], command)
+        _empty(path, marker, command)
         marker = None
     if marker is None:
         return RunFolder(path, "new", settings or {}, command)
@@ -303,17 +321,28 @@ def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: J
     return {key: change for key, change in kinds.items() if key in old or change != "free"}
 
 
-def _empty(path: Path, settings: Mapping[str, Any], command: str) -> None:
-    """Delete all files except marker and lock. The marker has the state "emptying" meanwhile, so that the next claim
-    goes on if this process is killed."""
-    _mark(path, "emptying", settings, command)
+def _empty(path: Path, marker: dict[str, Any], command: str) -> None:
+    """Move all files except the lock to the folder `REPLACED`. If it has a run already, the files are those of one that
+    did not replace it, and are deleted. The marker has the state "emptying" meanwhile, so that the next claim goes on
+    if this process is killed."""
+    replaced, old = path / REPLACED, path / REPLACED / f"{MARKER}.new"
+    if marker["state"] == "finished":  # what is there was to be deleted when this run was finished
+        shutil.rmtree(replaced, ignore_errors=True)
+    if marker["state"] != "emptying":
+        if not (replaced / MARKER).exists():
+            write_atomic(old, json.dumps(marker, indent=2) + "\n")
+        _mark(path, "emptying", marker["settings"], command)
     for entry in path.iterdir():
-        if entry.name in (MARKER, LOCK):
+        if entry.name in (MARKER, LOCK, REPLACED):
             continue
-        if entry.is_dir() and not entry.is_symlink():
+        if old.exists():
+            entry.rename(replaced / entry.name)
+        elif entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
+    if old.exists():
+        old.rename(replaced / MARKER)
 
 
 def _foreign(path: Path) -> bool:

@@ -101,8 +101,9 @@ class Adaptive:
         except OSError as error:
             raise ValueError(f"policy: {file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            detail = f"it has no {error}" if isinstance(error, KeyError) else f"it has another form ({error})"
             raise ValueError(
-                f"policy: {file} is no policy file, which cotrain plan writes as policy.json: {error!r}"
+                f"policy: {file} is no policy file, which cotrain plan writes as policy.json: {detail}"
             ) from error
 
     @property

@@ -18,14 +18,14 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import costs_of
 from cotrain.commands.served_pair import load_network, measured
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.data.corpora import SOURCES, shipped
 from cotrain.data.splits import Prompts, apart
 from cotrain.paths import folder as shipped_folder
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import costs_of
 from cotrain.students.independent import shares_encoder
 from cotrain.teacher.target_model import load_pair
 from inference import Engine, Sampling

@@ -8,7 +8,7 @@ an EAGLE-3 layer and a block draft, both with a head of 32,000 tokens. Both file
 acceptance.
 
 The forecast of a pass is the longer of bytes / bandwidth and operations / rate of the chip's data sheet, see
-`inference.measure.floor`. A round adds its launches outside recorded graphs, copies, reads and Python, at the prices
+`studies.floor`. A round adds its launches outside recorded graphs, copies, reads and Python, at the prices
 and counts of `tests.gpu_counts` (Python by rows). Kernels inside a graph cost nothing beside their bytes, so the
 forecast is too short for small models, and for all where a kernel reaches less than the data sheet's bandwidth.
 """
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from cotrain.plan.costs_file import speedup_table, speedups_of
+from cotrain.planning.costs_file import speedup_table, speedups_of
 from inference.drafts.atomic import write_atomic
 from inference.measure.costs import Costs, interleaved, measure_costs
 from inference.measure.environment import environment
-from inference.measure.floor import Load, Machine
 from inference.models.cache import token_bytes
 from inference.models.lm import LM, store_prompts
 from inference.models.pretrained import layers_of
 from inference.proposers.block import Block, BlockConfig, BlockNetwork
 from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork, fused
+from studies.floor import Load, Machine
 from tests import gpu_counts
 
 DTYPE, CONTEXT, HEAD = torch.bfloat16, 256, 32000  # of weights, tokens before a pass, tokens in a draft's head

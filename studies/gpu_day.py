@@ -68,9 +68,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer
 
-from cotrain.bench.plan import CompiledParts
 from cotrain.cli import main as cotrain
-from cotrain.plan.costs_file import speedup_table, speedups_of
+from cotrain.planning.costs_file import speedup_table, speedups_of
+from cotrain.planning.plan import CompiledParts
 from cotrain.students.base import KINDS, student_class
 from cotrain.training.job import models
 from inference import Engine, Sampling

@@ -9,9 +9,10 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from cotrain.bench.calibration import prepare
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import MeasuredCosts, choose_compiled, plain_texts, plan_length, tau_of, text_figures
+from cotrain.bench.measurement import prepare
+from cotrain.planning.forecast import acceptance
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import MeasuredCosts, choose_compiled, plain_texts, plan_length, text_figures
 from cotrain.students.base import DEFAULT, student_class
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Folder
@@ -111,11 +112,10 @@ class Study:
         """The draft length, by the planner that `cotrain bench` has."""
         plan, cost = costs[draft.name]
         plan = replace(plan, verify=rule)
-        figures = self.said(draft, plan)
-        length, cost = plan_length(plan, cost, lambda k: tau_of(figures, rule, k), until)
+        rates = acceptance(self.said(draft, plan), rule, max(plan.depths))
+        chains, cost = plan_length(plan, cost, rates, until)
         costs[draft.name] = plan, cost
-        k = length.drafting
-        return Chosen(draft, plan, k, plan.engine(k), length.speedups[k])
+        return Chosen(draft, plan, chains.k, plan.engine(chains.k), chains.speedup)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from cotrain.acceptance import iid_tau
-from cotrain.bench.forecast import error_of_tau, mean_acceptance
 from cotrain.data.corpora import DOMAINS, shipped
+from cotrain.planning.forecast import error_of_tau, mean_acceptance
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import read
 from inference.exactness.figures import Figures, predictable_reach

@@ -20,11 +20,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.bench.plan import Plan
 from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder as shipped
+from cotrain.planning.plan import Plan
 from cotrain.students.base import DEFAULT, student_class
 from cotrain.training.job import models
 from inference import Sampling

@@ -23,23 +23,24 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.bench.server_parity import figures_after
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.publishing import on_card
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH, choice_line
 from cotrain.students.base import DEFAULT
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.gguf_target import gguf_file
 from inference.exactness.figures import expected, reach_of
 from inference.measure.adaptive import Wanted, until_known
-from inference.measure.arms import Arm, ArmResult, engine_arm, refuse, transformers_arm
+from inference.measure.arms import Arm, ArmResult, engine_arm, refuse
 from inference.measure.timing import Timing, interleave
 from inference.output import Counts, Stats
 from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
 from inference.servers.worker import Worker
 from inference.verify import predict_chain
+from studies.assisted import assisted_arm
 from studies.real_target_cells import REGIMES, Cells
 
 SERVE = Path(__file__).parents[1] / "tests" / "engines" / "llamacpp" / "serve.mjs"
@@ -121,19 +122,19 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
     arms, left_out, planned = list[Arm](), list(others.left_out), dict[str, dict[str, Any]]()
     for name in cells.drafts:
         key = name, regime, rows, task
-        plan, chosen = cells.planned(key, cells.seconds)
-        arms.append(engine_arm(name, plan.engine(chosen.k), plan.sampling, plan.bench.new_tokens))
-        planned[name] = {"k": chosen.k, "planned": chosen.line}
+        plan, _, chosen = cells.planned(key, cells.seconds)
+        arms.append(engine_arm(name, plan.engine(chosen.length), plan.sampling, plan.bench.new_tokens))
+        planned[name] = {"k": chosen.length, "planned": choice_line(chosen)}
         if rows == 1 and plan.kind == DEFAULT:
-            arms.append(transformers_arm(f"transformers, {name}", plan.target, plan.sampling, plan.bench.new_tokens,
-                                         assistant=plan.running, k=chosen.k))  # fmt: skip
+            arms.append(assisted_arm(f"transformers, {name}", plan.target, plan.sampling, plan.bench.new_tokens,
+                                         assistant=plan.running, k=chosen.length))  # fmt: skip
         else:
             why = "it takes one prompt at a time" if rows > 1 else f"the draft is of kind {plan.kind}"
             left_out.append(f"transformers assisted by {name}: {why}")
     sampling, new = plan.sampling, plan.bench.new_tokens
     arms += [
         engine_arm("plain", plan.plain(), sampling, new),
-        transformers_arm("transformers", plan.target, sampling, new),
+        assisted_arm("transformers", plan.target, sampling, new),
     ]
     try:
         arms += [vllm_arm(one, server, sampling, new) for one, server in others.vllm.items()]

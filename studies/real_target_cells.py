@@ -10,37 +10,40 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.bench.calibration import prepare
-from cotrain.bench.plan import CompiledParts, Plan
-from cotrain.bench.planner import (
-    MeasuredCosts,
-    PlannedDraft,
-    choose_compiled,
-    plain_texts,
-    plan_draft,
-    rounds_of,
-)
+from cotrain.bench.measurement import prepare
 from cotrain.commands.served_pair import load_network, measured, refuse_pair
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.data.conversations import Template
 from cotrain.data.splits import Prompts, apart
 from cotrain.paths import folder as shipped
+from cotrain.planning.forecast import Forecast
+from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.planner import (
+    MeasuredCosts,
+    choice_line,
+    choose_compiled,
+    plain_texts,
+    plan_draft,
+    rounds_of,
+)
 from cotrain.training.assembly import initial
 from inference import Sampling
 from inference.drafts.draft_folder import Folder
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.arms import engine_arm
-from inference.measure.costs import of_stats, spans_of
+from inference.measure.costs import Costs, of_stats, spans_of
 from inference.measure.timing import Timing
 from inference.output import Emitted
 from studies.kinds_in_turn import Chosen, Draft, at, checks, exactness
 from studies.proposers import trained
 
 REGIMES = {
-    "0": Sampling(temperature=0), "0.7": Sampling(temperature=0.7), "1": Sampling(),
+    "0": Sampling(temperature=0),
+    "0.7": Sampling(temperature=0.7),
+    "1": Sampling(),
     "card": Sampling(temperature=0.2, top_p=0.9),  # that of the model's card
-}  # fmt: skip
+}
 PLANNED_ON = 4  # prompts of a task that plan its drafts; the others are timed
 PLAN_TOKENS, PLAN_TEXTS = 40, 16  # tokens of each text that plans, and how many texts
 CHOICE_TOKENS = 16  # of each text that is timed with and without compiling
@@ -83,8 +86,17 @@ def draft_of(name: str, asked: str, cfg: Any, target: Any, tokenizer: Any) -> Dr
         folder = measured(asked)
         network = load_network(folder, target, tokenizer)
     about = folder.metadata
-    plan = Plan(target, tokenizer, network.eval(), Sampling(), cfg.verify, cfg.bench, (path, asked),
-                about.objective if about else "sampled", kind=folder.kind)  # fmt: skip
+    plan = Plan(
+        target,
+        tokenizer,
+        network.eval(),
+        Sampling(),
+        cfg.verify,
+        cfg.bench,
+        (path, asked),
+        about.objective if about else "sampled",
+        kind=folder.kind,
+    )
     plan = replace(plan, draft=plan.served)  # all cells share one network, and so its compiled passes
     size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
     return Draft(name, folder, plan, size, trained(folder) if about else None)
@@ -105,11 +117,11 @@ class Cells:
 
     def cell(self, key: Key) -> dict[str, Any]:
         began = time.perf_counter()
-        plan, chosen = self.planned(key, self.seconds)
-        one = Chosen(self.drafts[key[0]], plan, chosen.k, plan.engine(chosen.k), chosen.speedup)
+        plan, costs, chosen = self.planned(key, self.seconds)
+        one = Chosen(self.drafts[key[0]], plan, chosen.length, plan.engine(chosen.length), chosen.speedup)
         timing, reached = timed(one, began + TIMING * self.seconds)
         entry = dict(zip(("draft", "regime", "rows", "task"), key, strict=True))
-        return entry | figures(one, chosen, timing, reached) | {"seconds": time.perf_counter() - began}
+        return entry | figures(one, costs, chosen, timing, reached) | {"seconds": time.perf_counter() - began}
 
     def ready(self, key: Key) -> Plan:
         """The plan of a cell, prepared as its kind wants (a gate is counted on prompts that are not timed)."""
@@ -122,9 +134,9 @@ class Cells:
         prepare(plan)
         return plan
 
-    def planned(self, key: Key, seconds: float) -> tuple[Plan, PlannedDraft]:
-        """The plan of a cell, and its draft length or tree, chosen in a share of the seconds from texts and rounds of
-        prompts that are not timed."""
+    def planned(self, key: Key, seconds: float) -> tuple[Plan, Costs, Forecast]:
+        """The plan of a cell, its costs, and the forecast of its draft length or tree, chosen in a share of the seconds
+        from texts and rounds of prompts that are not timed."""
         until, (name, regime, rows, task) = time.perf_counter() + PLANNING * seconds, key
         whole = self.ready(key)
         plan = at(whole, 1.0, rows)  # of its own sizes
@@ -141,8 +153,9 @@ class Cells:
         plan, alone = replace(plan, compiled=compiled_parts), costs.alone
         chains = replace(plan, tree=None)
         rounds = rounds_of(chains, (0, *spans_of(chains.proposer(counted=True))), until)  # of this task
-        chosen = plan_draft(plan, MeasuredCosts(alone, alone, {}).at(rounds), self.texts[regime, task], until)
-        return replace(chosen.plan, bench=whole.bench), chosen
+        timed_costs = MeasuredCosts(alone, alone, {}).at(rounds)
+        plan, costs, chosen = plan_draft(plan, timed_costs, self.texts[regime, task], until)
+        return replace(plan, bench=whole.bench), costs.costs, chosen
 
 
 def timed(one: Chosen, until: float) -> tuple[Timing, Reached]:
@@ -155,7 +168,7 @@ def timed(one: Chosen, until: float) -> tuple[Timing, Reached]:
     return until_known(arms, prompts, rows, (one.draft.name, "plain"), batches, plan.bench.seed)
 
 
-def figures(one: Chosen, chosen: PlannedDraft, timing: Timing, reached: Reached) -> dict[str, Any]:
+def figures(one: Chosen, costs: Costs, chosen: Forecast, timing: Timing, reached: Reached) -> dict[str, Any]:
     plan, name = one.plan, one.draft.name
     verdict, calls = checks(one, timing)
     drafted, plain = timing.stats(name), timing.stats("plain")
@@ -163,21 +176,35 @@ def figures(one: Chosen, chosen: PlannedDraft, timing: Timing, reached: Reached)
     speed, rounds = timing.ratio(name, "plain"), {"plain": of_stats(plain, 0), "draft": of_stats(drafted, one.k)}
     predicted = {"predicted": calls.tau, "z": calls.z, "relative": calls.relative} if calls else {}
     return {
-        "kind": one.draft.folder.kind, "parameters": one.draft.parameters, "train_seconds": one.draft.seconds,
-        "k": one.k, "tree": list(plan.tree.parents) if plan.tree else None, "rule": plan.rule, "planned": chosen.line,
-        "compiled": plan.compiled._asdict(), "int8": plan.int8,
+        "kind": one.draft.folder.kind,
+        "parameters": one.draft.parameters,
+        "train_seconds": one.draft.seconds,
+        "k": one.k,
+        "tree": list(plan.tree.parents) if plan.tree else None,
+        "rule": plan.rule,
+        "planned": choice_line(chosen),
+        "compiled": plan.compiled._asdict(),
+        "int8": plan.int8,
         # decode: without the prefill; expected: of that, at the tau that these very texts must have
-        "speedup": {**speed._asdict(), "decode": timing.ratio(name, "plain", decode=True)._asdict(),
-                    "predicted": chosen.speedup,
-                    "expected": chosen.speedup * calls.tau / chosen.tau if calls else None},
+        "speedup": {
+            **speed._asdict(),
+            "decode": timing.ratio(name, "plain", decode=True)._asdict(),
+            "predicted": chosen.speedup,
+            "expected": chosen.speedup * calls.tau / chosen.tau if calls else None,
+        },
         "tau": {"measured": drafted.tau} | predicted,
         "tokens_per_second": {"plain": timing.speed("plain"), "draft": timing.speed(name)},
         "acceptance": {"measured": drafted.prefix, "predicted": calls.prefix if calls else None},
         "milliseconds": {
-            "draft_step": 1e3 * chosen.costs.costs.draft, "target_pass": 1e3 * chosen.costs.costs.target[one.k],
-            **{f"{side}_round": {part: 1e3 * seconds for part, seconds in vars(cost).items()}
-               for side, cost in rounds.items()},
+            "draft_step": 1e3 * costs.draft,
+            "target_pass": 1e3 * costs.target[one.k],
+            **{
+                f"{side}_round": {part: 1e3 * seconds for part, seconds in vars(cost).items()}
+                for side, cost in rounds.items()
+            },
         },
-        "new_tokens": plan.bench.new_tokens, "batches": reached.runs, "cores_of_others": reached.others,
+        "new_tokens": plan.bench.new_tokens,
+        "batches": reached.runs,
+        "cores_of_others": reached.others,
         **exactness(verdict, calls),
-    }  # fmt: skip
+    }

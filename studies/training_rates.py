@@ -39,7 +39,7 @@ from cotrain.training.optim import adamw, precision
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import device, environment
-from inference.measure.floor import Machine, measure_machine, pass_load, weight_bytes
+from studies.floor import Machine, measure_machine, pass_load, weight_bytes
 
 CONTEXT = 128  # tokens before the pass whose floor is that of sampling
 WARM = 2

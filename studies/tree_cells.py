@@ -13,15 +13,30 @@ from typing import Any
 from torch import Tensor
 
 from inference.measure.costs import Costs
-from inference.measure.tree_plan import Distributions, Search, rate
-from inference.measure.tree_shapes import Parents, Seconds, every, round_seconds, tokens_of
+from inference.measure.tree_plan import Distributions, Search, table_of
+from inference.measure.tree_shapes import Parents, Seconds, calls_of, every
 from inference.verify.predict_tree import of_rounds
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of
 
 MOST, CHILDREN, LONGEST = 16, 4, 8  # nodes, children of one, drafts of the chains that trees are compared with
 LEVELS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of grown trees; drafts that read their own states are rated to LONGEST
-FULL = [full(widths) for widths in ((2, 2), (2, 2, 2), (3, 2), (3, 3), (4, 2), (4, 3), (4, 2, 1), (4, 1, 1), (3, 2, 1),
-                                    (2, 1, 1, 1), (2, 2, 1, 1), (3, 1, 1, 1, 1))]  # fmt: skip
+FULL = [
+    full(widths)
+    for widths in (
+        (2, 2),
+        (2, 2, 2),
+        (3, 2),
+        (3, 3),
+        (4, 2),
+        (4, 3),
+        (4, 2, 1),
+        (4, 1, 1),
+        (3, 2, 1),
+        (2, 1, 1, 1),
+        (2, 2, 1, 1),
+        (3, 1, 1, 1, 1),
+    )
+]
 Choice = tuple[Parents, str, bool]
 
 
@@ -48,7 +63,7 @@ def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ..
     """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
     first level if accept has a depth axis."""
     first = of_rounds(accept, 0, lengths)
-    return tuple((first.sum((0, 1)) / tokens_of(accept, lengths)).tolist())
+    return tuple((first.sum((0, 1)) / int(lengths.sum())).tolist())
 
 
 def sequoia(chances: Sequence[float], nodes: int, depth: int) -> Parents:
@@ -90,8 +105,11 @@ class Exact:
         self.fitted = Search(fitted, most, CHILDREN, levels, longest, sorts)
         self.sequoias = {sort: self._sequoias(sort) for sort in sorts}
         self.found = Search(held, most, CHILDREN, levels, longest, sorts, self._others(small), shrunk=0)
-        self.by = {(shape, rule, sort): calls
-                   for (rule, sort), table in self.found.calls.items() for shape, calls in table.items()}  # fmt: skip
+        self.by = {
+            (shape, rule, sort): calls
+            for (rule, sort), table in self.found.calls.items()
+            for shape, calls in table.items()
+        }
 
     def _others(self, small: int) -> list[Parents]:
         """What brute force looks at beside what a search on the held texts themselves does: all small shapes, full
@@ -134,8 +152,11 @@ class Exact:
     def sequoia(self, seconds: Seconds) -> Choice:
         """Its tree of the size and depth that are best by its own estimate under these costs, verified as it is
         there."""
-        rates = {(tree, "tree", likeliest): seconds(tree) / tau
-                 for likeliest in self.sequoias for tree, tau in self.sequoias[likeliest].items()}  # fmt: skip
+        rates = {
+            (tree, "tree", likeliest): seconds(tree) / tau
+            for likeliest in self.sequoias
+            for tree, tau in self.sequoias[likeliest].items()
+        }
         return min(rates, key=rates.__getitem__)
 
     def largest(self, rule: str | None = None) -> Choice:
@@ -152,6 +173,26 @@ class Exact:
     def chain(self, longest: int = LONGEST) -> Choice:
         """The chain with the most tokens a call."""
         return max(self.chains(longest), key=self.tau)
+
+
+def rate(distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool) -> dict[Parents, Tensor]:
+    """Return the expected calls (B,) of each text with each shape."""
+    table = table_of(distributions, shapes, rule, likeliest)
+    return dict(zip(shapes, calls_of(table, shapes), strict=True))
+
+
+def round_seconds(costs: Costs) -> Seconds:
+    """Return a function that gives the seconds of a round, from a measured table. It adds one draft step per level, a
+    target pass over the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one
+    id."""
+
+    def seconds(parents: Parents) -> float:
+        n = len(parents)
+        if n >= len(costs.target):
+            raise ValueError(f"costs of rounds are measured up to {len(costs.target) - 1} drafts, a tree has {n} nodes")
+        return costs.drafting(max(depths_of(parents), default=0)) + costs.target[n] + costs.rest[n]
+
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -175,10 +216,15 @@ class Speeds:
 def cell(exact: Exact, costs: Costs) -> dict[str, Any]:
     """The plan beside the best there is, Sequoia's tree and the chains, under one table of costs."""
     speeds = Speeds(exact, costs)
-    planned = exact.fitted.plan(speeds.seconds)
-    named = {"planned": (planned.shape.parents, planned.rule, planned.likeliest), "best": exact.best(speeds.seconds),
-             "sequoia": exact.sequoia(speeds.seconds), "fastest chain": exact.best(speeds.seconds, chains=True),
-             "best chain": exact.chain(), "largest tree": exact.largest()}  # fmt: skip
+    planned = exact.fitted.ranked(speeds.seconds)[0]
+    named = {
+        "planned": (planned.parents, planned.rule, planned.likeliest),
+        "best": exact.best(speeds.seconds),
+        "sequoia": exact.sequoia(speeds.seconds),
+        "fastest chain": exact.best(speeds.seconds, chains=True),
+        "best chain": exact.chain(),
+        "largest tree": exact.largest(),
+    }
     told = {name: speeds.told(choice) for name, choice in named.items()}
     of_best = {name: told[name]["speed"] / max(one["speed"] for one in told.values()) for name in told}
     passes = {"pass_over_16": costs.target[exact.most] / costs.target[0], "draft_step": costs.draft / costs.target[0]}
@@ -200,10 +246,11 @@ def orders(exact: Exact) -> dict[str, Any]:
         both_rules = [(own, exact.by[own, "traversal", False], exact.by.get((own, "tree", False))) for own in trees]
         same = [(ratio(calls, other), shape) for shape, calls, other in both_rules if other is not None]
         found["same_shape"] = {
-            "shapes": len(same), "least": min(same),
+            "shapes": len(same),
+            "least": min(same),
             "below": sum(value < 1 - 1e-6 for (value, _), _ in same),
             "below_by_2_errors": sum(value + 2 * error < 1 for (value, error), _ in same),
-        }  # fmt: skip
+        }
     else:
         found["tree_over_chain"] = found["gain"]
     return found

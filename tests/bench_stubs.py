@@ -1,20 +1,25 @@
 """Stand-ins for engines and clocks of a bench: what is timed is noted, and every figure tells what it is of."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from cotrain.bench import matrix, measurement, planner, quantisation_table
-from cotrain.bench import plan as plans
-from cotrain.bench.plan import Plan
+from cotrain.bench import measurement
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning import plan as plans
+from cotrain.planning import planner
+from cotrain.planning.forecast import Acceptance, Forecast
+from cotrain.planning.plan import Plan
 from inference import Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.timing import Interval
 from inference.output import Emitted
+from studies import matrix, quantisation_table
 from tests.tiny import tiny
 
 RANKING, FINAL = [[i, 2] for i in range(5)], [[i, 3, 4, 5, 6, 7] for i in range(5)]
@@ -75,15 +80,29 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     for module in (measurement, planner, quantisation_table, matrix):
         monkeypatch.setattr(module, "interleave", noted)
-        monkeypatch.setattr(module, "engine_arm", engine_arm)
-    for module in (measurement, matrix):
-        monkeypatch.setattr(module, "transformers_arm", transformers_arm)
+    monkeypatch.setattr(plans, "engine_arm", engine_arm)
+    monkeypatch.setattr(measurement, "transformers_arm", transformers_arm)
+    monkeypatch.setattr(matrix, "assisted_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)
     monkeypatch.setattr(plans, "Engine", engine)
     monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])
     monkeypatch.setattr(Plan, "student", lambda self, network: SimpleNamespace(
         proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)))  # fmt: skip
     return found
+
+
+def rates_of(taus: Sequence[float], texts: int = 4, tokens: int = 8) -> Acceptance:
+    """Texts of which a call at draft length k = 1, 2, ... gives so many tokens."""
+    lengths = torch.full((texts,), float(tokens), dtype=torch.float64)
+    return Acceptance(
+        torch.stack([lengths / tau for tau in (1.0, *taus)]), lengths, torch.zeros(len(taus) + 1, 1, texts)
+    )
+
+
+def chains_of(k: int, speedups: Sequence[float], rates: Acceptance | None = None) -> Forecast:
+    """The forecast of chains of which k drafts are chosen."""
+    nothing = (0.0,) * len(speedups)
+    return Forecast(rates or rates_of(speedups[1:]), nothing, k, k, tuple(speedups), nothing, 0.0)
 
 
 def plan_of(**changed: Any) -> Plan:

@@ -115,7 +115,7 @@ def make_inputs(folder: Path) -> None:
     from tests.folders import own_texts, target_folder
 
     target_folder(folder / "target")
-    own_texts(folder / "texts.jsonl", 120)
+    own_texts(folder / "texts.jsonl", 240)
     rows = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
     (folder / "prompts.txt").write_text("\n".join(row[:20].split("\n")[0] for row in rows[:4]) + "\n")
     costs = {

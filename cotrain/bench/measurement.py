@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, nan
 from typing import Any
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import (
+from cotrain.board import tags
+from cotrain.config.groups import Bench
+from cotrain.console import Display
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import (
     BATCH,
     advice,
+    choice_line,
     choose_compiled,
     plain_texts,
     plan_draft,
@@ -19,20 +23,19 @@ from cotrain.bench.planner import (
     served_tree,
     text_figures,
 )
-from cotrain.board import tags
-from cotrain.config.groups import Bench
-from cotrain.console import Display
+from cotrain.students.base import Trials, student_class
 from inference import Engine, Sampling
 from inference.drafts import moved_target
 from inference.exactness.figures import check_calls
 from inference.exactness.verdict import check
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
-from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.arms import transformers_arm
 from inference.measure.timing import Timing, interleave, together
 from inference.models.pretrained import quantisation_of
 from inference.output import Emitted, pieces
 from inference.proposers import NGram
+from inference.proposers.base import Proposer
 from inference.report.build import build
 from inference.report.replay import Recorder
 
@@ -53,10 +56,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     Return speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
     share_of_cost_table. The last one is the measured decoding speed-up divided by the one that is predicted from tau
     and the seconds of a round. These seconds are measured separately, once for all checkpoints."""
-    arms = [
-        engine_arm("speculative", plan.engine(k), plan.sampling, plan.bench.new_tokens),
-        engine_arm("plain", plan.plain(), plan.sampling, plan.bench.new_tokens),
-    ]
+    arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
     stats, speedup = timing.stats("speculative"), timing.ratio("speculative", "plain")
     tau, decoding = stats.tau if stats else nan, timing.ratio("speculative", "plain", decode=True).value
@@ -86,6 +86,24 @@ def sample_text(plan: Plan, k: int) -> str:
 
 
 # --- in full
+
+
+def prepare(plan: Plan) -> None:
+    """Calibrate a draft whose kind needs it, and store the result in its config. The ranking prompts are used for it,
+    which are not timed later."""
+    if not student_class(plan.kind).calibrated:
+        return
+    size, replayed = plan.bench, plan.target.device.type == "cuda"
+    served = replace(plan, compiled=plan.compiled._replace(plain=replayed, target=replayed, draft=replayed))
+
+    def drafting(proposer: Proposer) -> Engine:
+        return served.engine(max(size.depths), proposer=proposer)
+
+    prompts = plan.ranking(0, max(4 * size.quick_prompts, size.rows))
+    trials = Trials(drafting, served.plain, prompts, plan.sampling, size.new_tokens, size.seed)
+    settings = plan.student(plan.draft).calibrate(served.proposer(), trials)
+    for network in (plan.draft, plan.served, plan.running):
+        network.config.update(settings)
 
 
 def refuse(size: Bench) -> None:
@@ -127,19 +145,18 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
     plan, costs = choose_compiled(plan, budget.until(COSTS))
     texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
-    chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
-    plan, k, served, costs = chosen.plan, chosen.k, chosen.served, chosen.costs
-    choice = plan_entries(chosen.length, chosen.tree, served, plan.verify)
+    plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
+    k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
         print(f"bench: plain decoding is expected to be faster here, {chosen.speedup:.2f}x with drafts at best")
-    print(f"bench: {chosen.line}; {size.prompts} prompts in turn: speculative, plain, transformers")
+    print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
     engine = plan.engine(k)
-    timing, reached = _timed(plan, engine, plan.sampling, budget.until(TIMING))
+    timing, reached = _timed(plan, engine, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
     moved = moved_target.about(target, plan.adapter)
-    sentence = advice(chosen.length, timing.ratio("speculative", "plain"), served)
+    sentence = advice(chosen, timing.ratio("speculative", "plain"))
     entries = choice | {
         "kind": plan.kind,
         "target_quantisation": quantisation_of(plan.target.config),
@@ -153,7 +170,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "said": [
             *([moved_target.said(moved)] if moved else []),
             *([sentence] if sentence else []),
-            *([chosen.line] if chosen.tree else []),
+            *([line] if chosen.tree else []),
             *adaptive.lines(reached),
         ],
         "prompts": plan.prompts.source,
@@ -162,18 +179,23 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     return build(
-        timing, engine, "speculative", "plain", sampling=plan.sampling, max_new_tokens=size.new_tokens,
-        target=target, draft=draft, verdict=verdict, extra=entries | (extra or {}),
-    )  # fmt: skip
+        timing,
+        engine,
+        "speculative",
+        "plain",
+        sampling=plan.sampling,
+        max_new_tokens=size.new_tokens,
+        target=target,
+        draft=draft,
+        verdict=verdict,
+        extra=entries | (extra or {}),
+    )
 
 
-def _timed(plan: Plan, engine: Engine, sampling: Sampling, until: float) -> tuple[Timing, Reached]:
+def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
     size = plan.bench
-    arms = [
-        engine_arm("speculative", engine, sampling, size.new_tokens),
-        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
-        transformers_arm("transformers", plan.target, sampling, size.new_tokens),
-    ]
+    arms = plan.arms({"speculative": engine, "plain": plan.plain()})
+    arms.append(transformers_arm("transformers", plan.target, plan.sampling, size.new_tokens))
     batches = -(-size.prompts // size.rows)
     more = until < inf
     wanted = Wanted(batches, size.interval if more else inf, until)
@@ -234,12 +256,12 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
         count = min(count, FEW)
     if plan.tree:
         until = time.perf_counter() + (until - time.perf_counter()) / FORCED
-    arm = engine_arm("speculative", plan.engine(k, BATCH), plan.sampling, size.new_tokens)
+    arms = plan.arms({"speculative": plan.engine(k, BATCH)})
     parts: list[Emitted] = []
     with Display("bench: parity", count, "texts") as display:
         for done in range(0, count, BATCH):
             prompts = plan.final(size.prompts + done, min(BATCH, count - done))
-            parts.append(interleave([arm], prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
+            parts.append(interleave(arms, prompts, BATCH, size.seed + 1 + done, warmup=0).texts("speculative"))
             display.to(done + len(prompts))
             if time.perf_counter() > until:
                 break
@@ -249,20 +271,21 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
         return None
     measured = calls.tokens / calls.measured
     return asdict(calls) | {
-        "tau_measured": measured, "tau_predicted": calls.tau, "z": calls.z, "relative": calls.tau / measured - 1,
-        "passed": calls.passed, "line": calls.line(),
-    }  # fmt: skip
+        "tau_measured": measured,
+        "tau_predicted": calls.tau,
+        "z": calls.z,
+        "relative": calls.tau / measured - 1,
+        "passed": calls.passed,
+        "line": calls.line(),
+    }
 
 
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
     """Measure the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
     models repeat themselves. late: the time is over, so only two prompts are used."""
-    size, sampling = plan.bench, Sampling(temperature=0)
-    arms = [
-        engine_arm("speculative", plan.engine(k), sampling, size.new_tokens),
-        engine_arm("ngram", plan.engine(k, proposer=NGram()), sampling, size.new_tokens),
-        engine_arm("plain", plan.plain(), sampling, size.new_tokens),
-    ]
+    size = plan.bench
+    engines = {"speculative": plan.engine(k), "ngram": plan.engine(k, proposer=NGram()), "plain": plan.plain()}
+    arms = plan.arms(engines, Sampling(temperature=0))
     prompts = plan.final(0, 2 if late else max(size.prompts // 2, 2))
     timing = interleave(arms, prompts, size.rows, size.seed)
     report: dict[str, Any] = {"prompts": len(prompts)}

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH
 from inference import Engine
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.arms import engine_arm
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, interleave
 from inference.output import Counts, Emitted
 from inference.proposers.base import Proposer
@@ -98,8 +97,8 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
         raise ValueError(f"url: the server counted {counts}: its counters are of something else")
-    own = engine_arm("own", plan.engine(k, BATCH, proposer=draft), plan.sampling, plan.bench.new_tokens)
-    ours = interleave([own], prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
+    own = plan.arms({"own": plan.engine(k, BATCH, proposer=draft)})
+    ours = interleave(own, prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
     emitted = np.array([len(text) - 1 for text in tokens], dtype=np.float64)
     scale = counted.rounds / rounds.sum()  # the server's rounds over the expected ones

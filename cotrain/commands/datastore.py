@@ -1,6 +1,7 @@
 """Command `cotrain datastore`. It indexes a corpus, from which drafts are then looked up."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from cotrain.config.settings import DatastoreConfig
 from cotrain.data.conversations import Template
@@ -18,6 +19,10 @@ from inference.request import ends_of
 def run(cfg: DatastoreConfig) -> None:
     """Tokenize the training split with the target's tokenizer, and write the datastore to `output`."""
     refuse_replaced(cfg.output, ABOUT)
+    for parent in Path(cfg.output).absolute().parents:
+        if (parent / ABOUT).is_file():
+            raise UserError(f"output={cfg.output} lies in the datastore {parent}, which may be replaced as a whole: "
+                            "name another folder")  # fmt: skip
     writable("output", cfg.output)
     with user_errors():
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
@@ -29,7 +34,9 @@ def run(cfg: DatastoreConfig) -> None:
         try:
             place = store.save(cfg.output, replace=cfg.overwrite)
         except FileExistsError as error:
-            raise UserError(f"{error}; overwrite=true replaces it") from error
+            raise UserError(
+                f"output={cfg.output} has a datastore: name another folder, or set overwrite=true"
+            ) from error
     print(f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
           f"cotrain train draft=retrieval draft.datastore={place}")  # fmt: skip
 

@@ -37,6 +37,8 @@ from inference.drafts.weight_files import read_json
 def run(cfg: ExportConfig) -> None:
     """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
     if cfg.check:
+        if cfg.check in ("True", "False"):  # as other commands have it
+            raise UserError(f"check={cfg.check.lower()}: name the folder that was written, as in check={cfg.output}")
         if cfg.push_to_hub:
             raise UserError("push_to_hub: with check= no folder is written that could be pushed; leave one of them out")
         _check(cfg.check, cfg.json)

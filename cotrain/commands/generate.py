@@ -110,8 +110,9 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
     template = Template(tokenizer, metadata.served.template if metadata else {}, ())
-    reader = Reader(chat=bool(cfg.chat), templated=tokenizer.chat_template is not None)
-    prompts, skipped = list[str | list[int]](), nothing_skipped()
+    templated, other = tokenizer.chat_template is not None, "rename the one that holds the prompts"
+    reader = Reader(chat=bool(cfg.chat), templated=templated, other=other)
+    prompts, skipped, longest = list[str | list[int]](), nothing_skipped(), 0
     for place, values in rows:
         try:
             row = reader.row(values, place)
@@ -124,8 +125,14 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         if not 0 < (tokens := len(ids)) < room:
             raise UserError(f"{place} has {tokens} tokens: it must have at least one, and leave room for one more "
                             f"in the {room} tokens of the target's context")  # fmt: skip
+        longest = max(longest, tokens)
+    if longest + cfg.max_new_tokens > room:
+        print(f"max_new_tokens={cfg.max_new_tokens}: after the longest prompt, the {room} tokens of the context leave "
+              f"room for {room - longest}", file=sys.stderr)  # fmt: skip
     with user_errors():
         skipped.refuse(f"prompts={cfg.prompts}" if cfg.prompts else "prompt", len(rows))
+    if not prompts:
+        raise UserError(f"prompts={cfg.prompts} contains no prompt: {skipped.said()}")
     if skipped.reasons:
         print(f"prompts={cfg.prompts}: {skipped.reasons.total()} rows are skipped: {skipped.said()}", file=sys.stderr)
     return prompts

@@ -13,18 +13,18 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.bench.plan import Plan
 from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.shapes import shape_table, shapes
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
-from cotrain.plan.costs_file import speedup_table, speedups_of
-from cotrain.plan.drafted import Drafted, drafted
-from cotrain.plan.drift import drift, planned, served
-from cotrain.plan.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
-from cotrain.plan.page import PAGE, page
-from cotrain.plan.shapes import shape_table, shapes
-from cotrain.plan.timed import measured_table, timed_cells
+from cotrain.planning.costs_file import speedup_table, speedups_of
+from cotrain.planning.drafted import Drafted, drafted
+from cotrain.planning.drift import drift, planned, served
+from cotrain.planning.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
+from cotrain.planning.page import PAGE, page
+from cotrain.planning.plan import Plan
+from cotrain.planning.timed import measured_table, timed_cells
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
@@ -37,8 +37,16 @@ from inference.output import Emitted
 
 PLAN = "plan.json"
 # settings that several drafts must have in common
-SHARED = ("target.path", "target.adapter", "quantisation.kind", "regime.top_k", "regime.top_p", "bench.prompt_tokens",
-          "data.chat", "data.template")  # fmt: skip
+SHARED = (
+    "target.path",
+    "target.adapter",
+    "quantisation.kind",
+    "regime.top_k",
+    "regime.top_p",
+    "bench.prompt_tokens",
+    "data.chat",
+    "data.template",
+)
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
@@ -58,8 +66,9 @@ def run(cfg: PlanConfig) -> None:
                 "that do not exist yet, and not both"
             )
         if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
-            raise UserError("costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and "
-                            "bench.trees=")  # fmt: skip
+            raise UserError(
+                "costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and bench.trees="
+            )
         settle(cfg.threads, cfg.bench.seed)
         refuse(cfg.output, cfg.overwrite)
         answer(*(_shapes(cfg) if cfg.shapes else _drafts(cfg, paths) if paths else _costs(cfg)))
@@ -95,15 +104,17 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     """Time drafts of these shapes, write plan.json, and return its content and the text to print."""
     began = time.monotonic()
     if cfg.measure or cfg.temperatures:
-        raise UserError("shapes: a draft that does not exist yet has no acceptance to forecast or measure: leave out "
-                        "measure= and temperatures=")  # fmt: skip
+        raise UserError(
+            "shapes: a draft that does not exist yet has no acceptance to forecast or measure: leave out "
+            "measure= and temperatures="
+        )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
     measurement.refuse(cfg.bench)
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         timed_shapes = shapes(cfg, target)
-        plan = _origin(cfg, {}) | {"shapes": [one.entry() for one in timed_shapes], "seconds": time.monotonic() - began}
+        plan = _origin(cfg, {}) | {"shapes": timed_shapes, "seconds": time.monotonic() - began}
         _write(folder.path / PLAN, plan)
         folder.finish()
     return plan, f"{shape_table(timed_shapes)}\nplan: {Path(cfg.output) / PLAN}"
@@ -124,10 +135,12 @@ def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
     """Return the entries of plan.json that say how it was made."""
     return {
         "environment": environment(),
-        "settings": {"texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
-                     "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
-                     "bench": OmegaConf.to_container(cast(Any, cfg.bench))},
-    }  # fmt: skip
+        "settings": {
+            "texts": {f"{t:g}": len(some.tokens) for t, some in texts.items()},
+            "tokens": {f"{t:g}": sum(map(len, some.tokens)) for t, some in texts.items()},
+            "bench": OmegaConf.to_container(cast(Any, cfg.bench)),
+        },
+    }
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -151,13 +164,16 @@ def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
     (first, one), *others = settings.items()
     for path, other in others:
         if one.data.path is None and _own_prompts(path) != _own_prompts(first):
-            raise UserError(f"drafts: {first} and {path} have not the same prompts set aside: name prompts that "
-                            "neither has learnt from with data.path=")  # fmt: skip
+            raise UserError(
+                f"drafts: {first} and {path} have not the same prompts set aside: name prompts that "
+                "neither has learnt from with data.path="
+            )
         for key in (*SHARED, *(() if one.temperatures else ("regime.temperature",))):
             mine, theirs = (OmegaConf.select(cast(Any, cfg), key) for cfg in (one, other))
             if mine != theirs:
-                raise UserError(f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by "
-                                "one")  # fmt: skip
+                raise UserError(
+                    f"drafts: {path} is for {key}={theirs}, and {first} for {key}={mine}: plan them one by one"
+                )
 
 
 def _own_prompts(path: str) -> bytes | None:
@@ -177,8 +193,10 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
         size.depths = sorted({*size.depths, metadata.k})
     if metadata and metadata.tree and not size.trees:
         nodes = len(metadata.tree.parents)
-        print(f"plan: {path} is served with a tree of {nodes} nodes, and forecasts are of chains: bench.trees={nodes} "
-              "adds those of trees")  # fmt: skip
+        print(
+            f"plan: {path} is served with a tree of {nodes} nodes, and forecasts are of chains: bench.trees={nodes} "
+            "adds those of trees"
+        )
     return plan_of(cfg, draft_folder, pair, size, cfg.verify, given=given)
 
 

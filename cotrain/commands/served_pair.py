@@ -11,7 +11,6 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import BenchConfig, GenerateConfig, PlanConfig, ServeCheckConfig, sampling
 from cotrain.data.conversations import Template
@@ -21,13 +20,14 @@ from cotrain.data.prompt_rows import said as said_of
 from cotrain.data.sources import sources_apart
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
+from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from cotrain.training.preconditions import holds, outline, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
-from inference.drafts.draft_folder import PROMPTS, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
+from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.weight_files import weight_files
+from inference.drafts.weight_files import read_json, weight_files
 from inference.proposers import kind_of
 from inference.request import ends_of
 
@@ -218,6 +218,10 @@ def prompts(
     encoder = target.config.is_encoder_decoder
     own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
     if own is None and data.path is None:
+        file = draft / REPORT if draft else None
+        if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
+            print(f"prompts: those of this package, and {file} is of other ones: data.path= names the texts "
+                  "that the draft learnt from, of which the held-out prompts are taken", file=sys.stderr)  # fmt: skip
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
         return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
     if own is not None:

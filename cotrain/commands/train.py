@@ -18,7 +18,7 @@ from cotrain.evaluation.comparison import FIGURES, compare, read
 from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
-from cotrain.run_folder import claim, finished, read_marker, refuse
+from cotrain.run_folder import claim, finished, read_marker, refuse, resumable
 from cotrain.students.base import OPTIONAL, student_class
 from cotrain.training import joint
 from cotrain.training.distil import distil
@@ -26,6 +26,9 @@ from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
 from inference.drafts.compatibility import hash_weights
 from inference.drafts.draft_folder import REPORT
+from inference.drafts.draft_folder import read as read_draft
+from inference.drafts.weight_files import weight_files
+from inference.proposers import kind_of
 from inference.report.build import table
 from inference.report.table import comparison
 
@@ -41,22 +44,31 @@ def run(cfg: TrainConfig) -> float | None:
     for key in ("overwrite", "check", "output"):
         del settings[key]
     settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
+    if cfg.overwrite and resumable(cfg.output, settings):  # the same command, after it was interrupted
+        cfg.overwrite = False
+        if not rank():
+            print(f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
+                  "delete the folder")  # fmt: skip
     if rank():  # the first process locks and marks the folder
-        if cfg.overwrite or not finished(cfg.output):
+        if cfg.overwrite or not finished(cfg.output) or _damage(cfg):
             _trained(cfg, Path(cfg.output))
         return None
     unread = {f"draft.{key}" for key in OPTIONAL.keys() - {*student_class(cfg.draft.kind).takes}}
     kinds = partial(change, rounds=cfg.rollout.rounds, unread=unread)
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
     start = time.monotonic()
-    known = None if state == "finished" and not cfg.check else require(cfg)  # fails before `claim` deletes a run
+    damage = _damage(cfg) if state == "finished" else ""
+    done = state == "finished" and not damage and not cfg.check
+    known = None if done else require(cfg)  # fails before `claim` moves a run
     if cfg.mode == "joint" and known:
         joint.refuse(cfg, known)
     if cfg.check and known:
         print("\n".join(check(cfg, known)))
         return None
     with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
-        if folder.state != "finished":
+        if folder.state != "finished" or damage:
+            if damage:
+                print(f"{damage}: the draft is written again, from the checkpoint of the training")
             _trained(cfg, folder.path, known.sources if known else None, start)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
@@ -73,6 +85,25 @@ def run(cfg: TrainConfig) -> float | None:
               "to measure it")  # fmt: skip
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+
+
+def _damage(cfg: TrainConfig) -> str:
+    """Return what is wrong with the draft folder of a finished run, "" if nothing is. Raises UserError if there is no
+    checkpoint to write it again from."""
+    draft = Path(cfg.output) / "draft"
+    try:
+        stored = read_draft(draft)
+        if kind_of(stored.kind).network_class:
+            weight_files(draft)
+        if not (stored.metadata and stored.metadata.report) or (draft / REPORT).is_file():
+            return ""
+        damage = f"{draft / REPORT} is missing"
+    except (OSError, ValueError) as error:
+        damage = str(error)
+    if student_class(cfg.draft.kind).trained and not any(Path(cfg.output).rglob("last.ckpt")):
+        raise UserError(f"output={cfg.output} was finished, but {damage}, and no checkpoint is left to write the draft "
+                        "again: overwrite=true trains it again")  # fmt: skip
+    return damage
 
 
 def _go_on(cfg: TrainConfig) -> None:

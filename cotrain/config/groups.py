@@ -86,7 +86,7 @@ class Draft:
     datastore: str | None  # look-up kinds: a folder written by `cotrain datastore`
     shortest: int  # look-up kinds: the least length of a match, in tokens
     width: int | None
-    layers: int | None  # null, for an early exit: cotrain.bench.exit_planner chooses
+    layers: int | None  # null, for an early exit: cotrain.planning.exits chooses
     intermediate: int | None
     head_dim: int | None
     kv_heads: int | None
@@ -252,17 +252,3 @@ class Bench:
     compile: bool  # compile the short passes of both models, see inference/models/compiled.py
     seed: int
     trees: int  # most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder
-
-
-@dataclass
-class Matrix:
-    """A benchmark of several engines at each temperature and batch size. Without temperatures there is no matrix.
-
-    If `targets` is not empty, weight quantisations (none, int8, nf4) of target and draft are compared instead."""
-
-    temperatures: list[float]
-    batches: list[int]
-    k: int  # the draft length of engines that do not choose their own
-    vllm: str | None  # the Python interpreter of a vLLM installation
-    targets: list[str]
-    drafts: list[str]

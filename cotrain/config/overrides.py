@@ -17,6 +17,7 @@ FREE_TEXT = TEXT | {"prompts", "path", "adapter", "datastore", "folder", "cache"
                     "baseline"}  # fmt: skip
 _NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?|true|false", re.IGNORECASE)
 MAIN = {"data": "path", "target": "path", "draft": "path", "regime": "temperature", "policy": "k"}  # of a group
+PATHS = frozenset(f"{group}.path" for group, name in MAIN.items() if name == "path")  # each is another thing
 LISTS = frozenset({"run"})  # keys that may be typed several times: the values become one list
 MAPPINGS = ("data.template", "data.shares", "data.embedded_shares", "data.bytes", "data.held_out_bytes")
 # Names of other programs -> the settings that do the same here, of which a command has at most one
@@ -196,7 +197,8 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
     """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
     if key in REMOVED:
         return f"{key}= was removed: {REMOVED[key].instead}"
-    same = sorted(other for other in keys if "." not in key and other.rpartition(".")[2] == key)
+    last = "path" if key in PATHS else key
+    same = sorted(other for other in keys if "." not in last and other.rpartition(".")[2] == last)
     if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
         hint = f"the nearest is {typo[0]!r}"
     elif known := alias(key, keys):
@@ -211,7 +213,7 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 def alias(key: str, keys: Collection[str]) -> str | None:
     """Return the setting that does what `key` does in other programs, if the command has one."""
-    settings = ALIASES.get(key) or ALIASES.get(key.rpartition(".")[2], ())
+    settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], ())
     return next((known for known in settings if known in keys and key != known), None)
 
 

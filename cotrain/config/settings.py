@@ -16,7 +16,6 @@ from cotrain.config.groups import (
     Init,
     Joint,
     Loss,
-    Matrix,
     Model,
     Optimizer,
     PolicySettings,
@@ -120,7 +119,6 @@ class BenchConfig:
     regime: ServedRegime
     data: Data  # the source of prompts; data.path=null: those of the draft folder, or the shipped ones
     bench: Bench
-    matrix: Matrix
     verify: str | None  # null: the rule stored in the draft folder
     output: str
     overwrite: bool

@@ -56,17 +56,20 @@ class DataRow:
 class Reader:
     """Reads rows. column: the column of the conversation, prompt or text; None: the first of `COLUMNS`. chat: whether
     a prompt or text becomes a message of a user; None: a prompt does, if the target has a chat template. templated:
-    whether it has one. encoder: whether rows are sources of an encoder."""
+    whether it has one. encoder: whether rows are sources of an encoder. other: what to do about a row without such a
+    column."""
 
     column: str | None = None
     chat: bool | None = None
     templated: bool = False
     encoder: bool = False
+    other: str = "name another by data.column="
 
     def row(self, values: Any, place: str = "") -> DataRow:
         """Read a row. Raises ValueError with the reason for which it is skipped."""
         if not isinstance(values, Mapping):
-            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt")
+            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
+                             'a row of JSON is an object such as {"prompt": "..."}')  # fmt: skip
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
@@ -83,7 +86,14 @@ class Reader:
                 return name
         if any(name in values for name in names):
             raise ValueError(BLANK)
-        named = "" if self.column else ": name another by data.column="
+        for name, value in left.items():
+            if len(values) == 1 and (between := next((one for one in ";\t|" if one in name), "")):
+                raise ValueError(f"its only column is {name!r}: separate columns by commas, not by {between!r}")
+            objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
+            if objects and not {"role", "from"} & value[0].keys():  # no conversation
+                raise ValueError(f"its {name!r} is a list of objects: if these are the rows, write a file of that list "
+                                 "alone")  # fmt: skip
+        named = "" if self.column else f": {self.other}"
         raise ValueError(f"it has no column {' or '.join(map(repr, names))}, but {', '.join(left) or 'none'}{named}")
 
     def _read(self, name: str, left: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +110,7 @@ class Reader:
             return self._conversation([{"role": "user", "content": text}], left)
         if not prompt:
             return {"text": text}
-        said = _answer(left)
-        return {"prompt": text, "completion": said[0]["content"] if said else ""}
+        return _plain([{"role": "user", "content": text}, *_answer(left)])
 
     def _conversation(self, messages: list[Message], left: dict[str, Any]) -> dict[str, Any]:
         if messages[-1]["role"] != "assistant":
@@ -173,13 +182,17 @@ def _answer(left: dict[str, Any]) -> list[Message]:
 
 
 def _plain(messages: list[Message]) -> dict[str, Any]:
-    """A prompt and its answer, for a target without a chat template."""
+    """A prompt and its answer, which no chat template renders."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
-        raise ValueError("the target's tokenizer has no chat template, so only one message of a user, with or "
-                         "without its answer, can be read")  # fmt: skip
+        raise ValueError(
+            "without a chat template (the target's tokenizer has none, or data.chat=false) only one message of a user, "
+            "with or without its answer, can be read"
+        )
     if any("tool_calls" in one for one in messages):
-        raise ValueError("message 2 calls tools, which only a chat template can render, and the target's tokenizer has "
-                         "none")  # fmt: skip
+        raise ValueError(
+            "message 2 calls tools, which only a chat template can render; the target's tokenizer has none, or "
+            "data.chat=false"
+        )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}
 

@@ -30,7 +30,7 @@ from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows, start_token
 from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
 from cotrain.data.sequence_tasks import embedded_pairs
-from cotrain.data.splits import in_split
+from cotrain.data.splits import PART, in_split
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
@@ -173,13 +173,16 @@ def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file that is a list of objects, whatever its ending; or of JSON lines."""
+    """The rows of a file that is a list of objects, or one object over several lines, whatever its ending; or of JSON
+    lines."""
     rows = None
     with _bytes(path) as file:
         begin = file.read(1024)
-        if begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        start = begin.removeprefix(codecs.BOM_UTF8).lstrip()
+        if start[:1] == b"[" or start.split(b"\n")[0].strip() == b"{":
             with suppress(ValueError):  # not UTF-8, or not one value
                 rows = json.loads((begin + file.read()).decode("utf-8-sig"))
+                rows = [rows] if isinstance(rows, dict) else rows
     if not isinstance(rows, list):
         yield from _lines(name, path)
     for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
@@ -313,9 +316,11 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
     lost, sources = nothing_skipped(), dict[str, Source]()
     for split in splits:
-        mine = [rows[place] for place in in_split([row.opening for row in rows], split)]
+        openings = [row.opening for row in rows]
+        mine = [rows[place] for place in in_split(openings, split)]
         if not mine:
-            raise ValueError(f"data.path: none of {len(rows)} rows falls to the split {split}: give more")
+            raise ValueError(f"data.path: none of {len(rows)} rows falls to the split {split}: they begin with "
+                             f"{len({*openings})} different prompts, and it takes {PART}: give more")  # fmt: skip
         sources[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
         skipped.refuse(f"data.path: {data.path}", total)
         if not len(sources[split]):

@@ -137,7 +137,8 @@ def named(baseline: str, labels: Collection[str]) -> str:
     matches = [label for label in labels if baseline in _settings(label)]
     if len(matches) == 1:
         return matches[0]
-    which = f"it is in {', '.join(sorted(matches))}" if matches else f"the runs are {', '.join(sorted(labels))}"
+    listed = ", ".join(sorted(matches or labels))
+    which = f"it is in {listed}" if matches else f"it is no label of a run, the labels are {listed}"
     raise UserError(f"baseline={baseline}: {which}")
 
 
@@ -152,7 +153,8 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     common = _aligned(pairs)
     if not common[0]:
         raise UserError(
-            f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in all runs"
+            f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in all runs, "
+            "which must be of the same target"
         )
     lengths, ours, theirs = np.array([
         [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]

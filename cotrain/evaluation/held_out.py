@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain.acceptance import conditional, expected_calls, l_from, prefix, tau, tau_block
+from cotrain.acceptance import expected_calls, l_from, tau
 from cotrain.data.texts import Texts
 from cotrain.losses.chunked import CHUNK, Comparison, TargetDistributions, Truncate, compared
 from cotrain.losses.guess import draftable
 from cotrain.students.base import ANY, LAST, Guess, Student
 from cotrain.teacher.target_distributions import FromStates, remembered
 from cotrain.teacher.target_model import Head, Reader, Record, Seen
+from inference.verify import predict_chain
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
@@ -96,8 +97,14 @@ class Scores:
         """Return tokens per target call at draft length k, under the rule `verify`. Every rule other than `block`
         counts as the token rule."""
         if verify == "block":
-            return float(tau_block(self.l, self.drafted(k), self.lengths))
+            reach = predict_chain.reach_block(self.l, self.drafted(k), self.lengths)
+            return float(predict_chain.tau_from(reach, self.lengths))
         return float(tau(self.r, self.drafted(k), self.lengths))
+
+    def accepted(self, k: int) -> tuple[list[float], list[float]]:
+        """Return prefix and conditional acceptance at depths 1 .. k, see `predict_chain.depths_from`."""
+        prefix, conditional = predict_chain.depths_from(predict_chain.reach(self.r, k, self.lengths), k, self.lengths)
+        return prefix.tolist(), conditional.tolist()
 
     def tau_greedy(self, k: int) -> float:
         """Return `tau` for greedy drafting. Drafts are then one-hot, and all rules accept the same tokens."""
@@ -167,13 +174,14 @@ def by_depth(scores: Scores) -> dict[str, list[float]]:
     from 1 to 8, or to the number of depths of the draft. If distributions depend on the depth, alpha of each depth is
     added."""
     most = scores.drafted(DEPTHS)
+    prefix, conditional = scores.accepted(most)
     depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
     return alphas | {
         "tau": [scores.tau(k) for k in depths],
         "tau_block": [scores.tau(k, "block") for k in depths],
         "tau_greedy_draft": [scores.tau_greedy(k) for k in depths],
-        "conditional": conditional(scores.r, most, scores.lengths).tolist(),
-        "prefix": prefix(scores.r, most, scores.lengths).tolist(),
+        "conditional": conditional,
+        "prefix": prefix,
     }
 
 

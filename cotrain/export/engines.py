@@ -47,18 +47,29 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _vllm(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
-    settings = draft_model(draft, k, objective, parallel=parallel)
+def serve_vllm(target: str, settings: dict[str, Any]) -> str:
+    """Return the launch command of vLLM, for a POSIX shell. settings: its speculative_config."""
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
-def _sglang(draft: str, target: str, k: int, objective: str, tree: PlannedTree | None = None) -> str:
+def _vllm(draft: str, target: str, k: int, objective: str, method: str = "draft_model", parallel: bool = False) -> str:
+    return serve_vllm(target, draft_model(draft, k, objective, method, parallel))
+
+
+def _sglang(
+    draft: str,
+    target: str,
+    k: int,
+    objective: str,
+    tree: PlannedTree | None = None,
+    algorithm: str = "STANDALONE",
+) -> str:
     steps, children, nodes = (k, 1, k) if tree is None else (tree.depth, tree.most_children, len(tree.parents))
     # SGLang chooses the nodes among these: `children` of the root, then in each step the children of `children` nodes
     rated = children + (steps - 1) * children**2
     return shlex.join([
         "python", "-m", "sglang.launch_server", "--model-path", target,
-        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
+        "--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft,
         "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(children),
         "--speculative-num-draft-tokens", str(min(nodes, rated) + 1),
     ])  # fmt: skip
@@ -98,32 +109,15 @@ def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
     ])  # fmt: skip
 
 
-def _vllm_features(draft: str, target: str, k: int, objective: str, parallel: bool = False) -> str:
-    settings = draft_model(draft, k, objective, "eagle3", parallel)
-    return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
-
-
-def _sglang_features(draft: str, target: str, k: int, objective: str, tree: PlannedTree | None = None) -> str:
-    return _sglang(draft, target, k, objective, tree).replace("STANDALONE", "EAGLE3")
-
-
-def _tensorrt_llm_features(draft: str, target: str, k: int, objective: str, layers: Sequence[int] = ()) -> str:
-    """The launch command. layers: those whose outputs the draft reads; TensorRT-LLM does not take them from the draft's
-    config.json."""
-    more = {"eagle3_layers_to_capture": list(layers)} if layers else {}
-    return _tensorrt_llm(draft, target, k, objective, "Eagle3", **more)
-
-
-def _vllm_block(draft: str, target: str, k: int, objective: str) -> str:
-    settings = draft_model(draft, k, objective, "dflash")
-    return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
-
+_vllm_features = partial(_vllm, method="eagle3")
+_sglang_features = partial(_sglang, algorithm="EAGLE3")
+_tensorrt_llm_features = partial(_tensorrt_llm, kind="Eagle3")
 
 # layout of `eagle3` -> the engines that load it, with their launch commands
 FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
     "speculators": {"vllm": _vllm_features},
-    "dflash": {"vllm": _vllm_block},
+    "dflash": {"vllm": partial(_vllm, method="dflash")},
 }
 # (engine, layout) that can draft trees -> a remark for the user; all others draft chains
 TREES = {
@@ -237,9 +231,10 @@ def launch(
     if k < 1:
         raise ValueError(f"export.k must be at least 1, not {k}")
     if tree is not None and (engine, layout) in TREES:
-        return _sglang_features(draft_path, target, k, objective, tree)
+        return _sglang_features(draft_path, target, k, objective, tree=tree)
     if layers and engine == "tensorrt_llm" and layout in FEATURES:
-        return _tensorrt_llm_features(draft_path, target, k, objective, layers)
+        # which does not take them from the draft's config.json
+        return _tensorrt_llm_features(draft_path, target, k, objective, eagle3_layers_to_capture=list(layers))
     return _command(engine, layout, is_parallel(kind))(draft_path, target, k, objective)
 
 

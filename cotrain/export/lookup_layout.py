@@ -4,12 +4,11 @@ In vLLM, the method `custom_class` loads `inference.servers.vllm_lookup.Lookup`,
 `inference` must therefore be installed in vLLM's environment.
 """
 
-import json
 import shlex
 import shutil
 from pathlib import Path
 
-from cotrain.export.engines import MARK, place
+from cotrain.export.engines import MARK, place, serve_vllm
 from cotrain.export.publishing import planned_anew
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import PROMPTS, describe, read
@@ -73,5 +72,4 @@ def export(
 
 def launch(draft: str, target: str, k: int) -> str:
     """The launch command, for a POSIX shell."""
-    serve = shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(custom_class(k))])
-    return f"{FOLDER}={shlex.quote(draft)} {serve}"
+    return f"{FOLDER}={shlex.quote(draft)} {serve_vllm(place(target), custom_class(k))}"

@@ -1,6 +1,7 @@
 """Comparison of several runs on the page. It shows acceptance, tau and predicted speed, and paired gains if the
 held-out texts are the same."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,8 @@ from markupsafe import Markup
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import Gain, compare
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Chart, Section, Series, drawn, escaped, interval, joined, number, table
-from cotrain.page.run_charts import depths
+from cotrain.page.rendering import Chart, Section, Series, drawn, escaped, interval, joined, number, numbered, table
+from cotrain.page.run_charts import SeriesOf, depths, speedups
 
 
 def comparison(runs: Sequence[LoadedRun]) -> Section:
@@ -19,54 +20,51 @@ def comparison(runs: Sequence[LoadedRun]) -> Section:
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
-    charts = [chart for chart in (_temperatures(runs), _depths(runs), _speeds(runs)) if chart]
+    charts = [
+        Chart(f"runs-{name}", *axes, [one for run in runs for one in series(run)], **look)
+        for series, name, axes, look in CHARTS
+    ]
     return Section("runs", "Runs compared", joined(drawn(charts), _settings(runs), _gains(runs)))
 
 
-def _temperatures(runs: Sequence[LoadedRun]) -> Chart | None:
-    series = []
-    for run in runs:
-        held = run.get("report", "extra", "held_out") or {}
-        keys = [key for key in held if key.startswith("alpha_T") and key.endswith("/all")]
-        values = [run.at("report", "extra", "held_out", key) for key in keys] or _judged(run)[1]
-        temperatures = [key[len("alpha_T") : -len("/all")] for key in keys] or _judged(run)[0]
-        if values:
-            series.append(Series(run.name, [f"T {t}" for t in temperatures], values, mode="bar", colour=run.number))
-    note = "alpha = Σ min(p, q) on each run's own held-out texts; paired gains are over texts that all runs have."
-    if not series:
-        return None
-    return Chart("runs-alpha", "Acceptance", "temperature", "acceptance", series, note, range=(0, 1))
+def _temperatures(run: LoadedRun) -> list[Series]:
+    keys = {key[len("alpha_T") : -len("/all")]: key for key in run.held_out if re.fullmatch("alpha_T.*/all", key)}
+    values = {t: run.judged(key) for t, key in keys.items()}
+    if not values:  # of a run that measured no speed
+        values = {t: run.at("held_out", "texts", t, "alpha") for t in run.get("held_out", "texts") or {}}
+    bars = Series(run.name, [f"T {t}" for t in values], list(values.values()), mode="bar", colour=run.number)
+    return [bars] if values else []
 
 
-def _judged(run: LoadedRun) -> tuple[list[str], list[Number]]:
-    """Return temperatures and acceptance from held_out.json, for a run that measured no speed."""
-    texts = run.get("held_out", "texts") or {}
-    return list(texts), [run.at("held_out", "texts", t, "alpha") for t in texts]
+def _depths(run: LoadedRun) -> list[Series]:
+    values = run.all("report", "acceptance", "conditional", "measured")
+    return numbered(run.name, values or depths(run, f"conditional_T{run.temperature:g}/all"), colour=run.number)
 
 
-def _depths(runs: Sequence[LoadedRun]) -> Chart | None:
-    series = []
-    for run in runs:
-        values = run.all("report", "acceptance", "conditional", "measured")
-        values = values or depths(run, f"conditional_T{run.temperature:g}/all")
-        if values:
-            series.append(Series(run.name, range(1, len(values) + 1), values, colour=run.number))
-    title = "Acceptance by depth, given that all earlier drafts were accepted"
-    return Chart("runs-depth", title, "depth", "acceptance", series, range=(0, 1)) if series else None
+def _speeds(run: LoadedRun) -> list[Series]:
+    return speedups(run, f"{run.name}, predicted", f"{run.name}, measured", mode="lines", colour=run.number)
 
 
-def _speeds(runs: Sequence[LoadedRun]) -> Chart | None:
-    series = []
-    for run in runs:
-        values = run.all("report", "extra", "predicted_speedups")
-        ends = [run.at("report", "speedup", "decode", end) for end in ("value", "low", "high")]
-        if values:
-            series.append(Series(f"{run.name}, predicted", range(len(values)), values, mode="lines", colour=run.number))
-        if run.k is not None and ends[0].value is not None:
-            parts = (ends[:1], ends[1:2], ends[2:])
-            series.append(Series(f"{run.name}, measured", [run.k], *parts, mode="markers", colour=run.number))
-    note = "Prefill left out."
-    return Chart("runs-speed", "Speed-up", "draft length k", "speed-up", series, note, at=1.0) if series else None
+# (series of a run, name, title and axes, other fields)
+CHARTS: tuple[tuple[SeriesOf, str, tuple[str, str, str], dict[str, Any]], ...] = (
+    (
+        _temperatures,
+        "alpha",
+        ("Acceptance", "temperature", "acceptance"),
+        {
+            "note": "alpha = Σ min(p, q) on each run's own held-out texts; paired gains are over texts that all runs "
+            "have.",
+            "range": (0, 1),
+        },
+    ),
+    (
+        _depths,
+        "depth",
+        ("Acceptance by depth, given that all earlier drafts were accepted", "depth", "acceptance"),
+        {"range": (0, 1)},
+    ),
+    (_speeds, "speed", ("Speed-up", "draft length k", "speed-up"), {"note": "Prefill left out.", "at": 1.0}),
+)
 
 
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
@@ -119,6 +117,5 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
 def _row(gain: Gain) -> list[object]:
     """Return one row of the table of gains, with the figures of `cotrain compare`."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
-    return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", number(Number(gain.tau)),
-            interval(values, "+.1%", ""), number(Number(gain.alpha)), number(Number(gain.kl)),
-            number(Number(gain.calibration))]  # fmt: skip
+    tau, *rest = (number(Number(value)) for value in (gain.tau, gain.alpha, gain.kl, gain.calibration))
+    return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", tau, interval(values, "+.1%", ""), *rest]

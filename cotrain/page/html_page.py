@@ -15,9 +15,8 @@ from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.page.compared_runs import comparison
 from cotrain.page.loaded_run import LoadedRun, Number, load
-from cotrain.page.rendering import ASSETS, Section, interval, joined, number, render, table
-from cotrain.page.run_charts import acceptance, batches, costs, quantisation, speed, training
-from cotrain.page.run_details import differences, exactness, origin, replay
+from cotrain.page.rendering import ASSETS, Section, by_run, interval, joined, number, render, table
+from cotrain.page.run_charts import SECTIONS
 from inference.drafts.atomic import write_atomic
 from inference.measure.costs import Costs
 from inference.measure.timing import Interval
@@ -39,16 +38,27 @@ class Titled(Protocol):
 
 def page(runs: Sequence[LoadedRun]) -> str:
     """Return the HTML document of runs."""
-    return document([(run, headline(run)) for run in runs], [make(runs) for make in SECTIONS], GENERATOR)
+    sections = [Section(name, title, by_run(runs, parts), lacking) for name, title, lacking, parts in SECTIONS]
+    sections = [first_screen(runs), comparison(runs), *sections]
+    return document([(run, headline(run)) for run in runs], sections, GENERATOR)
 
 
 def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
     """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
     each subject of the page with its result in one line. generator: the command that writes the page."""
-    return str(render(
-        "page.html", headlines=headlines, sections=sections, generator=generator, version=__version__, policy=POLICY,
-        style=_asset("page.css"), scripts=[_asset("page.js"), _asset("replay.js")], plotly=_plotly(),
-    ))  # fmt: skip
+    return str(
+        render(
+            "page.html",
+            headlines=headlines,
+            sections=sections,
+            generator=generator,
+            version=__version__,
+            policy=POLICY,
+            style=_asset("page.css"),
+            scripts=[_asset("page.js"), _asset("replay.js")],
+            plotly=_plotly(),
+        )
+    )
 
 
 def _asset(name: str) -> str:
@@ -87,51 +97,42 @@ def headline(run: LoadedRun) -> Markup:
     """Return the result of the run in one line."""
     if run.report is None:
         return _unmeasured(run)
-    speed = _interval(run, "report", "speedup", "whole")
-    regime = joined(Markup("<strong>{}</strong>").format(speed), f" at temperature {run.temperature:g}: ")
-    value, low = run.get("report", "speedup", "whole", "value"), run.get("report", "speedup", "whole", "low")
+    ends = run.ends("report", "speedup", "whole")
+    regime = joined(Markup("<strong>{}</strong>").format(interval(ends)), f" at temperature {run.temperature:g}: ")
+    value, low, high = (end.value for end in ends)
     if value is None:
         return joined("no speed-up was measured")
     if run.get("report", "exactness", "passed") is False:
         return joined(regime, "the output is not exact; do not serve this draft")
-    high = run.get("report", "speedup", "whole", "high")
     faster = Interval(value, *(nan if end is None else end for end in (low, high))).faster  # as the report's advice
     if faster is False:
         return joined(regime, "plain decoding is faster; serve without this draft")
     if run.k is None and not run.tree:
         return joined(regime, "serve with this draft" if faster else "no speed-up is shown yet")
     shown = "serve" if faster else "no speed-up is shown yet; if you serve it, do so"
-    return joined(regime, f"{shown} with ", _drafted(run))
-
-
-def _drafted(run: LoadedRun) -> Markup:
-    """Return what was timed, and should be served: a chain of k drafts or the planned tree."""
     if run.tree:
-        return joined(f"its planned tree of {len(run.tree)} nodes")
-    return joined("k = ", _length(run))
-
-
-def _length(run: LoadedRun) -> Markup:
+        return joined(regime, f"{shown} with its planned tree of {len(run.tree)} nodes")
     planned = run.at("report", "extra", "planned_k")
-    return number(planned if planned.value is not None else Number(float(run.k or 0), run.number), ".0f")
+    length = planned if planned.value is not None else Number(float(run.k or 0), run.number)
+    return joined(regime, f"{shown} with k = ", number(length, ".0f"))
 
 
 def _unmeasured(run: LoadedRun) -> Markup:
     loss = run.curves.get(tags.LOSS)
     steps = run.get("run", "settings", "trainer", "steps")
     if run.partial:
-        return joined("not finished: ", f"step {loss[-1][0]}" if loss else "no step", f" of {steps}" if steps else "",
-                      "; the same command resumes it")  # fmt: skip
+        return joined(
+            "not finished: ",
+            f"step {loss[-1][0]}" if loss else "no step",
+            f" of {steps}" if steps else "",
+            "; the same command resumes it",
+        )
     return joined("no speed was measured in this run (measure=false): acceptance alone")
-
-
-def _interval(run: LoadedRun, *path: str, spec: str = ".2f", unit: str = "x") -> Markup:
-    return interval([run.at(*path, end) for end in ("value", "low", "high")], spec, unit)
 
 
 def alpha(run: LoadedRun) -> Number:
     """Return the acceptance of the exported draft on held-out texts, in the regime."""
-    return run.at("report", "extra", "held_out", f"{run.alpha}_T{run.temperature:g}/all")
+    return run.judged(f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: LoadedRun) -> Number:
@@ -141,8 +142,7 @@ def share_of_costs(run: LoadedRun) -> Number:
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
         return Number(None, run.number)
-    parts = {**costs, "target": tuple(costs["target"]), "rest": tuple(costs["rest"])}
-    table = Costs(**parts)
+    table = Costs(**costs)
     return Number(speedup / (tau * table.round(0) / table.round(run.k)), run.number)
 
 
@@ -175,7 +175,7 @@ class Tile(NamedTuple):
 
 def _tiles(run: LoadedRun) -> list[Tile]:
     """Return the tiles of the three main results: speed-up, acceptance, exactness."""
-    faster = _interval(run, "report", "speedup", "whole") if run.report else joined("not measured")
+    faster = interval(run.ends("report", "speedup", "whole")) if run.report else joined("not measured")
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
     return [
@@ -220,20 +220,16 @@ def _alphas(run: LoadedRun) -> Markup:
     return number(own)
 
 
-def _some(part: Callable[[LoadedRun], Markup], *path: str) -> Callable[[LoadedRun], Markup | None]:
-    return lambda run: part(run) if run.get(*path) is not None else None
+def _figure(source: Callable[[LoadedRun], Number], spec: str = ".3f") -> Callable[[LoadedRun], Markup | None]:
+    return lambda run: number(figure, spec) if (figure := source(run)).value is not None else None
 
 
 def _plain(*path: str, spec: str = ".3f") -> Callable[[LoadedRun], Markup | None]:
-    return _some(lambda run: number(run.at(*path), spec), *path)
+    return _figure(lambda run: run.at(*path), spec)
 
 
 def _ranged(*path: str) -> Callable[[LoadedRun], Markup | None]:
-    return _some(lambda run: _interval(run, *path), *path, "value")
-
-
-def _share(part: Callable[[LoadedRun], Number]) -> Callable[[LoadedRun], Markup | None]:
-    return lambda run: joined(number(share, ".0%")) if (share := part(run)).value is not None else None
+    return lambda run: interval(ends) if (ends := run.ends(*path))[0].value is not None else None
 
 
 def _exact(run: LoadedRun) -> Markup | None:
@@ -244,8 +240,8 @@ def _exact(run: LoadedRun) -> Markup | None:
 ROWS: list[tuple[str, Callable[[LoadedRun], Markup | None]]] = [
     ("speed-up over plain decoding", _ranged("report", "speedup", "whole")),
     ("the same, prefill left out", _ranged("report", "speedup", "decode")),
-    ("share of what the costs of its parts allow", _share(share_of_costs)),
-    ("share of a round that the machine cannot do without (floor)", _share(floor)),
+    ("share of what the costs of its parts allow", _figure(share_of_costs, ".0%")),
+    ("share of a round that the machine cannot do without (floor)", _figure(floor, ".0%")),
     ("tokens per second, speculative", _plain("report", "arms", "speculative", "speed", spec=".0f")),
     ("tokens per second, plain", _plain("report", "arms", "plain", "speed", spec=".0f")),
     ("tokens per second, transformers", _plain("report", "arms", "transformers", "speed", spec=".0f")),
@@ -254,15 +250,10 @@ ROWS: list[tuple[str, Callable[[LoadedRun], Markup | None]]] = [
     ("tau measured on more tokens", _plain("report", "extra", "parity", "tau_measured")),
     ("tau predicted on those", _plain("report", "extra", "parity", "tau_predicted")),
     ("tau expected on held-out text, before training → now", _expected_taus),
-    ("acceptance rate on held-out texts", lambda run: number(alpha(run)) if alpha(run).value is not None else None),
+    ("acceptance rate on held-out texts", _figure(alpha)),
     ("draft length planned, of chains", _plain("report", "extra", "planned_k", spec=".0f")),
     ("speed-up at temperature 0", _ranged("report", "extra", "greedy", "speculative", "speedup")),
     ("the same by n-gram look-up, without a draft", _ranged("report", "extra", "greedy", "ngram", "speedup")),
     ("exactness", _exact),
 ]
 DASH = number(Number(None))
-
-SECTIONS: tuple[Callable[[Sequence[LoadedRun]], Section], ...] = (
-    first_screen, comparison, acceptance, speed, batches, quantisation, costs, training, differences, replay, exactness,
-    origin,
-)  # fmt: skip

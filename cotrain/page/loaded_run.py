@@ -1,7 +1,8 @@
 """Content of a run's folder for the page: reports, training curves, and numbers with the place that they come from."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from cotrain.board import tags
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import MARKER
+from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
 from inference.report.replay import validate as validate_replay
@@ -96,9 +98,11 @@ class LoadedRun:
     def get(self, *path: str | int) -> Any:
         """Return the value at a path of keys and indices in `documents`, or None if there is none."""
         value: Any = self.documents
-        for key in path:
-            fits = isinstance(value, Mapping) or (isinstance(value, list) and isinstance(key, int) and key < len(value))
-            value = (value.get(key) if isinstance(value, Mapping) else value[key]) if fits else None
+        try:
+            for key in path:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
@@ -107,6 +111,19 @@ class LoadedRun:
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
+
+    def ends(self, *path: str | int) -> list[Number]:
+        """Return value, low and high of the interval at a path."""
+        return [self.at(*path, end) for end in ("value", "low", "high")]
+
+    @property
+    def held_out(self) -> Mapping[str, float]:
+        """Return the report's figures on held-out texts, by name."""
+        return self.get("report", "extra", "held_out") or {}
+
+    def judged(self, key: str) -> Number:
+        """Return a figure of `held_out`."""
+        return self.at("report", "extra", "held_out", key)
 
     def all(self, *path: str | int) -> list[Number]:
         """Return the numbers of the list or dictionary at a path, in its order."""
@@ -136,41 +153,46 @@ def load(paths: Sequence[str]) -> list[LoadedRun]:
 
 def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
-        raise UserError(f"run={path} does not exist: name a folder that was output= of cotrain train or bench")
+        several = "several runs are typed one by one, as in run=a run=b" if str(path).startswith("[") else (
+            "name a folder that was output= of cotrain train or bench")  # fmt: skip
+        raise UserError(f"run={path} does not exist: {several}")
     folder = path if path.is_dir() else path.parent
-    report = _report(path if path.is_file() else next(filter(Path.is_file, (folder / "draft" / REPORT, folder / REPORT)), None))  # fmt: skip # noqa: E501
+    reports = [path] if path.is_file() else [folder / "draft" / REPORT, folder / REPORT]
+    with suppress(OSError, ValueError):  # it may be in no draft folder
+        read(next(filter(Path.is_file, reports), folder / REPORT).parent)  # warns if the report was changed
+    report = _valid(
+        reports,
+        validate,
+        "run={file} is no report of this version: {error}; measure the draft again with cotrain bench",
+    )
     marker, figures = (_json(folder / name, name) for name in (MARKER, FIGURES))
     curves = read_curves(folder / tags.CURVES)
     if path.is_file():
         marker, figures, curves = None, None, {}
     elif report is None and marker is None and figures is None and not curves:
-        raise UserError(f"run={path} has no {REPORT}, {MARKER} or {FIGURES}: name a folder that was output= of "
-                        "cotrain train or bench")  # fmt: skip
-    documents = {"report": report, "held_out": figures, "run": marker, "replay": _replay(folder)}
+        raise UserError(
+            f"run={path} has no {REPORT}, {MARKER} or {FIGURES}: name a folder that was output= of "
+            "cotrain train or bench"
+        )
+    replay = _valid(
+        [folder / REPLAY, folder / "draft" / REPLAY],
+        validate_replay,
+        "{file} is no replay of this version: {error}; delete it, or record it again",
+    )
+    documents = {"report": report, "held_out": figures, "run": marker, "replay": replay}
     return LoadedRun(number, path, documents, curves)
 
 
-def _report(file: Path | None) -> dict[str, Any] | None:
-    report = None if file is None else _json(file, str(file))
-    if report is None:
-        return None
-    try:
-        validate(report)
-    except ValueError as error:
-        raise UserError(f"run={file} is no report of this version: {error}; measure the draft again with cotrain "
-                        f"bench") from error  # fmt: skip
-    return report
-
-
-def _replay(folder: Path) -> dict[str, Any] | None:
-    file = next(filter(Path.is_file, (folder / REPLAY, folder / "draft" / REPLAY)), None)
-    record = None if file is None else _json(file, str(file))
-    if record is not None:
+def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) -> dict[str, Any] | None:
+    """Return the content of the first of the files that exists. wrong: what is said if `check` raises ValueError."""
+    file = next(filter(Path.is_file, files), None)
+    document = None if file is None else _json(file, str(file))
+    if document is not None:
         try:
-            validate_replay(record)
+            check(document)
         except ValueError as error:
-            raise UserError(f"{file} is no replay of this version: {error}; delete it, or record it again") from error
-    return record
+            raise UserError(wrong.format(file=file, error=error)) from error
+    return document
 
 
 def _json(file: Path, name: str) -> dict[str, Any] | None:

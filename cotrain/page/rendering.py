@@ -100,13 +100,6 @@ class Section:
     lacking: str = ""
 
 
-def by_run(runs: Sequence[LoadedRun], part: Callable[[LoadedRun], Markup | None]) -> Markup | None:
-    """Apply `part` to each run and concatenate the results, under the runs' names if there are several runs. Return
-    None if `part` returns None for all runs."""
-    bodies = [(run.name if len(runs) > 1 else None, body) for run in runs if (body := part(run)) is not None]
-    return Markup(_PARTS.by_run(bodies)) if bodies else None
-
-
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 PATTERNS = ("", "/", ".", "x", "-", "+")
@@ -159,9 +152,14 @@ class Chart:
     def plotly(self) -> dict[str, Any]:
         """Return the data and the layout of the Plotly figure. `meta.colour` is an index of the palette."""
         traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
-        axes = {axis: {"title": {"text": plain(text)}, "automargin": True,
-                       **({"type": "log"} if axis[0] in self.log else {})}
-                for axis, text in (("xaxis", self.x), ("yaxis", self.y))}  # fmt: skip
+        axes = {
+            axis: {
+                "title": {"text": plain(text)},
+                "automargin": True,
+                **({"type": "log"} if axis[0] in self.log else {}),
+            }
+            for axis, text in (("xaxis", self.x), ("yaxis", self.y))
+        }
         if self.heat or any(isinstance(x, str) for one in self.series for x in one.x):
             axes["xaxis"]["type"] = "category"
         elif "x" not in self.log and all(isinstance(x, int) and x <= 20 for one in self.series for x in one.x):
@@ -170,14 +168,44 @@ class Chart:
             axes["yaxis"]["range"] = list(self.range)
         layout: dict[str, Any] = {**axes, "barmode": "stack" if self.stacked else "group", "showlegend": not self.heat}
         if self.at is not None:
-            layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": self.at, "y1": self.at,
-                                 "line": {"width": 1, "dash": "dot"}}]  # fmt: skip
+            layout["shapes"] = [
+                {
+                    "type": "line",
+                    "xref": "paper",
+                    "x0": 0,
+                    "x1": 1,
+                    "y0": self.at,
+                    "y1": self.at,
+                    "line": {"width": 1, "dash": "dot"},
+                }
+            ]
         return {"data": traces, "layout": layout}
 
 
-def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup:
-    """Return the charts in a grid, each with title, drawing, note and table."""
-    return render("charts.html", charts=charts, wide=wide)
+Part = Callable[[LoadedRun], Chart | Markup | None]  # of a section, for one run
+
+
+def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup | None:
+    """Return the charts that have series in a grid, each with title, drawing, note and table. None if none has."""
+    full = [chart for chart in charts if chart.series]
+    return render("charts.html", charts=full, wide=wide) if full else None
+
+
+def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
+    """Make the parts of each run, its charts in one grid before its texts, under the runs' names if there are several
+    runs. Return None if no run has any of the parts."""
+    bodies = []
+    for run in runs:
+        content = [part(run) for part in parts]
+        grid = drawn([one for one in content if isinstance(one, Chart)])
+        if body := joined(grid, *(one for one in content if isinstance(one, Markup))):
+            bodies.append((run.name if len(runs) > 1 else None, body))
+    return Markup(_PARTS.by_run(bodies)) if bodies else None
+
+
+def numbered(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
+    """Return a series of values at first, first + 1, ..., or none without values. look: its other fields."""
+    return [Series(name, range(first, first + len(values)), values, **look)] if values else []
 
 
 def _cell(series: Series, at: int | None, spec: str) -> Markup:
@@ -199,14 +227,21 @@ def _trace(chart: Chart, series: Series, index: int) -> dict[str, Any]:
     }
     if series.low:
         ends = list(zip(series.y, series.low, series.high, strict=True))
-        trace["error_y"] = {"type": "data", "symmetric": False,
-                            "array": [_apart(high, y) for y, _, high in ends],
-                            "arrayminus": [_apart(y, low) for y, low, _ in ends]}  # fmt: skip
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [_apart(high, y) for y, _, high in ends],
+            "arrayminus": [_apart(y, low) for y, low, _ in ends],
+        }
     if series.mode == "bar":
         return trace | {"type": "bar", "marker": {"pattern": {"shape": PATTERNS[colour % len(PATTERNS)]}}}
     shape = {"symbol": SYMBOLS[colour % len(SYMBOLS)], "size": 7 if "markers" in series.mode else 1}
-    return trace | {"type": "scatter", "mode": series.mode, "marker": shape,
-                    "line": {"dash": DASHES[colour % len(DASHES)], "width": 2}}  # fmt: skip
+    return trace | {
+        "type": "scatter",
+        "mode": series.mode,
+        "marker": shape,
+        "line": {"dash": DASHES[colour % len(DASHES)], "width": 2},
+    }
 
 
 def _apart(high: Number, low: Number) -> float | None:
@@ -216,9 +251,17 @@ def _apart(high: Number, low: Number) -> float | None:
 def _heat(chart: Chart) -> dict[str, Any]:
     z = [[one.value for one in series.y] for series in chart.series]
     texts = [["" if value is None else format(value, chart.spec) for value in row] for row in z]
-    return {"type": "heatmap", "z": z, "x": [str(x) for x in chart.series[0].x], "texttemplate": "%{text}",
-            "y": [plain(one.name) for one in chart.series], "text": texts, "colorscale": "Cividis",
-            "hovertemplate": "%{y}, %{x}: %{z}<extra></extra>", "meta": {"colour": 0}}  # fmt: skip
+    return {
+        "type": "heatmap",
+        "z": z,
+        "x": [str(x) for x in chart.series[0].x],
+        "texttemplate": "%{text}",
+        "y": [plain(one.name) for one in chart.series],
+        "text": texts,
+        "colorscale": "Cividis",
+        "hovertemplate": "%{y}, %{x}: %{z}<extra></extra>",
+        "meta": {"colour": 0},
+    }
 
 
 def plain(text: str) -> str:

@@ -1,17 +1,18 @@
-"""Sections of the page that compare no runs: worst contexts, replay of a generation, exactness, origin of the
+"""Parts of the page that are no charts: worst contexts, replay of a generation, exactness, origin of the
 figures."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from cotrain.config.overrides import flat
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Chart, Section, Series, by_run, drawn, escaped, render
+from cotrain.page.rendering import Chart, Series, drawn, escaped, render
 
-KEYS = ("Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
-        "scene; drag turns it too.")  # fmt: skip
+KEYS = (
+    "Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
+    "scene; drag turns it too."
+)
 RULES = {
     "tree": "Siblings are tried in turn: p / q is that of the first sibling, and is lower after each rejection. ",
     "traversal": "The traversal rule tests from the leaves up, and does not compare u with p / q. ",
@@ -26,14 +27,8 @@ PARTS = (
 )
 
 
-def differences(runs: Sequence[LoadedRun]) -> Section:
-    """Return the section that shows how total variation is distributed over positions, and the contexts with the
-    largest one."""
-    lacking = "no figures by position were stored: cotrain train of this version writes them"
-    return Section("differences", "Positions at which target and draft differ", by_run(runs, _differences), lacking)
-
-
-def _differences(run: LoadedRun) -> Markup | None:
+def differences(run: LoadedRun) -> Markup | None:
+    """Show how total variation is distributed over positions, and the contexts with the largest one."""
     divergence = run.get("report", "extra", "divergence")
     if not divergence or not divergence["positions"]:
         return None
@@ -43,22 +38,44 @@ def _differences(run: LoadedRun) -> Markup | None:
     alike = [Number(share, run.number) for share in shares]
     even = Series("if all positions differed alike", shares, alike, mode="lines")
     measured = Series("measured", shares, values)
-    chart = Chart(f"lorenz-{run.number}", "Total variation by position", "share of positions, the worst first",
-                  "share of all that is lost", [measured, even], range=(0, 1))  # fmt: skip
+    chart = Chart(
+        f"lorenz-{run.number}",
+        "Total variation by position",
+        "share of positions, the worst first",
+        "share of all that is lost",
+        [measured, even],
+        range=(0, 1),
+    )
     worst = [_context(run, (*base, "worst", index), one) for index, one in enumerate(divergence["worst"])]
-    return render("differences.html", charts=drawn([chart]), fifth=values[len(values) // 5],
-                  mean=run.at(*base, "mean"), positions=run.at(*base, "positions"), worst=worst)  # fmt: skip
+    return render(
+        "differences.html",
+        charts=drawn([chart]),
+        fifth=values[len(values) // 5],
+        mean=run.at(*base, "mean"),
+        positions=run.at(*base, "positions"),
+        worst=worst,
+    )
 
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
     """Return one context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
     sides = [
-        (side, [(quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
-                for i, token in enumerate(one[side])])
+        (
+            side,
+            [
+                (quoted(token["text"]), run.at(*base, side, i, "p"), run.at(*base, side, i, "q"))
+                for i, token in enumerate(one[side])
+            ],
+        )
         for side in ("target", "draft")
-    ]  # fmt: skip
-    return {"tv": run.at(*base, "tv"), "domain": one["domain"], "before": one["before"], "next": one["next"],
-            "sides": sides}  # fmt: skip
+    ]
+    return {
+        "tv": run.at(*base, "tv"),
+        "domain": one["domain"],
+        "before": one["before"],
+        "next": one["next"],
+        "sides": sides,
+    }
 
 
 def quoted(token: str) -> str:
@@ -66,26 +83,16 @@ def quoted(token: str) -> str:
     return "“" + token.replace("\n", "⏎").replace("\t", "⇥") + "”"
 
 
-def replay(runs: Sequence[LoadedRun]) -> Section:
-    """Return the section with a player for each run that recorded a generation. assets/replay.js draws it."""
-    lacking = "no generation was recorded: cotrain train and bench of this version record one, as Engine(record=) does"
-    return Section("replay", "Replay of a generation", by_run(runs, _player), lacking)
-
-
-def _player(run: LoadedRun) -> Markup | None:
+def replay(run: LoadedRun) -> Markup | None:
+    """Return a player of the recorded generation. assets/replay.js draws it."""
     record = run.documents["replay"]
     if not record or not record["rounds"]:
         return None
     return render("replay.html", name=f"replay-{run.number}", record=record, rule=RULES.get(record["rule"]), keys=KEYS)
 
 
-def exactness(runs: Sequence[LoadedRun]) -> Section:
-    """Return the section with the verdict on exactness, as it was printed."""
-    lacking = "exactness was not checked in this run: cotrain bench checks it"
-    return Section("exactness", "Exactness", by_run(runs, _verdict), lacking)
-
-
-def _verdict(run: LoadedRun) -> Markup | None:
+def exactness(run: LoadedRun) -> Markup | None:
+    """Return the verdict on exactness, as it was printed."""
     lines = run.get("report", "exactness", "lines")
     if not lines:
         return None
@@ -94,12 +101,8 @@ def _verdict(run: LoadedRun) -> Markup | None:
     return Markup("<pre>{}</pre>").format(escaped("\n".join([*lines, *more])))
 
 
-def origin(runs: Sequence[LoadedRun]) -> Section:
-    """Return the section with machine, versions, date, commit, command and settings of each run."""
-    return Section("origin", "Origin of the figures", by_run(runs, _origin), "the machine was not recorded")
-
-
-def _origin(run: LoadedRun) -> Markup | None:
+def origin(run: LoadedRun) -> Markup | None:
+    """Return machine, versions, date, commit, command and settings."""
     environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
     machine: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
     if weights := run.get("report", "extra", "target_quantisation"):

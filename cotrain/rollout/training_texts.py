@@ -24,7 +24,7 @@ from cotrain.rollout import samplers
 from cotrain.run_folder import numbered
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
-from inference.request import source_limits
+from inference.request import ends_of, source_limits
 
 
 class HasPrompts(Protocol):
@@ -162,6 +162,9 @@ class Sampled:
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
+        if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
+            print(f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are {len(asked)} "
+                  "prompts for them, and each is continued once")  # fmt: skip
         mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
         if self.minutes:  # which may end the sampling: some of each domain first
             mine = _in_turn([asked[i][0] for i in mine], mine)
@@ -171,9 +174,19 @@ class Sampled:
         if len(rows) < sampled:
             print(f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: the server sends no token ids, "
                   "and they do not survive decoding and encoding")  # fmt: skip
+        ends = ends_of(self.target)
+        empty = sum(ends.issuperset(row["completion"]) for row in rows)
+        whose = "rollout.url: the server's" if self.server else "target.path: the target's"
+        if empty == len(rows):
+            partial.unlink()  # else the next call would read these texts
+        elif empty:
+            print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
             raise UserError("rollout.url: none of the server's texts survives decoding and encoding: use a server that "
                             "sends token ids, such as vLLM")  # fmt: skip
+        if empty == len(rows):
+            raise UserError(f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
+                            "first token; look at what it answers to one of the prompts")  # fmt: skip
         if keep and beside(path, "parquet").is_file():
             earlier = numbered(path, ".parquet")
             for ending in ("parquet", "json"):

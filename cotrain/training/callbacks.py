@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from cotrain.acceptance import conditional
 from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
@@ -436,8 +435,8 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
     """Return the conditional acceptance of drafts 1 .. k, by tag. Return {} for greedy drafting."""
     if objective == "greedy":
         return {}
-    values = conditional(scores.r, scores.drafted(k), scores.lengths).tolist()
-    return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(values, 1)}
+    _, conditional = scores.accepted(scores.drafted(k))
+    return {f"{tags.DEPTH}/acceptance_{depth}": value for depth, value in enumerate(conditional, 1)}
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:

@@ -16,9 +16,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
-from cotrain.bench.calibration import prepare, shape
-from cotrain.bench.measurement import recorded, sample_text
-from cotrain.bench.planner import served_tree
+from cotrain.bench.measurement import prepare, recorded, sample_text
 from cotrain.board import curves
 from cotrain.board.curves import others, tensorboard
 from cotrain.config.settings import TrainConfig, from_target, learnt, sampling
@@ -28,9 +26,12 @@ from cotrain.errors import UserError
 from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
+from cotrain.planning import exits
+from cotrain.planning.planner import served_tree
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import content
 from cotrain.rollout.training_texts import Sampled, regime
+from cotrain.run_folder import numbered
 from cotrain.students.base import Student, student_class
 from cotrain.training.assembly import coverage, foreign, held_out_texts, new_student, prune, stages, trained_by
 from cotrain.training.callbacks import MeasureSpeed
@@ -43,7 +44,7 @@ from cotrain.training.progress import prompt_seconds
 from inference.drafts import moved_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.compatibility import hash_target, hash_weights
-from inference.drafts.draft_folder import Metadata, ServedAs, save
+from inference.drafts.draft_folder import REPORT, Metadata, ServedAs, save
 from inference.drafts.gguf_target import about
 from inference.measure.environment import environment
 from inference.report import replay
@@ -83,7 +84,7 @@ def _distilled(
     job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, start=start,
               sampled_prompts=sampled_prompts,
               train_texts=train_texts(target, tokenizer) if train_texts else None)  # fmt: skip
-    job.shape = shape(job)
+    job.shape = exits.planned(job)
     student = new_student(cfg, target, job.vocabulary)
     if not student_class(cfg.draft.kind).trained:
         return untrained(job, student)
@@ -279,11 +280,18 @@ def measured(job: Job, plan: measurement.Plan, origin: dict[str, Any], extra: di
 
 
 def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None:
-    """Write the run's draft folder without a report, with the draft length of the settings."""
+    """Write the run's draft folder without a report, with the draft length of the settings. A measured draft of fewer
+    steps that is there is kept beside it, with its replay."""
     plan = job.plan_with(draft, None)
     k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
+    place, shown = job.folder / "draft", job.folder / replay.FILE
+    if (place / REPORT).exists():
+        place.rename(earlier := numbered(place))
+        if shown.exists():
+            shown.rename(earlier / replay.FILE)
+        print(f"the draft that was measured before is kept in {earlier}, with its report; {place} has none")
+    shown.unlink(missing_ok=True)  # it shows weights of an earlier run
     _write_draft(job, plan, {"environment": environment(), **origin}, min(k, most or k), None)
-    (job.folder / replay.FILE).unlink(missing_ok=True)  # it shows weights of an earlier run
 
 
 def _write_draft(

@@ -73,7 +73,7 @@ class Job:
     start: float = field(default_factory=time.monotonic)
     sampled_prompts: str | None = None
     train_texts: Sampled | None = None
-    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `bench.calibration.shape`
+    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `planning.exits`
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:

@@ -1,14 +1,13 @@
 """Arms of a timing. An arm is one way to continue a batch of prompts by a fixed number of tokens each."""
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from inference.engine import Engine
@@ -65,51 +64,30 @@ def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: in
     return Arm(name, run)
 
 
-def transformers_arm(
-    name: str,
-    model: PreTrainedModel,
-    sampling: Sampling,
-    max_new_tokens: int,
-    assistant: PreTrainedModel | None = None,
-    k: int | None = None,
-    rows: int | None = None,
-    compile: bool = False,
-    **settings: Any,
-) -> Arm:
+def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that runs transformers' own generate under the same distribution and ignores end tokens. Each call
-    replaces the generation_config of both models, so that none of its defaults changes the distribution.
-
-    assistant: a draft for assisted generation, one prompt at a time. k: constant draft length, None for that of the
-    assistant's generation_config. rows: number of prompts decoded together, None for all; there is no queue. compile:
-    use transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
-    prompt_lookup_num_tokens.
+    replaces the generation_config of the model, so that none of its defaults changes the distribution.
 
     Decode-only figures omit the first pass and its tokens, since that pass is transformers' prefill. The arm's `ids`
     are not used: torch's generator is seeded for each call. Raises ValueError for sampling settings that this arm
     cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
-    config = _generation(sampling, max_new_tokens)
-    if compile:
-        config.cache_implementation, config.compile_config = "static", CompileConfig(mode="default")
-        config.compile_config._compile_all_devices = True  # else it compiles only on accelerators
-    single = assistant is not None or "prompt_lookup_num_tokens" in settings
-    if assistant is not None:
-        settings["assistant_model"] = assistant
-    devices = [model.device] if model.device.type == "cuda" else []
+    config = generation_config(sampling, max_new_tokens)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
-            stack.enter_context(_using(model, config))
-            if assistant is not None:
-                stack.enter_context(_using(assistant, _drafting(assistant, k)))
-            torch.manual_seed(seed)
-            size = 1 if single else rows or len(prompts)
-            groups = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]
-            return _joined([_generate(model, group, settings) for group in groups])
+        with seeded(model, seed), generating_by(model, config):
+            return generate(model, list(prompts))
 
     return Arm(name, run)
+
+
+@contextmanager
+def seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Let torch's generators, of the CPU and of the model's GPU, begin with a seed within the block."""
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
@@ -123,7 +101,7 @@ def refuse(sampling: Sampling, *fields: str) -> None:
             )
 
 
-def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
+def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
     """Return a generation config without end tokens that sets every setting. transformers would replace None by its own
     defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
@@ -137,19 +115,9 @@ def _generation(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
     return config
 
 
-def _drafting(assistant: PreTrainedModel, k: int | None) -> GenerationConfig:
-    """Return the assistant's settings, without end tokens, since it would stop drafting at them."""
-    if k is None:
-        config = copy.deepcopy(assistant.generation_config)
-        config.eos_token_id = None
-        return config
-    return GenerationConfig(
-        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-
-
 @contextmanager
-def _using(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+def generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Let a model generate by another config within the block."""
     own, model.generation_config = model.generation_config, config
     try:
         yield
@@ -175,7 +143,9 @@ class _Passes(BaseStreamer):
     def end(self) -> None: ...
 
 
-def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[str, Any]) -> ArmResult:
+def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> ArmResult:
+    """Return the result of transformers' generate for prompts that are decoded together. settings: more arguments of
+    it."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -188,21 +158,10 @@ def _generate(model: PreTrainedModel, prompts: list[list[int]], settings: dict[s
         settings = settings | {"decoder_start_token_id": prompts[0][0]}
     passes = _Passes()
     start = time.perf_counter()
-    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
-    texts = generate(**inputs, streamer=passes, **settings)[:, width:].tolist()
+    run: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
+    texts = run(**inputs, streamer=passes, **settings)[:, width:].tolist()
     end = time.perf_counter()
     rows = [Counts(len(text), len(passes.counts)) for text in texts]
     stats = pooled([Stats(row.tokens, row.target_calls, rows=[row]) for row in rows])
     left = sum(map(len, texts)) - len(prompts) * passes.counts[0]
     return ArmResult(texts, end - start, end - passes.first, stats, left)
-
-
-def _joined(parts: list[ArmResult]) -> ArmResult:
-    """Return the results of several calls as one."""
-    return ArmResult(
-        [text for part in parts for text in part.tokens],
-        sum(part.seconds for part in parts),
-        sum(part.decode_seconds for part in parts),
-        pooled([part.stats for part in parts if part.stats]),
-        sum(part.paid(decode=True)[0] for part in parts),
-    )

@@ -1,4 +1,5 @@
-"""Costs of a round on this machine. They give the draft length with the fewest seconds per token.
+"""Costs of a round on this machine. With the tokens of a round they give the draft length with the fewest seconds per
+token.
 
 `measure_costs` times each part of a round alone and warm. In a real call the parts evict each other from the caches,
 threads must wake up, and the host works between the parts; a draft can then take two to five times as long. Therefore
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -81,36 +82,16 @@ class Costs:
         return self.draft / self.round(0)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The chosen draft length. k: the length with the fewest seconds per token, 0 for plain decoding. speedup: its
-    predicted speed-up over plain decoding. speedups[k]: the speed-up of every length, k = 0..K."""
-
-    k: int
-    speedup: float
-    speedups: tuple[float, ...]
-
-
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
     """Return a table with single target steps from `plain`, passes over drafts from `target`, and drafting from
     `draft`."""
     return replace(
-        target, target=(plain.target[0], *target.target[1:]),
-        draft=draft.draft, first=draft.first, draft_dtype=draft.draft_dtype,
-    )  # fmt: skip
-
-
-def best_k(costs: Costs, tau: Callable[[int], float]) -> Choice:
-    """Choose the draft length with the fewest seconds per token = (k t_draft + t_target(k+1) + t_round(k)) / tau(k).
-    All lengths are compared, since the table may have jumps (Leviathan et al. 2023, arXiv 2211.17192, with measured
-    times).
-
-    tau(k): tokens per target call at draft length k, k = 1..K. Plain decoding, k = 0, emits one token per call.
-    """
-    plain = costs.round(0)
-    speedups = [1.0] + [plain * tau(k) / costs.round(k) for k in range(1, len(costs.target))]
-    k = max(range(len(speedups)), key=speedups.__getitem__)
-    return Choice(k, speedups[k], tuple(speedups))
+        target,
+        target=(plain.target[0], *target.target[1:]),
+        draft=draft.draft,
+        first=draft.first,
+        draft_dtype=draft.draft_dtype,
+    )
 
 
 @torch.inference_mode()
@@ -301,13 +282,6 @@ def of_stats(stats: Stats, k: int) -> RealRound:
 
 
 def measure_rounds(
-    engines: Mapping[int, Engine], prompts: Sequence[list[int]], **settings: Any
-) -> dict[int, RealRound]:
-    """Time the rounds of several engines, by draft length. See `measure_drafting`."""
-    return measure_drafting({k: (engine, k) for k, engine in engines.items()}, prompts, **settings)
-
-
-def measure_drafting(
     engines: Mapping[Key, tuple[Engine, int]],
     prompts: Sequence[list[int]],
     *,
@@ -380,8 +354,9 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
         return tuple(float(value) for value in np.array(seconds) * np.interp(lengths, known, factors))
 
     first, step = _line(table, {k: rounds[k].draft for k in rounds if k})
-    return replace(table, target=scaled("target", table.target), rest=scaled("rest", table.rest), draft=step,
-                   first=first)  # fmt: skip
+    return replace(
+        table, target=scaled("target", table.target), rest=scaled("rest", table.rest), draft=step, first=first
+    )
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:

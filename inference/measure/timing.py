@@ -15,7 +15,6 @@ from inference.output import Emitted, Stats, pooled
 from inference.sampling.noise import row_ids
 
 RESAMPLES, LEVEL = 2000, 0.95
-Progress = Callable[[int, int], None]  # runs done, runs in all
 Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their noise
 
 
@@ -140,7 +139,6 @@ def interleave(
     seed: int = 0,
     repeats: int = 1,
     warmup: int = 1,
-    progress: Progress | None = None,
 ) -> Timing:
     """Time all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats` times, with seeds
     seed, seed + 1, ...
@@ -151,14 +149,10 @@ def interleave(
     """
     batches = batched(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)
-    total, done = len(batches) * repeats * len(arms), 0
     runs: list[list[dict[str, ArmResult]]] = [[] for _ in batches]
     for repeat in range(repeats):
         for index, batch in enumerate(batches):
             runs[index].append(turn(arms, batch, seed + repeat, index + repeat))
-            done += len(arms)
-            if progress:
-                progress(done, total)
     return Timing(batches, runs)
 
 

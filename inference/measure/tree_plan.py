@@ -21,7 +21,6 @@ from inference.exactness.teacher_forced import teacher_forced
 from inference.measure.tree_shapes import (
     Parents,
     Paths,
-    RatedTree,
     Seconds,
     calls_of,
     climbed,
@@ -30,7 +29,7 @@ from inference.measure.tree_shapes import (
     grown,
     products,
     union,
-)  # fmt: skip
+)
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -69,13 +68,16 @@ class Distributions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TreePlan:
-    """The chosen tree. shape: the tree of drafts, () for no drafts. rule: "tree" or "traversal". likeliest: whether the
-    children are the likeliest tokens; otherwise they are sampled without replacement."""
+class RatedTree:
+    """A tree with its predicted speed. parents: the parent of each node, () for no drafts. rule: "tree" or "traversal".
+    likeliest: whether the children are the likeliest tokens; otherwise they are sampled without replacement. tau:
+    tokens per target call on the given texts. seconds: per token."""
 
-    shape: RatedTree
+    parents: Parents
     rule: str
     likeliest: bool
+    tau: float
+    seconds: float
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
@@ -185,12 +187,6 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
     )
 
 
-def plan(distributions: Distributions, seconds: Seconds, most: int, children: int, depths: Iterable[int]) -> TreePlan:
-    """Return the shape with the fewest seconds per token, of at most `most` nodes, within one of the depths. It is no
-    drafts, a chain or a tree, with sampled or likeliest children, verified by `tree` or `traversal`."""
-    return Search(distributions, most, children, depths).plan(seconds)
-
-
 class Search:
     """A rating of shapes by their expected calls on texts. Once made, it ranks them for any costs.
 
@@ -205,9 +201,16 @@ class Search:
     """
 
     def __init__(
-        self, distributions: Distributions, most: int, children: int, depths: Iterable[int], longest: int = 0,
-        sorts: Sequence[bool] = (False, True), others: Iterable[Parents] = (), shrunk: float = SHRUNK,
-    ) -> None:  # fmt: skip
+        self,
+        distributions: Distributions,
+        most: int,
+        children: int,
+        depths: Iterable[int],
+        longest: int = 0,
+        sorts: Sequence[bool] = (False, True),
+        others: Iterable[Parents] = (),
+        shrunk: float = SHRUNK,
+    ) -> None:
         self.distributions, self.most, self.levels = distributions, most, sorted(set(depths))
         self.longest = min(max(longest, *self.levels), most)
         self.accept = {sort: accept_of(distributions, children, sort, WIDE, samples=4) for sort in sorts}
@@ -227,8 +230,9 @@ class Search:
         starts = [chain(level) for level in self.levels if 2 < level < self.most]
         wholes = [grow(accept, self.most, deepest, lengths, start=start) for start in starts]
         trees = grown(accept, self.most, self.levels, lengths)
-        trees += [whole[:n] for whole, start in zip(wholes, starts, strict=True)
-                  for n in range(len(start), len(whole) + 1)]  # fmt: skip
+        trees += [
+            whole[:n] for whole, start in zip(wholes, starts, strict=True) for n in range(len(start), len(whole) + 1)
+        ]
         small = every(min(SMALL, self.most), children, deepest)
         chains = [chain(n) for n in range(self.longest + 1)]
         return list(dict.fromkeys([*chains, *small, *(from_paths(paths_of(tree)) for tree in trees)]))
@@ -236,38 +240,32 @@ class Search:
     def _rated(self, table: Paths, shapes: Sequence[Parents]) -> dict[Parents, Tensor]:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
-    def plan(self, seconds: Seconds) -> TreePlan:
-        """Return the fastest shape with its rule and its sort of children."""
-        return self.ranked(seconds)[0]
-
-    def ranked(self, seconds: Seconds, branching: bool = False) -> list[TreePlan]:
+    def ranked(self, seconds: Seconds, branching: bool = False) -> list[RatedTree]:
         """Return the fastest shape for each rule and sort of children, fastest first. branching: consider only trees
         that are no chain; the result may be empty."""
-        tokens, plans = int(self.distributions.lengths.sum()), []
+        tokens, best = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
-            taus = {own: tokens / float(calls.sum()) for own, calls in table.items()
-                    if not branching or own != chain(len(own))}  # fmt: skip
-            rated = [RatedTree(own, tau, seconds(own) / tau) for own, tau in taus.items()]
+            taus = {
+                own: tokens / float(calls.sum())
+                for own, calls in table.items()
+                if not branching or own != chain(len(own))
+            }
+            rated = [RatedTree(own, rule, sort, tau, seconds(own) / tau) for own, tau in taus.items()]
             if rated:
-                plans.append(TreePlan(min(rated, key=lambda shape: shape.seconds), rule, sort))
-        return sorted(plans, key=lambda plan: plan.shape.seconds)
-
-
-def rate(
-    distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
-    samples: int = SAMPLES,
-) -> dict[Parents, Tensor]:  # fmt: skip
-    """Return the expected calls (B,) of each text with each shape. accept: the result of `accept_of`, computed if None.
-    samples: how often rejected children are drawn under `traversal`."""
-    table = table_of(distributions, shapes, rule, likeliest, accept, samples)
-    return dict(zip(shapes, calls_of(table, shapes), strict=True))
+                best.append(min(rated, key=lambda shape: shape.seconds))
+        return sorted(best, key=lambda shape: shape.seconds)
 
 
 def table_of(
-    distributions: Distributions, shapes: Sequence[Parents], rule: str, likeliest: bool, accept: Tensor | None = None,
+    distributions: Distributions,
+    shapes: Sequence[Parents],
+    rule: str,
+    likeliest: bool,
+    accept: Tensor | None = None,
     samples: int = SAMPLES,
-) -> Paths:  # fmt: skip
-    """Return the probabilities of all paths of these shapes. Arguments as in `rate`."""
+) -> Paths:
+    """Return the probabilities of all paths of these shapes. accept: the result of `accept_of`,
+    computed if None. samples: how often rejected children are drawn under `traversal`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

@@ -6,7 +6,6 @@ of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are veri
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,16 +23,6 @@ PROBES = (chain(2), full((2,)), full((2, 1)), full((4, 1)), full((2, 2, 1)), ful
 
 Parents = tuple[int, ...]
 Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree, () for no drafts
-
-
-@dataclass(frozen=True)
-class RatedTree:
-    """A tree with its predicted speed. parents: the parent of each node. tau: tokens per target call, exact on the
-    given texts. seconds: per token."""
-
-    parents: Parents
-    tau: float
-    seconds: float
 
 
 def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
@@ -123,11 +112,6 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
     return float(calls_from(reach_tree(accept, parents, lengths), lengths).sum())
 
 
-def tokens_of(accept: Tensor, lengths: Tensor | None) -> int:
-    """Return the total number of tokens in the texts."""
-    return accept.shape[0] * accept.shape[1] if lengths is None else int(lengths.sum())
-
-
 class Paths(NamedTuple):
     """The probabilities of paths. A node's effect on the expected calls depends only on its path of child numbers, not
     on the rest of the tree.
@@ -212,22 +196,11 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
     """Return every tree that has one more node than this tree."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
-    return [from_paths([*paths[1:], (*path, count)]) for path, count in zip(paths, own, strict=True)
-            if len(path) < depth and count < children]  # fmt: skip
-
-
-def round_seconds(costs: Costs) -> Seconds:
-    """Return a function that gives the seconds of a round, from a measured table. It adds one draft step per level, a
-    target pass over the anchor and all nodes, and the rest. A draft pass over a whole level counts like one over one
-    id."""
-
-    def seconds(parents: Parents) -> float:
-        n = len(parents)
-        if n >= len(costs.target):
-            raise ValueError(f"costs of rounds are measured up to {len(costs.target) - 1} drafts, a tree has {n} nodes")
-        return costs.drafting(max(depths_of(parents), default=0)) + costs.target[n] + costs.rest[n]
-
-    return seconds
+    return [
+        from_paths([*paths[1:], (*path, count)])
+        for path, count in zip(paths, own, strict=True)
+        if len(path) < depth and count < children
+    ]
 
 
 def probes(most: int, depth: int) -> list[Parents]:

@@ -7,14 +7,16 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from http.client import HTTPException
+from typing import Any, TypeVar
 
 from inference.measure.arms import refuse
 from inference.sampling import Sampling
 
+T = TypeVar("T")
 UNTRANSLATED = ("banned", "banned_first", "processors")  # a request has no such fields
 # servers, by the owner of their models: those that know vLLM's fields, and llama.cpp
 LIKE_VLLM, LLAMA_CPP = ("vllm", "sglang"), "llamacpp"
@@ -69,14 +71,14 @@ class Served:
 class Client:
     """A client of one server. url: the server's root, with or without http:// and /v1. model: its name on the
     server, None for the first in the list. key: the API key, by default the environment's OPENAI_API_KEY. Raises
-    ConnectionError, with the address and the answer, if the server does not answer or rejects a request."""
+    ConnectionError, with the address and the answer, if the server does not answer, rejects a request, or answers in
+    another form."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
         self.root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self.key, self.timeout = key or os.environ.get("OPENAI_API_KEY"), timeout
-        listed = json.loads(self._read("/v1/models"))["data"][0]
-        self.model = model or str(listed["id"])
-        self.owner = listed.get("owned_by")
+        named, self.owner = self._read("/v1/models", _first_model)
+        self.model = model or named
         self.sends_ids = self.owner == "vllm"
 
     def complete(
@@ -97,16 +99,13 @@ class Client:
 
         def one(item: tuple[Any, int]) -> Completion:
             prompt, seed = item
-            answer = json.loads(self._read("/v1/completions", common | {"prompt": prompt, "seed": self._seed(seed)}))
-            choice = answer["choices"][0]
-            ids, finish = choice.get("token_ids"), choice.get("finish_reason") or "length"
-            tokens = (answer.get("usage") or {}).get("completion_tokens") if ids is None else len(ids)
-            if finish == "length" and tokens is not None and tokens < max_new_tokens:
+            asked = common | {"prompt": prompt, "seed": self._seed(seed)}
+            completion, tokens = self._read("/v1/completions", _completion, asked)
+            if completion.finish == "length" and tokens is not None and tokens < max_new_tokens:
                 raise ValueError(f"{self.root}: it ended a text after {tokens} of {max_new_tokens} tokens: raise its "
                                  "context, or its own limit (max_new_tokens of vLLM's generation config, "
                                  "--n-predict of llama.cpp)")  # fmt: skip
-            end = choice.get("stop_reason", choice.get("matched_stop"))  # of vLLM, of SGLang: an id or a stop string
-            return Completion(choice["text"], ids, finish, end if isinstance(end, int) else None)
+            return completion
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
@@ -117,8 +116,7 @@ class Client:
         if self.owner != LLAMA_CPP:
             return None
         asked = self._request(sampling, 1, False)
-        answer = json.loads(self._read("/completion", asked | {"prompt": "1", "seed": 1}))
-        said = answer.get("generation_settings") or {}
+        said = self._read("/completion", _settings, asked | {"prompt": "1", "seed": 1})
         return {name: said[name] for name in asked if name in said}
 
     def _seed(self, seed: int) -> int:
@@ -171,29 +169,67 @@ class Client:
     def counted(self) -> Served | None:
         """Return the drafting counters since the server started, or None if it shows none."""
         try:
-            return counted_in(self._read("/metrics"))
+            return self._read("/metrics", counted_in)
         except ConnectionError as error:
             if isinstance(error.__cause__, urllib.error.HTTPError):  # the server answers, and has no such page
                 return None
             raise
 
-    def _read(self, path: str, body: dict[str, Any] | None = None) -> str:
+    def _read(self, path: str, read: Callable[[str], T], body: dict[str, Any] | None = None) -> T:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.root + path, data, headers)
         try:
+            request = urllib.request.Request(self.root + path, data, headers)
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                answer: str = response.read().decode()
-                return answer
+                answer: str = response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")[:500]
             raise ConnectionError(f"{self.root}{path} answered {error.code}: {answer}") from error
-        except (urllib.error.URLError, TimeoutError) as error:
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: of an address that is none
             raise ConnectionError(f"{self.root}{path}: {error}") from error
+        try:
+            return read(answer)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ConnectionError(f"{self.root}{path} answered in another form than vLLM, SGLang and llama.cpp do "
+                                  f"({type(error).__name__}: {error}): {answer[:200]!r}") from error  # fmt: skip
+
+
+def _first_model(answer: str) -> tuple[str, Any]:
+    """Return name and owner of the first model in the list of a server."""
+    listed = json.loads(answer)["data"][0]
+    return _typed(listed["id"], str), listed.get("owned_by")
+
+
+def _completion(answer: str) -> tuple[Completion, int | None]:
+    """Return a completion, and the number of its tokens if the server says it."""
+    read = json.loads(answer)
+    choice = read["choices"][0]
+    ids, finish, usage = choice.get("token_ids"), choice.get("finish_reason"), read.get("usage")
+    end = choice.get("stop_reason", choice.get("matched_stop"))  # of vLLM, of SGLang: an id or a stop string
+    tokens = usage.get("completion_tokens") if usage is not None and ids is None else None
+    tokens = tokens if ids is None else len([_typed(one, int) for one in _typed(ids, list)])
+    completion = Completion(
+        _typed(choice["text"], str), ids, "length" if finish is None else _typed(finish, str),
+        end if isinstance(end, int) else None,
+    )  # fmt: skip
+    return completion, None if tokens is None else _typed(tokens, int)
+
+
+def _settings(answer: str) -> dict[str, Any]:
+    """Return the settings in an answer of llama.cpp, {} if it says none."""
+    said = json.loads(answer).get("generation_settings")
+    return {} if said is None else _typed(said, dict)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} instead of {value!r:.40}")
+    return value
 
 
 def counted_in(page: str) -> Served | None:
-    """Return the drafting counters of a Prometheus page of vLLM, or None if it shows none."""
+    """Return the drafting counters of a Prometheus page of vLLM, or None if it shows none. Raises KeyError for a page
+    with some of them, and ValueError or OverflowError for what is no number."""
     counts: dict[str, int] = {}
     depths: dict[int, int] = {}
     for name, labels, value in COUNTER.findall(page):

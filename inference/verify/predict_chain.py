@@ -20,27 +20,6 @@ from torch import Tensor
 
 from inference.sampling import wide
 
-__all__ = [
-    "calls_from",
-    "calls_variance",
-    "calls_variance_block",
-    "conditional",
-    "depths_from",
-    "expected_calls",
-    "expected_calls_block",
-    "histogram_from",
-    "l_from",
-    "prefix",
-    "r_from",
-    "reach",
-    "reach_block",
-    "starts",
-    "tau",
-    "tau_block",
-    "tau_from",
-    "variance_from",
-]
-
 
 def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
     """Return l = log q(x) - log p(x) of text tokens x, in their shape. It is -inf if q(x) = 0, even if p(x) = 0 as
@@ -122,38 +101,9 @@ def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = No
     return calls_from(reach_block(l, k, lengths), lengths)
 
 
-def calls_variance(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the variance of the number of target calls of each text, under the token rule -> (B,), in calls squared.
-
-    Only acceptance is random. Rows are independent: the variance of a sum is the sum of the variances.
-    """
-    return variance_from(reach(r, k, lengths), lengths)
-
-
-def calls_variance_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `calls_variance` under block verification -> (B,)."""
-    return variance_from(reach_block(l, k, lengths), lengths)
-
-
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
     return tau_from(reach(r, k, lengths), lengths)
-
-
-def tau_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `tau` under block verification."""
-    return tau_from(reach_block(l, k, lengths), lengths)
-
-
-def prefix(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(accept drafts 1..i) over the expected rounds, under the token rule -> (K,); see `depths_from`."""
-    return depths_from(reach(r, k, lengths), k, lengths)[0]
-
-
-def conditional(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(accept draft i given all before) over the expected rounds, under the token rule -> (K,); see
-    `depths_from`."""
-    return depths_from(reach(r, k, lengths), k, lengths)[1]
 
 
 def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import over_http
 from cotrain.cli import main
+from cotrain.planning.plan import Plan
 from cotrain.rollout import training_texts
 from inference.servers.openai_client import Client
 from tests.cases import case
@@ -41,13 +41,13 @@ def gemma_folder(path: Path) -> Path:
     return path
 
 
-def rollout(address: str, tmp_path: Path, rows: list[dict]) -> Path:
-    """Run `cotrain rollout` on rows, with the server, and return its output."""
+def rollout(address: str, tmp_path: Path, rows: list[dict], status: int = 0) -> Path:
+    """Run `cotrain rollout` on rows, with the server, expect its status, and return its output."""
     target, data = gemma_folder(tmp_path / "target"), tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     asked = [f"rollout.url={address}", f"target.path={target}", f"data.path={data}", f"output={tmp_path / 'out'}",
              f"rollout.texts={len(rows)}", "rollout.rows=1", "rollout.new_tokens=20", "kind=train"]  # fmt: skip
-    assert main(["rollout", *asked]) == 0
+    assert main(["rollout", *asked]) == status
     return tmp_path / "out"
 
 
@@ -103,3 +103,19 @@ def test_a_server_of_text_alone(
     assert all(text.count("<bos>") == 1 and text.startswith("<bos><start_of_turn>user\n") for text in shown)
     assert sorted(text.rpartition(start)[2] for text in shown) == [
         "Fine, thanks.<end_of_turn>", "It ends.<end_of_turn>", "Long"]  # fmt: skip
+
+
+def test_empty_texts_of_a_server_are_counted_and_refused_if_all_are(
+    url: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And they are not read again once the server answers."""
+    rows, choices = [{"text": f"import number {i} of words"} for i in range(3)], ["", "", "", "", "words", ""]
+    monkeypatch.setattr(Lookalike, "owner", "somebody")
+    monkeypatch.setattr(Lookalike, "choice", property(lambda _: {"text": choices.pop(0), "finish_reason": "stop"}))
+    rollout(url, tmp_path, rows, status=1)
+    assert "rollout.url: the server's texts are all empty (3), so there is nothing to learn" in capsys.readouterr().err
+    rollout(url, tmp_path, rows)
+    assert "rollout.url: the server's texts: 2 of 3 are empty" in capsys.readouterr().out

@@ -71,6 +71,32 @@ def test_weights_that_stand_still_are_said_whatever_the_precision(
         assert said.startswith(f"after 20 steps only 0% of the draft's weights have moved: {where}")
 
 
+@pytest.mark.parametrize("moving", ["large", "small"])
+def test_weights_that_stand_still_are_counted_by_the_sizes_of_tensors(
+    moving: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a tensor of 9,000 weights, and of nine of 100 weights each."""
+    sizes = {"large": [9_000], "small": [100] * 9}
+    draft = nn.ModuleDict(
+        {name: nn.ParameterList(map(torch.ones, some)) for name, some in sizes.items()}  # type: ignore[arg-type]
+    )
+    strategy = SimpleNamespace(reduce=lambda counts, reduce_op: counts)
+    optimizers = [SimpleNamespace(param_groups=[{"lr": 1e-4}])]
+    trainer: Any = SimpleNamespace(global_step=0, strategy=strategy, optimizers=optimizers)
+    module: Any = SimpleNamespace(draft=draft, device=torch.device("cpu"))
+    movement = StandingWeights()
+    movement.on_train_start(trainer, module)
+    for weight in draft.parameters():
+        weight.grad = torch.ones_like(weight)
+    movement.on_before_optimizer_step(trainer, module, optimizers[0])
+    with torch.no_grad():
+        for weight in draft[moving].parameters():
+            weight += 1
+    trainer.global_step = FIRST
+    movement.on_train_batch_end(trainer, module)
+    assert ("only 9% of the draft's weights have moved" in capsys.readouterr().err) == (moving == "small")
+
+
 def test_a_run_says_that_weights_stand_still(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = "measure=false trainer.steps=20 trainer.validations=1 optimizer.lr=1e-12"
     assert main(command(mistakes, *settings.split())) == 0

@@ -3,7 +3,9 @@
 import pytest
 
 from cotrain.acceptance import iid_tau
-from inference.measure.costs import Costs, best_k
+from cotrain.planning.forecast import forecast
+from inference.measure.costs import Costs
+from tests.bench_stubs import rates_of
 
 # task, K, alpha, c, predicted speed-up: Leviathan et al. 2023 (2211.17192), T5-XXL 11B
 PUBLISHED = """
@@ -18,5 +20,5 @@ cnn small 1: 5 .53 .02 1.9 | cnn base 1: 3 .55 .04 1.8 | cnn large 1: 3 .56 .11 
 def test_published_table(row):
     K, alpha, cost, published = map(float, row.split(":")[1].split())
     costs = Costs(target=(1.0,) * (int(K) + 1), draft=cost, rest=(0.0,) * (int(K) + 1))
-    speedup = best_k(costs, lambda k: iid_tau(alpha, k)).speedups[int(K)]
-    assert speedup == pytest.approx(published, abs=0.07)
+    chains = forecast(rates_of([iid_tau(alpha, k) for k in range(1, int(K) + 1)]), costs)
+    assert chains.speedups[int(K)] == pytest.approx(published, abs=0.07)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from cotrain.config.ranges import REMOVED
 from cotrain.errors import UserError
-from cotrain.run_folder import LOCK, MARKER, claim, read_marker
+from cotrain.run_folder import LOCK, MARKER, REPLACED, claim, read_marker, resumable
 from inference.drafts.atomic import write_atomic
 from tests.stopped import stopped_child
 
@@ -82,7 +81,10 @@ def test_overwrite_empties_what_is_ours_and_follows_no_link(tmp_path: Path) -> N
     (path / "link").symlink_to(elsewhere)
     with claim(path, overwrite=True) as run:
         assert run.state == "new"
-        assert sorted(entry.name for entry in path.iterdir()) == [MARKER, LOCK]
+        assert sorted(entry.name for entry in path.iterdir()) == [REPLACED, MARKER, LOCK]
+        assert (path / REPLACED / "link").is_symlink()
+        run.finish()
+    assert [entry.name for entry in path.iterdir()] == [MARKER]
     assert tree(elsewhere) == {"file": "mine"}
 
 
@@ -93,6 +95,17 @@ def test_a_folder_of_others_is_rejected(tmp_path: Path, overwrite: bool, name: s
     with pytest.raises(UserError, match="no run.json of cotrain"), claim(tmp_path, overwrite):
         pass
     assert tree(tmp_path) == {name: "{}"}
+
+
+def test_a_marker_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    text = (finished(tmp_path / "run", seed=0) / MARKER).read_text()
+    for rest in (text[:-5], ""):
+        (tmp_path / "run" / MARKER).write_text(rest)
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match=rf"^{tmp_path / 'run' / MARKER} is broken \("):
+                with claim(tmp_path / "run", overwrite, {"seed": 0}):
+                    pass
+        assert (tmp_path / "run" / "weights").exists()
 
 
 def test_a_file_is_rejected(tmp_path: Path) -> None:
@@ -135,15 +148,42 @@ def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path
         pass
 
 
+def test_a_replaced_run_is_kept_until_the_new_one_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever ends the attempts to replace it, and whatever these wrote."""
+    path = finished(tmp_path / "run", seed=0)
+    for seed in (1, 2):
+        with pytest.raises(RuntimeError), claim(path, True, {"seed": seed}):
+            (path / "weights").write_text("of an attempt")
+            raise RuntimeError
+        assert (path / REPLACED / "weights").read_text() == "w"
+        assert read_marker(path / REPLACED)["settings"] == {"seed": 0}
+        assert f"is kept in {path / REPLACED} until" in capsys.readouterr().err
+        assert resumable(path, {"seed": seed}) and not resumable(path, {"seed": 0})
+    with claim(path, settings={"seed": 2}) as run:
+        assert (run.state, (path / "weights").read_text()) == ("unfinished", "of an attempt")
+        run.finish()
+    assert not (path / REPLACED).exists() and not resumable(path, {"seed": 2})
+
+
 def test_a_killed_overwrite_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = finished(tmp_path / "run")
     write_atomic(path / "sub" / "checkpoint", "old")
-    monkeypatch.setattr(shutil, "rmtree", lambda _: 1 / 0)
+    rename, renamed = Path.rename, list[Path]()
+
+    def killed(self: Path, target: Path) -> Path:
+        renamed.append(target)
+        return rename(self, target) if len(renamed) < 2 else 1 / 0
+
+    monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(ZeroDivisionError), claim(path, overwrite=True):
         pass
     monkeypatch.undo()
     with claim(path) as run:
         assert (run.state, (path / "sub").exists()) == ("new", False)
+        assert tree(path / REPLACED).keys() == {MARKER, "weights", "sub/checkpoint"}
+        assert read_marker(path / REPLACED)["state"] == "finished"
 
 
 def test_a_running_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:

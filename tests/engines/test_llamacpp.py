@@ -17,10 +17,10 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.cli import main
 from cotrain.export.gguf import TOKENS, write_file
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH
 from cotrain.teacher.target_model import load_pair
 from inference import Sampling
 from inference.exactness.figures import expected

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from cotrain.plan.outcome import schedules
+from cotrain.planning.outcome import schedules
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 READER = """

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from cotrain.bench import server_parity as checked
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.cli import main
 from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH
 from cotrain.rollout import training_texts
 from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
@@ -29,13 +29,14 @@ from inference.drafts.draft_folder import load_draft, read
 from inference.exactness.figures import expected
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import check_text
-from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.arms import engine_arm
 from inference.measure.timing import interleave
 from inference.models.pretrained import cast
 from inference.proposers import NGram
 from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
+from studies.assisted import assisted_arm
 from tests.engines.conftest import CASES, OUTPUT
 from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
@@ -186,7 +187,7 @@ def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict
     for temperature in TEMPERATURES:
         plan = in_regime(replace(plain["plan"], draft=draft, bench=replace(SIZE, prompts=24)), temperature)
         prompts = plan.final(0, plan.bench.prompts)
-        arm = transformers_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
+        arm = assisted_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
         timing = interleave([arm], prompts, len(prompts), warmup=0)
         texts, stats = timing.texts("assisted"), timing.stats("assisted")
         engine = plan.engine(K, BATCH, proposer=plan.proposer())

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, T5ForConditi
 from inference import Engine, Sampling, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
-from inference.measure.arms import engine_arm, transformers_arm
+from inference.measure.arms import engine_arm
 from inference.measure.costs import measure_costs
 from inference.models.encoder_decoder import same_encoder
 from inference.models.lm import LM, store_prompts
@@ -22,6 +22,7 @@ from inference.proposers import Independent, NGram
 from inference.proposers.early_exit import untrained_exit
 from inference.proposers.retrieval import NONE, Retrieval
 from inference.source import BETWEEN, SourcedText
+from studies.assisted import assisted_arm
 from tests import folders
 from tests.encoder_decoders import FRAMES, MELS, VOCABULARY, bart, generated, sources, t5, whisper, with_encoder_of
 from tests.tiny import near, tiny
@@ -321,5 +322,5 @@ def test_timing_has_the_encoder() -> None:
     starts = engine.starts(sources(target, 3))
     ours = engine_arm("ours", engine, COLD, 6).run(starts, [0, 1, 2], 0)
     for settings in ({}, {"assistant": near(target), "k": 3}):
-        theirs = transformers_arm("theirs", target, COLD, 6, **settings).run(starts, [0, 1, 2], 0)
+        theirs = assisted_arm("theirs", target, COLD, 6, **settings).run(starts, [0, 1, 2], 0)
         assert ours.tokens == theirs.tokens

@@ -33,7 +33,7 @@ def test_timing_raises_for_a_text_with_an_error() -> None:
     with pytest.raises(RuntimeError, match=f"prompt 1: .*{MESSAGE}"):
         engine_arm("plain", broken(), Sampling(), 4).run(PROMPTS, [1, 2, 3], 0)
     with pytest.raises(RuntimeError, match=f"prompt 1: .*{MESSAGE}"):
-        measure_rounds({0: broken(rows=3)}, PROMPTS, sampling=Sampling(), max_new_tokens=4)
+        measure_rounds({0: (broken(rows=3), 0)}, PROMPTS, sampling=Sampling(), max_new_tokens=4)
 
 
 def test_comparison_raises_for_a_text_with_an_error() -> None:

@@ -27,6 +27,11 @@ def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
     assert "COTRAIN_ENGINE_MINUTES=25 " in make("test-engines", "MINUTES=25")
 
 
+def test_every_planted_bug_can_be_planted() -> None:
+    for row in run_mutants.MUTANTS:
+        row.applied(run_mutants.ROOT)
+
+
 def test_no_planted_bug_is_tried_once_the_time_is_over(tmp_path: Path) -> None:
     assert run_mutants.run([Job(None, ["tests"])], [tmp_path / "copy"], until=-inf) == []
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cotrain.plan.costs_file import speedups_of
-from inference.measure.floor import Machine
+from cotrain.planning.costs_file import speedups_of
 from studies import gpu_costs, gpu_day
+from studies.floor import Machine
 from studies.gpu_carry import split
 from tests import gpu_counts
 

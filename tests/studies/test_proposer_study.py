@@ -22,7 +22,7 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
     for kind in ("independent", "medusa"):
         draft_folder(tmp_path / kind, target, kind)
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     monkeypatch.setattr(kinds_in_turn, "BATCHES", 2)
     cell, calls = kinds_in_turn.Study.cell, []
 

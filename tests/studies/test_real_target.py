@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench.plan import Plan
-from cotrain.bench.planner import BATCH
 from cotrain.export.hf import export
+from cotrain.planning.plan import Plan
+from cotrain.planning.planner import BATCH
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
@@ -40,7 +40,7 @@ def target(tmp_path: Path) -> Path:
 def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a run of seconds, on prompts of two tasks."""
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
     rows = [{"domain": task, "messages": [{"role": "user", "content": f"{task} {i}"}]}
             for task in ("chat", "edits") for i in range(7)]  # fmt: skip
     prompts = tmp_path / "prompts.jsonl"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import calibration, measurement
+from cotrain.bench import measurement
 from cotrain.bench.measurement import Budget, parity, quick
-from cotrain.bench.plan import CompiledParts, Plan
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
+from cotrain.planning.plan import CompiledParts, Plan
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
@@ -96,7 +96,7 @@ def test_a_checkpoint_drafts_no_further_than_it_can(
 def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
     plan = plan_of(bench=replace(plan_of().bench, rows=3, prompts=4))
     served: Any = plan.engine(2)
-    measurement._timed(plan, served, REGIME, until)
+    measurement._timed(plan, served, until)
     (round,) = met
     arms = round["arms"]
     assert list(arms) == ["speculative", "plain", "transformers"] and arms["speculative"].engine is served
@@ -199,5 +199,5 @@ def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("cotrain.students.retrieval.calibrate", noted)
     asked = plan("hybrid")
     asked.draft.config.lookup = {"datastore": None, "shortest": 2}
-    calibration.prepare(asked)
+    measurement.prepare(asked)
     assert {tuple(prompt) for prompt in gated} == set(map(tuple, asked.prompts.ranking))

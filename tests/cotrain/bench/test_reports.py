@@ -2,23 +2,19 @@
 
 from dataclasses import asdict, replace
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cotrain.bench import matrix, measurement, planner
-from cotrain.bench import plan as plans
-from cotrain.bench.matrix import Grid
-from cotrain.bench.plan import CompiledParts
-from cotrain.bench.planner import DraftLength, MeasuredCosts
-from inference import Sampling
+from cotrain.bench import measurement
+from cotrain.planning import planner
+from cotrain.planning.forecast import TreeForecast
+from cotrain.planning.plan import CompiledParts
+from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
-from inference.measure.floor import Machine
-from inference.proposers import NGram
-from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, SPEEDS, TAUS, TREE, Timed, met, plan_of  # noqa: F401
+from tests.bench_stubs import REGIME, SPEEDS, TREE, Timed, chains_of, met, plan_of, rates_of  # noqa: F401
 
 ALONE = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 REAL = replace(ALONE, draft=0.75, rest=(0.2, 0.2, 0.3, 0.4, 0.5))
@@ -26,12 +22,12 @@ MORE = replace(REAL, draft=0.875)
 REACHED = Reached(0.1, None, True, 2, 3, 4.0, None, 8)
 
 
-def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = None, **changed: Any) -> Any:
+def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None, **changed: Any) -> Any:
     """What a measurement gives `build`, and what its parts were asked."""
     asked: dict[str, Any] = {}
-    plan = plan_of(**changed)
+    plan = replace(plan_of(**changed), tree=own)
     here = replace(plan, tree=None, compiled=CompiledParts(False, True, False))
-    length = DraftLength(2, 4, (1.0, 0.9, 1.3, 1.1, 1.2))
+    chosen = chains_of(4, (1.0, 0.9, 1.3, 1.1, 1.2), rates_of((1, 1, 1, 2.5)))
 
     def part(name: str, result: Any) -> Any:
         return lambda *given, **others: (asked.__setitem__(name, given), result)[1]
@@ -42,12 +38,10 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
     monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
-    monkeypatch.setattr(planner, "text_figures", part("text_figures", "figures"))
-    monkeypatch.setattr(planner, "taus_of", part("taus_of", {4: 2.5}))
-    monkeypatch.setattr(planner, "alone_length", part("alone_length", None))
-    monkeypatch.setattr(planner, "plan_length", part("plan_length", (length, MeasuredCosts(MORE, ALONE, rounds))))
-    monkeypatch.setattr(planner, "best_tree", part("best_tree", grown))
-    monkeypatch.setattr(planner, "chain_or_tree", part("chain_or_tree", (served, "a line")))
+    monkeypatch.setattr(planner, "measure_acceptance", part("measure_acceptance", chosen.acceptance))
+    monkeypatch.setattr(planner, "measured", part("measured", MeasuredCosts(REAL, ALONE, {})))
+    monkeypatch.setattr(planner, "plan_length", part("plan_length", (chosen, MeasuredCosts(MORE, ALONE, rounds))))
+    monkeypatch.setattr(planner, "best_tree", part("best_tree", tree))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
@@ -56,24 +50,24 @@ def reported(monkeypatch: pytest.MonkeyPatch, served: Any = None, grown: Any = N
     built: dict[str, Any] = {}
     monkeypatch.setattr(measurement, "build", lambda *given, **settings: built.update(settings, given=given) or built)
     result = measurement.measure(plan, {"own": 1})
-    return result, asked, plan, here, timing, verdict, length
+    return result, asked, plan, here, timing, verdict, chosen
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     size = replace(plan_of().bench, minutes=10)
-    result, asked, plan, here, timing, verdict, length = reported(monkeypatch, bench=size)
-    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][4]
-    assert asked["plain_texts"] == (here, 32) and asked["text_figures"] == (here, "texts", 4)
-    assert asked["taus_of"] == (here, "figures") and asked["alone_length"][0] == here
-    assert asked["alone_length"][1].costs == MORE and asked["alone_length"][2:] == ("figures", 100 + 0.25 * 600)
-    assert asked["plan_length"][1] == MeasuredCosts(REAL, ALONE, {}) and asked["plan_length"][2](4) == 2.5
-    assert asked["best_tree"][1:4] == (length, {4: 2.5}, "texts")
+    result, asked, plan, here, timing, verdict, chosen = reported(monkeypatch, bench=size)
+    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][3]
+    assert asked["plain_texts"] == (here, 32) and asked["measure_acceptance"] == (here, "texts")
+    assert asked["measured"][0].bench.rows == 1 and asked["measured"][1] == 100 + 0.25 * 600
+    assert asked["plan_length"][0] == here and asked["plan_length"][1].costs == MORE  # again, for batches alone
+    assert asked["plan_length"][2] is chosen.acceptance and asked["plan_length"][4] == REAL.rounds
+    assert asked["best_tree"][1:3] == (chosen, "texts")
     engine = asked["_timed"][1]
-    assert asked["_timed"][0] == here and asked["_timed"][2:] == (REGIME, 100 + 0.65 * 600)
+    assert asked["_timed"][0] == here and asked["_timed"][2] == 100 + 0.65 * 600
     assert (engine.policy.k, engine.rows, engine.compile, engine.verify) == (4, 3, True, "block")
     assert asked["check"][0] is engine and asked["check"][1].prompts == [["speculative"]]
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
-    assert asked["advice"] == (length, timing.ratio("speculative", "plain"), None)
+    assert asked["advice"] == (chosen, timing.ratio("speculative", "plain"))
     assert asked["parity"] == (here, 4, 100 + 0.85 * 600, 0.375) and asked["greedy"] == (here, 4, False)
     given, extra = result.pop("given"), result.pop("extra")
     assert given == (timing, engine, "speculative", "plain")
@@ -92,17 +86,18 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
 
 def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The plan's own tree is one to consider: nothing before is measured with it."""
-    served = SimpleNamespace(tree=TREE, tau=1.5, speedup=0.9, chain=0.8)
-    result, asked, plan, here, timing, _, length = reported(monkeypatch, served, served, tree=TREE)
+    served = TreeForecast(TREE, 1.5, 1.0, 0.9, 0.125, 0.0)
+    result, asked, plan, here, timing, *_ = reported(monkeypatch, served, own=TREE)
     assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
-    assert asked["choose_compiled"][1] == inf == asked["_timed"][3] == asked["parity"][2]
+    assert asked["choose_compiled"][1] == inf == asked["_timed"][2] == asked["parity"][2]
     assert {asked[name][0].tree for name in ("_timed", "parity", "greedy")} == {TREE}
     assert asked["_timed"][1].policy.k == asked["parity"][1] == asked["greedy"][1] == TREE.depth == 2
-    assert asked["_timed"][1].verify == "traversal" and asked["advice"][2] is served
+    assert asked["_timed"][1].verify == "traversal" and asked["advice"][0].served is served
     extra = result["extra"]
     assert (extra["planned_k"], extra["planned_shape"], extra["planned_rule"]) == (4, [-1, -1, 0], "traversal")
     assert extra["planned_likeliest"] is True and extra["plain_is_faster"] is True
-    assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9} and extra["said"][:2] == ["advice", "a line"]
+    assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9}
+    assert extra["said"][0] == "advice" and extra["said"][1].startswith("a tree of 3 nodes in 2 levels")
 
 
 def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -110,107 +105,3 @@ def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatc
     _, asked, plan, *_ = reported(monkeypatch, bench=replace(plan_of().bench, draft_dtype="float32"))
     given = asked["choose_compiled"][0]
     assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served
-
-
-# --- a matrix
-
-
-def stubbed(monkeypatch: pytest.MonkeyPatch, costs: Costs, machine: Machine) -> tuple[list[Any], list[Any], Any]:
-    """Parts of a matrix that tell what they were asked: loads of rounds, plans that taus are of; the draft's model."""
-    asked, sent, lm = list[Any](), list[Any](), SimpleNamespace(model="assistant")
-
-    def loads(target: Any, draft: Any, drafted: int, *shape: int) -> list[Any]:
-        asked.append((target, draft, drafted, *shape))
-        return [SimpleNamespace(seconds=lambda machine, s=s + drafted: s, bytes=100 + drafted) for s in (0.25, 0.5)]
-
-    def choose_compiled(plan: Any) -> Any:
-        return replace(plan, compiled=CompiledParts(True, False, True)), MeasuredCosts(costs, ALONE, {})
-
-    def taus(plan: Any) -> dict[int, float]:
-        sent.append(plan)
-        return {1: 1.0, 2: 1.5, 3: 9.0, 4: 3.0}
-
-    monkeypatch.setattr(matrix, "choose_compiled", choose_compiled)
-    monkeypatch.setattr(matrix, "taus", taus)
-    monkeypatch.setattr(matrix, "round_loads", loads)
-    monkeypatch.setattr(matrix, "measure_machine", lambda device, dtype: machine)
-    monkeypatch.setattr(matrix, "peak_memory", lambda: 3 * 2**20)
-    monkeypatch.setattr(matrix, "line", lambda cell: "")
-    made = measurement.Plan.proposer
-
-    def proposer(self: Any, counted: bool = False) -> Any:
-        result = made(self, counted)
-        result.language_model = lambda *_: lm
-        return result
-
-    monkeypatch.setattr(measurement.Plan, "proposer", proposer)
-    monkeypatch.setattr(plans, "Engine", lambda target, *given, **settings: SimpleNamespace(
-        target=SimpleNamespace(vocabulary=32, of=target), given=given, **settings))  # fmt: skip
-    monkeypatch.setitem(SPEEDS, "transformers compiled", 10.0)
-    return asked, sent, lm
-
-
-@pytest.mark.parametrize(("rows", "limit", "k"), [(1, None, 3), (4, 3, 1)])
-def test_a_cell_of_a_matrix(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    rows: int,
-    limit: int | None,
-    k: int,
-) -> None:
-    monkeypatch.setitem(LIMIT, "depths", limit)
-    costs, machine = replace(REAL, rows=rows), Machine(2.0, 3.0)
-    asked, sent, lm = stubbed(monkeypatch, costs, machine)
-    plan = plan_of(bench=replace(plan_of().bench, compile=True))
-    (cell,) = matrix.matrix(plan, Grid([0.5], [rows], 2, None, tmp_path), lambda _: None)
-    (round,) = met
-    at = replace(REGIME, temperature=0.5)
-    alone = {"transformers assisted", "transformers matched", "transformers compiled"} if rows == 1 else set[str]()
-    assert set(round["arms"]) == {"speculative", "speculative k=2", "plain", "ngram", "transformers"} | alone
-    queue = 1 if rows == 1 else 6 * rows
-    assert (round["rows"], round["seed"], round["prompts"]) == (queue, 17, plan.final(0, max(4, 3 * queue)))
-    assert {(arm.sampling, arm.new) for arm in round["arms"].values()} == {(at, 6)}
-    arms = round["arms"]
-    own = {"speculative": (k, "block"), "speculative k=2": (2, "token"), "ngram": (2, "block")}
-    assert {name: (arms[name].engine.policy.k, arms[name].engine.verify) for name in own} == own
-    assert {arms[name].engine.rows for name in (*own, "plain")} == {rows}
-    assert isinstance(arms["ngram"].engine.given[0], NGram) and arms["transformers"].others == {"rows": rows}
-    if rows == 1:
-        assert arms["transformers compiled"].others == {"rows": 1, "compile": True}
-        assert arms["transformers assisted"].others == {"assistant": "assistant"}
-        assert arms["transformers matched"].others == {"assistant": "assistant", "k": 2}
-    assert sent[0].sampling == at and sent[0].compiled == CompiledParts(True, False, True)
-    assert (cell["temperature"], cell["rows"], cell["speculative"]) == (0.5, rows, "speculative")
-    assert cell["costs"] == asdict(costs) and cell["compiled"] == CompiledParts(True, False, True)._asdict()
-    for name, arm in cell["arms"].items():
-        drafted = {"speculative": k, "speculative k=2": 2}.get(name)
-        assert arm == arm_of(name) | (allowed_of(name, drafted, costs) if drafted else {})
-    assert cell["floor"] == {
-        "machine": asdict(machine), "peak_memory_mib": 3.0, "plain_share": 0.75 / costs.round(0), "plain_bytes": 200,
-        "round_share": (0.75 + 2 * k) / costs.round(k), "round_bytes": 200 + 2 * k,
-    }  # fmt: skip
-    assert [one[1:] for one in asked] == [(lm, 0, rows, 40), (lm, k, rows, 40)]
-
-
-def arm_of(name: str) -> dict[str, Any]:
-    timing = Timed([], [], 0, 0)
-    return {"speed": SPEEDS[name], "tau": TAUS.get(name), "over_plain": timing.ratio(name, "plain")._asdict(),
-            "under_speculative": timing.ratio("speculative", name)._asdict()}  # fmt: skip
-
-
-def allowed_of(name: str, k: int, costs: Costs) -> dict[str, Any]:
-    allowed = TAUS[name] * costs.round(0) / costs.round(k)
-    decoding = Timed([], [], 0, 0).ratio(name, "plain", decode=True).value
-    return {"k": k, "allowed": allowed, "of_allowed": decoding / allowed}
-
-
-def test_the_faster_of_the_drafting_arms_is_what_others_are_compared_with() -> None:
-    class Slow(Timed):
-        def speed(self, name: str, decode: bool = False) -> float:
-            return 1.0 if name == "speculative" else super().speed(name, decode)
-
-    timing: Any = Slow([SimpleNamespace(name=name) for name in ("speculative", "speculative k=2", "plain")], [], 1, 0)
-    result = matrix._entry(timing, REAL, {"speculative": 3, "speculative k=2": 2, "plain": 0}, Sampling(0.5))
-    assert result["speculative"] == "speculative k=2"
-    assert result["arms"]["plain"]["under_speculative"] == timing.ratio("speculative k=2", "plain")._asdict()

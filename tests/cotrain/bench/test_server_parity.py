@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cotrain.bench import server_parity
-from cotrain.bench.plan import Plan
+from cotrain.planning.plan import Plan
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent

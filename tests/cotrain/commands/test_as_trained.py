@@ -17,7 +17,7 @@ from cotrain.commands.served_pair import KNOWN, UNSAID, as_trained, stored
 from cotrain.config.ranges import change
 from cotrain.config.settings import BenchConfig, TrainConfig, checked, register
 from cotrain.paths import folder
-from cotrain.plan.policy_file import content
+from cotrain.planning.policy_file import content
 from cotrain.training.distil import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates

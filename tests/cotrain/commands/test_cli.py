@@ -234,7 +234,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "train --trainer.steps 9": ("as in trainer.steps=", "joint"),
     "train data=self data.column": ("'data.column' is not a setting", "Error"),
     "bench model=x": ("the setting is target.path=", "nearest"),
-    "bench batch_size=8": ("the setting is bench.rows=", "matrix"),
+    "bench batch_size=8": ("the setting is bench.rows=", "nearest"),
     "bench num_speculative_tokens=4": ("the setting is bench.depths=", "nearest"),
     "bench max_new_tokens=9": ("the setting is bench.new_tokens=", "nearest"),
     "bench --draft_model x": ("as in draft.path=", "as in draft_model"),
@@ -250,6 +250,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "serve_check temperature=0.7": ("'regime.temperature'", "top"),
     "rollout batch_size=4": ("the setting is rollout.rows=", "nearest"),
     "datastore dataset=a.jsonl": ("the setting is data.path=", "nearest"),
+    "datastore draft.path=d": ("the settings of this name are data.path=, target.path=", "the setting is"),
     "compare runs=x": ("no key 'runs'", "nearest"),
     "report output=x": ("no key 'output'", "nearest"),
 }  # fmt: skip

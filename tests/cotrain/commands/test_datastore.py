@@ -31,4 +31,7 @@ def test_a_datastore_of_texts(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     ids = tokenizer("the value of item")["input_ids"]
     match = store.look_up(ids, 2)
     assert match.length == min(len(ids), 6) and match.places == store.about.documents and len(match.drafts) == 2
-    assert main(command) != 0 and "overwrite=true" in capsys.readouterr().err
+    inside = f"lies in the datastore {tmp_path / 'store'}"
+    for output, said in (("store", "has a datastore: name"), ("store/in", inside)):
+        assert main([*command[:-1], f"output={tmp_path / output}"]) == 1
+        assert f"cotrain datastore: output={tmp_path / output} {said}" in capsys.readouterr().err

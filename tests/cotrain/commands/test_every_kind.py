@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import configuration_utils
 
 from cotrain.bench import server_parity
-from cotrain.bench.plan import Plan
 from cotrain.commands import bench, generate, rollout, serve_check
 from cotrain.config.settings import checked, register
 from cotrain.errors import UserError
 from cotrain.paths import folder
+from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, describe, load_tokenizer
@@ -74,7 +74,7 @@ def plain(place: Path) -> list[int]:
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds cost is not looked at here."""
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.bench.planner.SHAPE", 1)
+    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
 
 
 def said(engine: Engine) -> list[int]:
@@ -238,24 +238,3 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
         words = load_tokenizer(drafted(place, kind))
         assert words is not None and words.get_vocab() == tokenizer().get_vocab()
     assert not said
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"matrix__vllm": "python"},
-            "matrix.vllm: vLLM is measured with independent drafts only, and draft.path=.* is medusa",
-        ),
-        (
-            {"matrix__targets": ["none"], "matrix__drafts": ["int8"]},
-            "matrix.drafts: MedusaNetwork has 2 matrices that are not in an nn.Linear",
-        ),
-    ],
-    ids=["vllm", "rounded"],
-)
-def test_what_heads_do_not_have_is_refused(
-    values: dict[str, Any], message: str, place: Path, settings: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ran(settings, "bench", drafted(place, "medusa"), place / "none", matrix__temperatures=[1.0], **values)

@@ -42,6 +42,19 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
     assert not (here / "out").exists()
 
 
+@pytest.mark.parametrize(("typed", "said"), [
+    ("report run=[a,b]", "run=[a,b] does not exist: several runs are typed one by one, as in run=a run=b"),
+    ("export check=true", "check=true: name the folder that was written, as in check="),
+    ("generate target.path=draft prompt=x", "target.path=draft is a draft folder, which draft.path= names"),
+])  # fmt: skip
+def test_what_is_no_folder_of_this_kind_is_named(
+    typed: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "draft").mkdir()
+    (here / "draft" / "cotrain.json").write_text("{}")
+    assert main(typed.split()) == 1 and said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("path", "said"), [
     ("models/other", "in the working directory HERE; to load a repository of the hub by this name, work in another"),
     ("modles/mine", "the nearest is models/mine"),

@@ -69,7 +69,7 @@ def test_every_setting_of_text_is_known_as_a_word_or_guarded_as_a_path() -> None
     guarded = known - WORDS - set(WRITTEN)
     assert guarded == {
         "target.path", "target.adapter", "draft.path", "draft.datastore", "data.path", "rollout.folder",
-        "trainer.cache", "matrix.vllm", "prompts", "folder", "report", "run", "page", "check", "drafts",
+        "trainer.cache", "prompts", "folder", "report", "run", "page", "check", "drafts",
         "log", "policy.file", "costs",
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.plan import drafted
+from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run

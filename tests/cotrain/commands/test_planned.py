@@ -2,20 +2,24 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from cotrain.bench.planner import MeasuredTree, chain_or_tree, choose
 from cotrain.commands.bench import DEPTHS, _plan_line, _planned
 from cotrain.commands.served_pair import prompts
 from cotrain.config.settings import checked, register
 from cotrain.paths import folder
+from cotrain.planning import planner
+from cotrain.planning.forecast import TreeForecast
+from cotrain.planning.planner import MeasuredCosts, plan_length
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs
-from inference.measure.costs import Costs
-from tests.cotrain.bench.test_tree_planner import LENGTH
+from inference.measure.costs import Costs, RealRound
+from tests.bench_stubs import chains_of, plan_of, rates_of
 from tests.folders import network, tokenizer
 
 TREE = PlannedTree((-1, -1, 0), "traversal")
@@ -87,10 +91,19 @@ class TestPlan:
 
     def test_a_planned_length_is_compared_with_plain_decoding_alone(self) -> None:
         costs = Costs((1.0,) * 6, 0.9, (0.0,) * 6)  # dear drafts: one is the fastest number of them
-        tau = {1: 1.9, 2: 2.0, 3: 2.05, 4: 2.1, 5: 2.12}.__getitem__
-        assert choose(costs, tau, [5]).drafting == 1
-        assert (choose(costs, tau, [5], (0,)).drafting, choose(costs, tau, [5], (0,)).k) == (5, 0)
+        rounds = {k: RealRound(0.9 * k, 1.0, 0.0) for k in (0, 1, 5)}
+        rates, timed = rates_of((1.9, 2.0, 2.05, 2.1, 2.12)), MeasuredCosts(costs, costs, rounds)
+        for length, k in ((None, 1), (5, 5)):
+            plan: Any = SimpleNamespace(depths=[5], planned=length, bench=SimpleNamespace(rows=1))
+            assert plan_length(plan, timed, rates)[0].k == k
 
-    def test_a_planned_tree_is_measured_though_the_chain_looks_faster(self) -> None:
-        slow: Any = MeasuredTree(TREE, 2.0, None, 1.1, 1.3)  # type: ignore[arg-type]
-        assert chain_or_tree(LENGTH, slow)[0] is None and chain_or_tree(LENGTH, slow, planned=True)[0] is slow
+    def test_a_planned_tree_is_measured_though_the_chain_looks_faster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        slow = TreeForecast(TREE, 2.0, 1.0, 1.1, -0.2, 0.0)
+        chains = chains_of(2, (1.0, 1.1, 1.3))
+        monkeypatch.setattr(planner, "measure_acceptance", lambda *_: chains.acceptance)
+        monkeypatch.setattr(planner, "plan_length", lambda *_: (chains, "costs"))
+        monkeypatch.setattr(planner, "best_tree", lambda *_: slow)
+        for length, served in ((None, None), (2, slow)):
+            plan = plan_of(bench=replace(plan_of().bench, rows=1), tree=TREE, planned=length)
+            drafting, _, chosen = planner.plan_draft(plan, "costs", "texts")  # type: ignore[arg-type]
+            assert chosen.served is served and drafting.tree == (served.tree if served else None)

@@ -44,5 +44,10 @@ def test_rows_are_read_as_for_training(
     asked = ["<user>p<assistant>", "<user>t<assistant>", "<user>q<assistant>"] if chat else ["p", "t", "q"]
     assert shown == [asked[0], "<user>u<assistant>a<user>u<assistant>", asked[1], *[asked[2]] * 9]
     assert "1 rows are skipped: 1, the first " in (said := capsys.readouterr().err) and "own.jsonl, line 13" in said
-    (tmp_path / "own.jsonl").write_text("plain\ntext\n")
-    assert main(command) == 1 and "it is no JSON object" in capsys.readouterr().err
+    for rows, reason in (
+        ("plain\ntext\n", "it is no JSON object"),
+        ('{"x": 1}\n', "but x: rename the one that holds the prompts\n"),
+        ('{"prompt": null}\n', "contains no prompt: 1, the first "),
+    ):
+        (tmp_path / "own.jsonl").write_text(rows)
+        assert main(command) == 1 and reason in capsys.readouterr().err

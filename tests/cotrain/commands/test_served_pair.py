@@ -1,14 +1,17 @@
 """What commands take from a draft folder or a sweep, and paths that arrive as they were typed."""
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig
 
 from cotrain.cli import main
-from cotrain.commands.served_pair import refuse_pair, resolved
+from cotrain.commands.served_pair import prompts, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import named
@@ -20,7 +23,7 @@ from tests.cotrain.commands.test_cli import ran  # noqa: F401
 from tests.folders import network, target_folder, tokenizer
 
 ODD = "a b, [c] = {ü} 漢字"
-KEYS = ("draft.path target.path data.path output rollout.folder trainer.cache report export matrix.vllm target.adapter "
+KEYS = ("draft.path target.path data.path output rollout.folder trainer.cache report export target.adapter "
         "folder prompts check").split()  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def test_a_baseline_is_named_by_the_value_that_was_swept() -> None:
     assert named("tv", labels) == named("loss=tv", labels) == "loss=tv" and named("loss=kl", labels) == "loss=kl"
     with pytest.raises(UserError, match="baseline=kl: it is in loss=kl, loss=kl,optimizer.lr=1"):
         named("kl", labels)
-    with pytest.raises(UserError, match="the runs are "):
+    with pytest.raises(UserError, match="the labels are "):
         named("nla", labels)
 
 
@@ -143,3 +146,14 @@ def test_a_mistake_is_one_early_line(
     assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"cotrain {arguments[0]}: {message}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", ["own", "shipped"])
+def test_shipped_prompts_for_a_draft_that_was_measured_on_others_are_said(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"extra": {"prompts": source}}))
+    size: Any = SimpleNamespace(path=None, prompt_tokens=8)
+    prompts(size, size, network(layers=1), tokenizer(), draft=tmp_path)
+    said = f"prompts: those of this package, and {tmp_path / 'report.json'} is of other ones: data.path= names"
+    assert capsys.readouterr().err.startswith(said) == (source == "own")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -422,33 +421,6 @@ def test_bench_measures_a_draft_folder(run: Path, place: Path, capsys: pytest.Ca
     assert json.loads((place / "coupled" / "report.json").read_text())["extra"]["parity"] is None
     assert main(["bench", f"output={place / 'none'}"]) == 1
     assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        (["matrix.targets=[none]", "matrix.drafts=[int3]"], "matrix.drafts: 'int3' is not one of none, int8, nf4"),
-        (["matrix.targets=[int3]"], "matrix.targets: quantisation: 'int3' is not one of"),
-        (["matrix.temperatures=[1]", "matrix.vllm=/no/python"], "matrix.vllm=/no/python is not a Python interpreter"),
-        (["regime=nucleus", f"matrix.vllm={sys.executable}"], "matrix.vllm: vLLM is measured without top-k and top-p"),
-    ],
-    ids=["drafts", "targets", "interpreter", "regime"],
-)
-def test_a_matrix_that_cannot_be_is_refused_before_anything_is_timed(
-    mistake: list[str],
-    said: str,
-    run: Path,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("cotrain.commands.bench.models", lambda *_: 1 / 0)
-    paths = (f"draft.path={run / 'draft'}", f"output={place / 'no bench'}", "bench.prompt_tokens=8")
-    assert main(["bench", *paths, "bench.new_tokens=8", "bench.depths=[2]", *mistake]) == 1
-    *typed, last = capsys.readouterr().err.splitlines()
-    other = "these settings differ from those of the draft folder, which are in brackets: regime.top_p=0.95 (1.0)"
-    assert typed == [other] * ("regime=nucleus" in mistake)
-    assert last.startswith(f"cotrain bench: {said}") and not (place / "no bench").exists()
 
 
 def test_rollout_writes_a_set(place: Path) -> None:

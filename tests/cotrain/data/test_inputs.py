@@ -166,6 +166,8 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
             b"Tell me a joke\nAnd one more\n",
             "2 of 2 rows .* line 1: it is no JSON object; a file of plain text.* in .txt",
         ),
+        ("own.json", b'["a", "b"]', '2 of 2 .* row 1: it is no JSON object; .* an object such as {"prompt": "..."}'),
+        ("own.json", b'{\n"data": [\n{"prompt": "a"}]\n}', "1 of 1 rows .* row 1: its 'data' is a list of objects"),
         ("own.docx", b"PK", "ends in none of .jsonl, .ndjson"),
         ("own.csv", b"", "is empty"),
     ],

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.rows import Reader
+from cotrain.data.rows import COMPLETION, Reader
 from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS
 from tests.cotrain.data.test_inputs import given, source_of, templated
@@ -49,12 +51,61 @@ def test_a_column_is_read_or_named(row: dict[str, Any], reader: Reader) -> None:
             assert (value in read) == (name in found.columns)
 
 
+ROLES = ("user", "assistant", "tool", "assistant")
+VALUES: dict[str, Any] = {
+    "text": lambda name: f"{name} 0",
+    "one message": lambda name: [{"role": "assistant", "content": f"{name} 0"}],
+    "messages": lambda name: [{"role": role, "content": f"{name} {index}"} for index, role in enumerate(ROLES[1:])],
+    "parts": lambda name: [
+        {"role": "assistant", "content": [{"type": "text", "text": f"{name} {index}"} for index in range(3)]}
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "reader", [CHAT, Reader(), Reader(chat=True, templated=True), Reader(chat=False, templated=True)]
+)
+@pytest.mark.parametrize("form", VALUES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": "asked 0"},
+        {"instruction": "asked 0", "input": "asked 1"},
+        {"prompt": [{"role": "system", "content": "asked 0"}, {"role": "user", "content": "asked 1"}]},
+        {"messages": [{"role": role, "content": f"asked {index}"} for index, role in enumerate(ROLES[:1])]},
+        {"messages": [{"role": role, "content": f"asked {index}"} for index, role in enumerate((*ROLES, "user"))]},
+        {"conversations": [{"from": "human", "value": "asked 0"}]},
+    ],
+)
+def test_every_word_of_the_columns_that_are_read_is_in_the_row(
+    asked: dict[str, Any], form: str, reader: Reader
+) -> None:
+    """Or the row is skipped, with every number of completions, of which none differs, or any one does, or all do."""
+    for count in range(len(COMPLETION) + 1):
+        for names in combinations(COMPLETION, count):
+            for other in (None, *(names if count > 1 else ())):
+                said = {name: VALUES[form](name if name == other else "said") for name in names}
+                try:
+                    row = reader.row(asked | said)
+                except ValueError as reason:
+                    assert ("differ: leave one out" in str(reason)) == (other is not None), reason
+                    assert other is not None or not reader.templated or reader.chat is False, reason
+                    continue
+                assert other is None or not {*names} & {*row.columns}
+                for name, value in (asked | said).items():
+                    words = re.findall(r"(?:asked|said|" + "|".join(COMPLETION) + r") \d", json.dumps(value))
+                    assert all(word in row.content for word in words) == (name in row.columns), name
+                    assert (name in row.columns) != (name in row.unread)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ([], "it is no JSON object"),
         ("text", "it is no JSON object; a file of plain text"),
         ({}, "it has no column"),
+        ({"prompt;domain": "a;b"}, "its only column is 'prompt;domain': separate columns by commas, not by ';'"),
+        ({"data": [{"prompt": "a"}]}, "its 'data' is a list of objects: .* a file of that list alone"),
         ({"prompt": "a", None: ["b"]}, "more cells than the first line"),
         ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a\ud800"}, "no valid Unicode"),

@@ -167,10 +167,12 @@ def wanted(texts: dict[str, list[list[Token]]], deep: bool) -> dict[str, float]:
         for k in range(1, most + 1):
             values[f"tau/{domain}/{k}"] = tokens / sum(calls(text, k, accepted) for text in mine)
             values[f"tau_greedy_draft/{domain}/{k}"] = tokens / sum(calls(text, k, hit) for text in mine)
-            values[f"tau_block/{domain}/{k}"] = float(predict_chain.tau_block(l, k, lengths))
-        for name in ("conditional", "prefix"):
-            chances = getattr(predict_chain, name)(l.clamp(max=0).exp(), most, lengths).tolist()
-            values |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(chances, 1)}
+            values[f"tau_block/{domain}/{k}"] = float(
+                predict_chain.tau_from(predict_chain.reach_block(l, k, lengths), lengths)
+            )
+        by_depth = predict_chain.depths_from(predict_chain.reach(l.clamp(max=0).exp(), most, lengths), most, lengths)
+        for name, chances in zip(("prefix", "conditional"), by_depth, strict=True):
+            values |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(chances.tolist(), 1)}
         if deep:
             values |= {f"alpha_by_depth/{domain}/{depth + 1}": mean(mine, "alpha", depth) for depth in (0, 1)}
     return values | {"alpha/worst": min(mean(mine, "alpha") for domain, mine in texts.items() if domain != "all")}
@@ -256,7 +258,7 @@ def test_figures_agree_with_passes_by_hand(target: LlamaForCausalLM) -> None:
         alpha = torch.cat([alphas[b] for b in rows]).mean().item()
         assert figures[f"alpha/{domain}"] == pytest.approx(alpha, abs=1e-6)
         assert figures[f"tau/{domain}/3"] == pytest.approx(predict_chain.tau(r[rows], 3, size).item(), rel=1e-6)
-        depths = predict_chain.prefix(r[rows], 8, size)
+        depths, _ = predict_chain.depths_from(predict_chain.reach(r[rows], 8, size), 8, size)
         assert figures[f"prefix/{domain}/2"] == pytest.approx(depths[1].item(), rel=1e-6)
     assert figures["kl/all"] > 0.1 and figures["alpha/worst"] == min(figures["alpha/a"], figures["alpha/b"])
 

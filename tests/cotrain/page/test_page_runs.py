@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,14 @@ def test_a_folder_of_a_bench_and_its_report_alone_give_the_same_figures(tmp_path
     place = folder(tmp_path / "run", full_report())
     pages = [Parsed(html_page.page(load([one]))) for one in (place, f"{place}/report.json")]
     assert pages[0].found == pages[1].found
+
+
+def test_a_report_that_was_changed_is_said(tmp_path: Path) -> None:
+    draft = shutil.copytree("data/drafts/smollm2", tmp_path / "draft")
+    with warnings.catch_warnings(action="error"):
+        load([str(draft)])
+    report = json.loads((draft / "report.json").read_text())
+    (draft / "report.json").write_text(json.dumps(report))
+    for path in (tmp_path, draft, draft / "report.json"):
+        with pytest.warns(UserWarning, match="report.json is missing or not the one cotrain.json was written with"):
+            load([str(path)])

@@ -190,6 +190,16 @@ def test_a_set_is_sampled_once(sampled: Sampled, prompts: PromptRows) -> None:
     assert sorted(file.suffix for file in sampled.folder.iterdir()) == [".json", ".parquet"]
 
 
+def test_more_texts_than_prompts_are_said(
+    sampled: Sampled, prompts: PromptRows, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for texts in (6, 7):
+        asked = replace(sampled, ask=replace(sampled.ask, texts={"train": texts}))
+        asked.sample("train", WARM, prompts, quiet, keep=True)
+        said = "rollout.texts=7: there are 6 prompts for them, and each is continued once\n"
+        assert (said in capsys.readouterr().out) == (texts == 7)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench import calibration
+from cotrain.bench import measurement
 from inference.proposers.hybrid import Gate
 from tests import standin
 from tests.cotrain.bench.test_measurement import plan
@@ -25,6 +25,6 @@ def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.Mon
             for model in (hybrid_plan.target, hybrid_plan.draft):
                 torch.nn.Module.to(model, device)
             hybrid_plan.draft.config.lookup = {"datastore": None, "shortest": 2}
-            calibration.prepare(hybrid_plan)
+            measurement.prepare(hybrid_plan)
             drafting, plain = met[-2:]
             assert {drafting.target.compiled, plain.target.compiled, drafting.proposer.compile} == {device == "cuda"}

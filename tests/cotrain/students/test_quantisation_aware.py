@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cotrain.bench.quantisation_table import table
 from cotrain.cli import main
 from cotrain.students.quantised import quantised, rounded
 from cotrain.training.callbacks import QuantisationAware
 from inference.models.lm import LM
-from tests.cotrain.bench.test_matrix import plan_of
 from tests.cotrain.commands.test_train import SIZES
-from tests.draft_folders import draft_folder
 from tests.folders import network, own_texts, target_folder
 
 WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
@@ -49,37 +45,6 @@ def test_rounding_leaves_the_draft_unchanged() -> None:
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     rounded(draft, "nf4")
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
-
-
-def test_the_table_has_each_target_temperature_and_draft() -> None:
-    plan = plan_of()
-    target, other = plan.target, network(seed=2)
-    plan = replace(plan, draft=target, bench=SimpleNamespace(**vars(plan.bench) | {"draft_dtype": "auto"}))
-    loaded: list[str] = []
-
-    def load(kind: str) -> torch.nn.Module:
-        loaded.append(kind)
-        return target if kind == "none" else other
-
-    lines: list[str] = []
-    cells = table(plan, load, ["none", "int8"], ["none", "nf4"], [0.0, 1.0], 2, lines.append)
-    assert loaded == ["none", "int8"] and len(cells) == len(lines) == 8
-    by_cell = {(cell["target"], cell["temperature"], cell["draft"]): cell for cell in cells}
-    same = by_cell["none", 1.0, "none"]
-    assert same["alpha"] > 0.999 and 2.5 < same["tau"] <= 3  # a draft that is the target
-    assert by_cell["none", 1.0, "nf4"]["alpha"] < 0.99 and by_cell["int8", 1.0, "none"]["alpha"] < 0.7
-    assert all(cell["speedup"]["value"] > 0 and cell["tokens"] > 0 for cell in cells)
-
-
-def test_bench_writes_the_table(tmp_path: Path) -> None:
-    target = target_folder(tmp_path / "target")
-    draft = draft_folder(tmp_path / "draft", target, "independent")
-    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
-    matrix = ["matrix.targets=[none,int8]", "matrix.drafts=[none]", "matrix.temperatures=[1]", "matrix.k=2"]
-    paths = [f"target.path={target}", f"draft.path={draft}", f"output={tmp_path / 'bench'}"]
-    assert main(["bench", *paths, *sizes, *matrix]) == 0
-    cells = json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["bits"]
-    assert [cell["target"] for cell in cells] == ["none", "int8"] and cells[0]["alpha"] != cells[1]["alpha"]
 
 
 def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:

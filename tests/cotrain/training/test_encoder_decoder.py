@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from cotrain import losses
-from cotrain.bench.plan import Plan
 from cotrain.cli import main
 from cotrain.config.groups import Draft, Init
 from cotrain.data.splits import Prompts
@@ -25,6 +24,7 @@ from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.export.hf import export
 from cotrain.losses.spec import LossSpec
+from cotrain.planning.plan import Plan
 from cotrain.rollout.training_texts import padded, start_of
 from cotrain.students.base import OPTIONAL, Student, student_class
 from cotrain.students.independent import IndependentStudent, from_layers, shares_encoder

@@ -1,6 +1,7 @@
 """Signals, checkpoints by time, and runs that are resumed or made longer."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,15 +86,33 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(Bar, "on_train_start", noted)
         at(patch, Distillation, "judge", lambda module: module.global_step == 3, signal.SIGINT)
-        assert quick(place, "stopped") == 130
+        assert quick(place, "stopped", "overwrite=true") == 130
     out, err = capsys.readouterr()
     assert "interrupted at step 3, which is saved" in err and "the training goes on from step 2 of 6" in out
+    assert f"output={place / 'stopped'} has an unfinished run of the same settings, which goes on" in out
     assert displays == [(0, 0), (2, 2)]
     assert quick(place, "stopped", "label=other", "bench.prompts=3") == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     ours, theirs = saved_by(place / "stopped"), saved_by(whole)
     assert ours["global_step"] == theirs["global_step"] == 6
     assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
+
+
+def test_a_finished_run_without_its_draft_writes_it_again(
+    place: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its checkpoint; without that, it says what to type."""
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    (copy / "draft" / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert quick(place, str(copy)) == 0
+    said = capsys.readouterr().out
+    assert f"{copy / 'draft'}: model.safetensors is missing: the draft is written again" in said
+    assert (copy / "draft" / "model.safetensors").read_bytes() == (whole / "draft" / "model.safetensors").read_bytes()
+    shutil.rmtree(copy / "draft")
+    shutil.rmtree(copy / "checkpoints")
+    assert quick(place, str(copy)) == 1
+    assert f"{copy / 'draft'}: no such folder, and no checkpoint is left" in capsys.readouterr().err
 
 
 def test_a_finished_run_can_become_longer_and_nothing_else(
@@ -105,7 +124,10 @@ def test_a_finished_run_can_become_longer_and_nothing_else(
     said = capsys.readouterr().err
     assert "optimizer.lr=0.001 (now 0.5)" in said and "label" not in said
     assert quick(place, "whole", "label=x") == 0 and "the new label had no effect" in capsys.readouterr().out
+    (whole / "draft" / "report.json").write_text("{}")  # as of a measured draft
     assert quick(place, "whole", "trainer.steps=8") == 0 and saved_by(whole)["global_step"] == 8
+    assert f"measured before is kept in {whole / 'draft-1'}" in capsys.readouterr().out
+    assert (whole / "draft-1" / "report.json").exists() and not (whole / "draft" / "report.json").exists()
     assert quick(place, "whole") == 1 and "trainer.steps=8 (now 6)" in capsys.readouterr().err
 
 

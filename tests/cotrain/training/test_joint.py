@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cotrain import losses
+from cotrain.cli import main
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.rows import Reader, nothing_skipped
 from cotrain.data.sources import _cut, _turns
+from cotrain.data.splits import in_split
 from cotrain.evaluation.moved import CONFIDENCE, Movement, movement
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
@@ -35,7 +37,7 @@ from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
 from inference.drafts.moved_target import MOVED, about, said
-from tests.cotrain.commands.test_train import job, same
+from tests.cotrain.commands.test_train import SIZES, job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import tokenizer
 from tests.student_kinds import STUDENTS
@@ -545,3 +547,29 @@ def test_fewer_texts_than_certify_are_refused(place: Path, capsys: pytest.Captur
 def test_a_refused_setting_deletes_no_run(place: Path, pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert job(place, "pair", "joint.epsilon=0.5", *SETTINGS, "optimizer=muon", "overwrite=true") == 1
     assert "optimizer" in capsys.readouterr().err and (pair / "draft").exists() and (pair / "target").exists()
+
+
+@pytest.mark.parametrize(("turns", "conversations"), [(1, 3), (3, 3), (2, 2), (3, 5)])
+def test_check_counts_conversations_and_not_their_turns(
+    turns: int, conversations: int, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of as many as there are in the held-out split."""
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    shutil.copytree(place / "target", tmp_path / "target")
+    words.save_pretrained(tmp_path / "target")
+
+    def conversation(number: int) -> dict[str, Any]:
+        said = ((role, f"{role[0].upper()}{number} {turn}") for turn in range(turns) for role in ("user", "assistant"))
+        return {"messages": [{"role": role, "content": content} for role, content in said]}
+
+    rows, openings = [conversation(0)], list[str]()
+    while not openings or len(in_split(openings, "held_out")) != conversations:
+        rows.append(conversation(len(rows)))
+        openings = [Reader(templated=True).row(row).opening for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'rows.jsonl'}", "check=true"]
+    status = main(["train", *given, f"output={tmp_path / 'out'}", *SIZES, *SETTINGS, "rollout.held_out_texts=12"])
+    said = capsys.readouterr().err
+    assert status == (conversations < 4), said
+    assert (f"there are {conversations} held-out texts of different conversations" in said) == (conversations < 4)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cotrain.bench.plan import Plan
 from cotrain.config.groups import Bench
+from cotrain.planning.plan import Plan
 from cotrain.teacher.target_model import load_pair
 from inference import Sampling
 from inference.drafts.bundled_target import resolve

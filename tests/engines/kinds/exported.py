@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import Answer, Ask
 from cotrain.cli import main
 from cotrain.export.publishing import VllmCommand, on_card
+from cotrain.planning.plan import Plan
 from inference.servers.openai_client import Served
 from inference.servers.vllm_server import Server
 from tests.engines.drafts import K, draft_folder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.bench.plan import Plan
 from cotrain.bench.server_parity import TOLERANCE
+from cotrain.planning.plan import Plan
 from inference import Sampling
 from inference.models.pretrained import cast
 from tests.engines.conftest import OUTPUT, ROOT

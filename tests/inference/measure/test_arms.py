@@ -7,25 +7,26 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure import arms as arms_module
 from inference.measure.arms import ArmResult, engine_arm, transformers_arm
 from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
+from studies import assisted
+from studies.assisted import assisted_arm
 from tests.tiny import tiny
 
 
 def test_a_baseline_decodes_the_given_number_of_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def generate(model: Any, prompts: list[list[int]], settings: dict[str, Any]) -> ArmResult:
+    def generate(model: Any, prompts: list[list[int]], **settings: Any) -> ArmResult:
         sizes.append(len(prompts))
         return ArmResult([[0] for _ in prompts], 1.0, 1.0)
 
-    monkeypatch.setattr(arms_module, "_generate", generate)
+    monkeypatch.setattr(assisted, "generate", generate)
     prompts, model = [[n] for n in range(5)], tiny()
     for rows, assistant in ((2, None), (None, None), (2, model)):
-        transformers_arm("hf", model, Sampling(), 1, rows=rows, assistant=assistant).run(prompts, [], 0)
+        assisted_arm("hf", model, Sampling(), 1, rows=rows, assistant=assistant).run(prompts, [], 0)
     assert sizes == [2, 2, 1, 5, *[1] * 5]
 
 
@@ -52,8 +53,8 @@ def test_transformers_arms_decode_under_the_same_distribution(pair):
     arms = [
         engine_arm("engine", Engine(target, rows=3), greedy, 8),
         transformers_arm("plain", target, greedy, 8),
-        transformers_arm("assisted", target, greedy, 8, assistant=draft, k=3),
-        transformers_arm("perfect", target, greedy, 8, assistant=copy.deepcopy(target), k=3),
+        assisted_arm("assisted", target, greedy, 8, assistant=draft, k=3),
+        assisted_arm("perfect", target, greedy, 8, assistant=copy.deepcopy(target), k=3),
     ]
     timed = interleave(arms, PROMPTS, rows=3, warmup=0)
     for arm in ("plain", "assisted", "perfect"):

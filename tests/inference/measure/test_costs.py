@@ -14,12 +14,10 @@ from inference import Engine, Sampling
 from inference.measure.costs import (
     Costs,
     RealRound,
-    best_k,
     calibrated,
     interleaved,
     joined,
     measure_costs,
-    measure_drafting,
     measure_rounds,
     never_falling,
     of_stats,
@@ -64,7 +62,7 @@ def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
         return Ended()
 
     engine: Any = SimpleNamespace(rows=2, policy=Fixed(9), begin=begin, rounds=iter, proposer=None)
-    measure_drafting({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
+    measure_rounds({"a": (engine, 3)}, [[n] for n in range(5)], sampling=Sampling(), max_new_tokens=4, seed=7)
     assert calls[:3] == [([[0], [1]], 7, 3), ([[2], [3]], 8, 3), ([[4], [0]], 9, 3)]
     assert len(calls) == 6 and engine.policy == Fixed(9)
 
@@ -93,7 +91,7 @@ def test_only_full_rounds_are_timed() -> None:
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     for K, tokens in ((1, 40), (2, 40), (4, 24)):  # in the first two, rows end while others could draft on
         seen.clear()
-        measure_rounds({K: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=tokens)
+        measure_rounds({K: (engine, K)}, prompts, sampling=Sampling(1.0), max_new_tokens=tokens)
         assert len(seen) > 6 and all(k == [K] * 3 for k in seen), K
     seen.clear()
     engine.policy = Fixed(4)
@@ -103,9 +101,9 @@ def test_only_full_rounds_are_timed() -> None:
     seen.clear()
     texts.clear()
     prompts = [[1 + (3 * i + n) % 30 for i in range(14)] for n in range(3)]
-    measure_rounds({2: Engine(target, short, rows=3)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
+    measure_rounds({2: (Engine(target, short, rows=3), 2)}, prompts, sampling=Sampling(1.0), max_new_tokens=30)
     assert len(seen) > 4 and max(texts) <= 24 - 2  # the draft's context ends before the text
-    few = measure_rounds({4: engine}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
+    few = measure_rounds({4: (engine, 4)}, prompts, sampling=Sampling(1.0), max_new_tokens=3)
     assert few[4].draft > 0  # not one is full: the first counts
 
 
@@ -125,21 +123,7 @@ def test_interleaved_costs_are_medians_of_a_round_robin():
     assert result == {"a": 2, "b": 7} and order == ["a", "b"] * 4
 
 
-def test_best_length_agrees_with_the_published_formula():
-    """Leviathan et al. 2023, theorem 3.8, T5 EnDe base at temperature 0: alpha .8, c .04, K = 7 gives 3.3."""
-    alpha, c = 0.8, 0.04
-    costs = Costs((1.0,) * 8, c, (0.0,) * 8)
-    choice = best_k(costs, lambda k: (1 - alpha ** (k + 1)) / (1 - alpha))
-    assert choice.speedups[7] == pytest.approx((1 - alpha**8) / ((1 - alpha) * (7 * c + 1)))
-    assert choice.speedups[7] == pytest.approx(3.3, abs=0.07)
-    assert choice.k == 7 and choice.speedup == choice.speedups[7]
-
-
-def test_best_length_looks_past_a_cliff_and_may_be_none():
-    cliff = Costs((1.0, 2.0, 2.0, 2.0, 2.0), 0.01, (0.0,) * 5)
-    assert best_k(cliff, lambda k: 1 + 0.9 * k).k == 4  # k = 1 is slower than plain: a local rule stops there
-    assert best_k(cliff, lambda k: 1 + 0.9 * k).speedups[1] < 1
-    assert best_k(Costs((1.0, 2.0), 0.5, (0.1, 0.1)), lambda k: 1.2).k == 0
+def test_a_round_is_the_sum_of_its_parts():
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).round(1) == 2.6
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(1) == pytest.approx(2.9)
     assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(0) == 1.25
@@ -235,7 +219,7 @@ def test_rounds_are_timed_in_real_calls_of_the_engine() -> None:
     slow = Disturbed(proposer.model)
     slow.open, slow.admit, slow.commit, slow.move = proposer.open, proposer.admit, proposer.commit, proposer.move
     plain, engine = Engine(target, rows=1), Engine(target, slow, rows=1, policy=Fixed(3))
-    engines, prompts = {0: plain, 1: engine, 4: engine}, [[1, 2, 3], [4, 5]]
+    engines, prompts = {0: (plain, 0), 1: (engine, 1), 4: (engine, 4)}, [[1, 2, 3], [4, 5]]
     result = measure_rounds(engines, prompts, sampling=Sampling(), max_new_tokens=40, until=0.0)
     assert list(result) == [0, 1, 4] and engine.policy == Fixed(3)
     assert result[0].draft == 0 and result[1].draft > 0.004 and result[4].draft > 0.016
@@ -251,7 +235,7 @@ def test_the_call_that_warms_up_is_not_counted() -> None:
         return Ended(9.0 if next(calls) == 0 else 1.0 + next(calls))
 
     engine = SimpleNamespace(begin=begin, rounds=iter, policy=Fixed(2), rows=1, proposer=None)
-    result = measure_rounds({2: engine}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
+    result = measure_rounds({2: (engine, 2)}, [[1]], sampling=Sampling(), max_new_tokens=4, until=-1.0)  # type: ignore
     assert result[2].target == (3.0 + 5.0) / 2
 
 

@@ -10,13 +10,11 @@ from inference.measure.tree_plan import (
     Search,
     accept_of,
     distributions_of,
-    plan,
-    rate,
     reach_under,
     table_of,
     towards_mean,
 )
-from inference.measure.tree_shapes import calls_of, climbed, every, round_seconds
+from inference.measure.tree_shapes import calls_of, climbed, every
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -25,6 +23,7 @@ from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import from_paths, paths_of
+from studies.tree_cells import rate, round_seconds
 from tests.tiny import near, tiny
 from tests.trees import depth, topologies
 
@@ -64,10 +63,10 @@ def distributions(seed: int = 0) -> Distributions:
 
 def test_the_plan_is_a_tree_where_passes_are_flat_a_chain_or_nothing_where_nodes_cost() -> None:
     flat, steep = (Costs(tuple(1 + slope * n for n in range(9)), 0.01, (0.0,) * 9) for slope in (0.0, 2.0))
-    tree = plan(distributions(), round_seconds(flat), 8, 2, (1, 2, 3))
-    assert tree.likeliest and len(tree.shape.parents) == 8 and tree.shape.parents.count(-1) == 2
-    nothing = plan(distributions(), round_seconds(steep), 8, 2, (1, 2, 3))
-    assert nothing.shape.parents == () and nothing.shape.tau == 1
+    search = Search(distributions(), 8, 2, (1, 2, 3))
+    tree, nothing = (search.ranked(round_seconds(costs))[0] for costs in (flat, steep))
+    assert tree.likeliest and len(tree.parents) == 8 and tree.parents.count(-1) == 2
+    assert nothing.parents == () and nothing.tau == 1
 
 
 def broad(by_depth: bool) -> Distributions:
@@ -106,12 +105,12 @@ def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
             taus[parents, rule, likeliest] = tokens / float(calls_from(reach, result.lengths).sum())
     taus[(), "tree", False] = 1.0
     for name, seconds in TABLES.items():
-        best, truth = search.plan(seconds), min(seconds(own[0]) / tau for own, tau in taus.items())
-        own = from_paths(paths_of(best.shape.parents)), best.rule, best.likeliest
-        assert best.shape.seconds <= truth * 1.01, name  # refused children are drawn
-        assert best.shape.seconds == pytest.approx(seconds(own[0]) / taus.get(own, 1.0), rel=0.01)
-        assert (best.shape.parents == ()) == (name == "dear") and (name != "cliff" or len(best.shape.parents) <= 3)
-    assert all(len(set(one.shape.parents)) < len(one.shape.parents) for one in search.ranked(TABLES["drafts"], True))
+        best, truth = search.ranked(seconds)[0], min(seconds(own[0]) / tau for own, tau in taus.items())
+        own = from_paths(paths_of(best.parents)), best.rule, best.likeliest
+        assert best.seconds <= truth * 1.01, name  # refused children are drawn
+        assert best.seconds == pytest.approx(seconds(own[0]) / taus.get(own, 1.0), rel=0.01)
+        assert (best.parents == ()) == (name == "dear") and (name != "cliff" or len(best.parents) <= 3)
+    assert all(len(set(one.parents)) < len(one.parents) for one in search.ranked(TABLES["drafts"], True))
 
 
 @pytest.mark.parametrize("rule", ["tree", "traversal"])
@@ -176,6 +175,6 @@ def test_shrunk_chances_choose_better_trees_for_other_texts() -> None:
         each = Distributions(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
         few, others = (Distributions(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
         for shrunk in calls:
-            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).plan(lambda parents: 1.0)
-            calls[shrunk] += float(rate(others, [best.shape.parents], "tree", True)[best.shape.parents].sum())
+            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).ranked(lambda parents: 1.0)[0]
+            calls[shrunk] += float(rate(others, [best.parents], "tree", True)[best.parents].sum())
     assert calls[0.3] < calls[0.0]

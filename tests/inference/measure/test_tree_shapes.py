@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from inference.measure.costs import Costs
-from inference.measure.tree_shapes import calls_left, candidates, gains, grow, round_seconds
+from inference.measure.tree_shapes import calls_left, candidates, gains, grow
 from inference.verify import predict_chain
 from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, from_paths, paths_of
@@ -69,15 +68,6 @@ def test_first_order_gains_are_derivatives_of_the_calls():
         more[..., level] += small * chance
         saved = (predict_chain.calls_from(reach, lengths) - predict_chain.calls_from(more, lengths)).sum() / small
         assert gain == pytest.approx(float(saved), rel=1e-4)
-
-
-def test_seconds_of_a_round_are_those_of_the_table():
-    costs = Costs(target=(1.0, 1.5, 1.75, 3.0), draft=0.25, rest=(0.1, 0.2, 0.3, 0.4), first=0.05)
-    seconds = round_seconds(costs)
-    assert seconds(()) == costs.round(0) and seconds((-1, 0, 1)) == costs.round(3)
-    assert seconds((-1, -1, 0)) == pytest.approx(2 * 0.25 + 0.05 + 3.0 + 0.4)
-    with pytest.raises(ValueError, match="up to 3 drafts, a tree has 4"):
-        seconds((-1, -1, 0, 0))
 
 
 def test_calls_left_are_those_of_the_rest_of_the_text():

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from inference import Engine, Sampling
-from inference.measure.floor import weight_bytes
 from inference.models import llama, packing
 from inference.models.lm import LM
 from inference.models.packing import InFloat16, can_pack, factor_of, pack
@@ -18,6 +17,7 @@ from inference.proposers.block import Block
 from inference.proposers.eagle import Eagle
 from inference.proposers.independent import Independent
 from inference.proposers.p_eagle import PEagle
+from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build, passes
 from tests.tiny import compiles, near, tiny, traced

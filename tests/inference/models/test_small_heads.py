@@ -14,7 +14,6 @@ from cotrain.students.independent import causal_lm
 from inference import Engine, Sampling
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
-from inference.measure.floor import weight_bytes
 from inference.models import llama, packing
 from inference.models.compiled import CompiledModules
 from inference.models.forward import Lean
@@ -23,6 +22,7 @@ from inference.models.selfcheck import _apart
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
 from inference.policy import Fixed
 from inference.proposers import Independent, Parallel
+from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build
 from tests.tiny import near, tiny

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cotrain.bench import measurement
-from cotrain.bench.plan import Plan
 from cotrain.data.splits import Prompts
+from cotrain.planning.plan import Plan
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram

@@ -32,6 +32,7 @@ class Lookalike(BaseHTTPRequestHandler):
     owner, drafting, metrics = "vllm", True, "/metrics"
     choice: dict[str, Any] = {"text": "x", "finish_reason": "length"}
     most = 10**6  # tokens of a text
+    bodies: dict[str, str] = {}  # by path: what is answered instead
 
     def do_GET(self) -> None:
         if self.path == self.metrics:
@@ -57,6 +58,7 @@ class Lookalike(BaseHTTPRequestHandler):
         self.say(json.dumps({"choices": [choice], "usage": {"completion_tokens": tokens}}))
 
     def say(self, text: str) -> None:
+        text = self.bodies.get(self.path, text)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -186,6 +188,43 @@ def test_what_goes_wrong_is_named(url: str) -> None:
         Client("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="Sampling.banned"):
         Client(url).complete([[1]], 2, Sampling(banned=((1,),)), seeds=[1])
+
+
+COUNTED = 'vllm:spec_decode_num_drafts_total{engine="0"} %s\n'
+WRONG = ("", "{", "<html>", "null", "[]", '"text"', "3", "{}", '{"error": "x"}')
+WRONG_CHOICES = (
+    {}, {"text": None}, {"text": 3}, {"text": "x", "token_ids": "abc"}, {"text": "x", "token_ids": [1.5]},
+    {"text": "x", "token_ids": [None]}, {"text": "x", "token_ids": {}}, {"text": "x", "finish_reason": 3},
+    {"message": {"content": None, "tool_calls": [{}]}}, None, "x", [],
+)  # fmt: skip
+WRONG_BODIES = {
+    "/v1/models": [*WRONG, *(json.dumps({"data": one}) for one in (
+        None, [], {}, "m", [None], ["m"], [[]], [{}], [{"id": None}], [{"id": 3}]))],
+    "/v1/completions": [
+        *WRONG, *(json.dumps({"choices": one}) for one in (None, [], {}, "x")),
+        *(json.dumps({"choices": [one]}) for one in WRONG_CHOICES),
+        *(json.dumps({"choices": [{"text": "x"}], "usage": one}) for one in ([], 3, "x", {"completion_tokens": "2"})),
+    ],
+    "/completion": [*WRONG[:-2], *(json.dumps({"generation_settings": one}) for one in ([], 3, "top_k", True))],
+    "/metrics": [COUNTED % "3", COUNTED % "NaN", COUNTED % "+Inf", COUNTED % "many"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WRONG_BODIES)
+def test_an_answer_of_another_form_is_one_sentence_with_the_address(
+    path: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lookalike, "owner", "llamacpp")
+    for body in WRONG_BODIES[path]:
+        monkeypatch.setattr(Lookalike, "bodies", {path: body})
+        with pytest.raises(ConnectionError, match=f"^{url}{path} answered in another form than .*$") as error:
+            client = Client(url)
+            client.counted()
+            client.resolved_settings(Sampling())
+            client.complete(["a text"], 2, Sampling(), seeds=[1])
+        assert "\n" not in str(error.value), body
+    with pytest.raises(ConnectionError, match="no host"):
+        Client("no host")
 
 
 def test_a_check_wants_a_server_and_a_draft(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from inference.verify import predict_chain
 
 V, L = 2, 4
 CALLS = {"token": predict_chain.expected_calls, "block": predict_chain.expected_calls_block}
-VARIANCE = {"token": predict_chain.calls_variance, "block": predict_chain.calls_variance_block}
+REACH = {"token": predict_chain.reach, "block": predict_chain.reach_block}
 
 
 def probs(*key):
@@ -104,7 +104,9 @@ def test_calls_are_those_of_the_process(rule, q, deep, k):
     lengths = torch.tensor([len(t) for t in texts])
     given = l if rule == "block" else l.clamp(max=0).exp()
     np.testing.assert_allclose(CALLS[rule](given, k, lengths), truth[:, 1], atol=1e-12)
-    np.testing.assert_allclose(VARIANCE[rule](given, k, lengths), truth[:, 2], atol=1e-12)
+    np.testing.assert_allclose(
+        predict_chain.variance_from(REACH[rule](given, k, lengths), lengths), truth[:, 2], atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -117,7 +119,9 @@ def test_a_draft_length_that_depends_on_the_text_stays_exact(rule):
     ks = torch.tensor([[k(text[:t]) for t in range(L)] for text in table])
     given = l if rule == "block" else l.clamp(max=0).exp()
     np.testing.assert_allclose(CALLS[rule](given, ks), [row[1] for row in table.values()], atol=1e-12)
-    np.testing.assert_allclose(VARIANCE[rule](given, ks), [row[2] for row in table.values()], atol=1e-12)
+    np.testing.assert_allclose(
+        predict_chain.variance_from(REACH[rule](given, ks)), [row[2] for row in table.values()], atol=1e-12
+    )
 
 
 def test_a_draft_length_for_each_row():
@@ -149,11 +153,13 @@ def simulate(r, k, runs):
 def test_simulation_of_one_text():
     r, k, runs = torch.rand(40, generator=torch.Generator().manual_seed(3)).double() ** 0.5, 4, 20_000
     calls, (accepted, drafted, tried) = simulate(r.numpy(), k, runs)
-    variance = predict_chain.calls_variance(r[None], k).item()
+    reach = predict_chain.reach(r[None], k)
+    variance = predict_chain.variance_from(reach).item()
     assert abs(calls.mean() - predict_chain.expected_calls(r[None], k).item()) < 4 * math.sqrt(variance / runs)
     assert calls.var() == pytest.approx(variance, rel=4 * math.sqrt(2 / runs))
-    np.testing.assert_allclose(predict_chain.prefix(r[None], k), accepted / drafted, atol=0.006)
-    np.testing.assert_allclose(predict_chain.conditional(r[None], k), accepted / tried, atol=0.006)
+    prefix, conditional = predict_chain.depths_from(reach, k)
+    np.testing.assert_allclose(prefix, accepted / drafted, atol=0.006)
+    np.testing.assert_allclose(conditional, accepted / tried, atol=0.006)
 
 
 def test_backward_and_forward_recursions_agree():
@@ -168,7 +174,7 @@ def test_no_draft_costs_a_call_a_token():
     lengths = torch.tensor([2, 5])
     r = torch.rand(2, 5)
     assert predict_chain.expected_calls(r, 0, lengths).tolist() == [2, 5]
-    assert predict_chain.calls_variance(r, 0, lengths).tolist() == [0, 0]
+    assert predict_chain.variance_from(predict_chain.reach(r, 0, lengths), lengths).tolist() == [0, 0]
     assert predict_chain.tau(r, 0, lengths).item() == 1
     assert predict_chain.expected_calls(torch.zeros(2, 5), 4, lengths).tolist() == [2, 5]
     assert predict_chain.expected_calls(torch.ones(1, 11), 4).tolist() == [3]  # 5 + 5 + 1 tokens
@@ -180,7 +186,7 @@ def test_tau_is_a_ratio_of_sums():
     calls = predict_chain.expected_calls(r, 3, lengths)
     assert predict_chain.tau(r, 3, lengths).item() == pytest.approx(35 / calls.sum().item())
     l = r.log()
-    assert predict_chain.tau_block(l, 3, lengths).item() == pytest.approx(
+    assert predict_chain.tau_from(predict_chain.reach_block(l, 3, lengths), lengths).item() == pytest.approx(
         predict_chain.tau(r, 3, lengths).item()
     )  # l <= 0
 

@@ -210,7 +210,8 @@ def test_a_chain_is_predicted_as_chains_are(deep):
     lengths, parents = torch.tensor([20, 1, 7, 19, 0]), (-1, 0, 1)
     for k in range(K + 1):
         accept = r.unsqueeze(-1)
-        mean, variance = predict_chain.expected_calls(r, k, lengths), predict_chain.calls_variance(r, k, lengths)
+        chain = predict_chain.reach(r, k, lengths)
+        mean, variance = calls_from(chain, lengths), variance_from(chain, lengths)
         for reach in (reach_tree(accept, parents[:k], lengths), reach_tree(accept, parents, lengths, k)):
             torch.testing.assert_close(calls_from(reach, lengths), mean, rtol=0, atol=1e-12)
             torch.testing.assert_close(variance_from(reach, lengths), variance, rtol=0, atol=1e-12)

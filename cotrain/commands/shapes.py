@@ -1,0 +1,123 @@
+"""Draft shapes without a trained draft (`cotrain plan shapes=`): what a round with each would cost here, and from which
+acceptance on it would pay.
+
+A shape is a line of settings of `cotrain train`, such as `draft=eagle` or `draft.layers=1 draft.width=256
+draft.vocabulary=4096 init=scratch`. The draft is made as training would make it, and timed untrained: the time of a
+round does not depend on the weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from hydra import compose
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.config.overrides import explain, quote
+from cotrain.config.ranges import refuse_unread
+from cotrain.config.settings import PlanConfig, TrainConfig, checked, sampling
+from cotrain.errors import UserError
+from cotrain.planning.drafted import costs_at
+from cotrain.planning.forecast import at_acceptance, break_even
+from cotrain.planning.plan import Plan
+from cotrain.students.base import student_class
+from cotrain.training.assembly import new_student
+from inference.measure.costs import Costs
+from inference.report.table import aligned
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs]) -> dict[str, Any]:
+    """Return the entry of a shape in plan.json. settings: those of `cotrain train`. parameters: of the draft. costs: by
+    number of rows. by_acceptance: for each of `ACCEPTANCES`, the speed-up over plain decoding and the best draft
+    length, 0 for plain decoding."""
+    rows = {}
+    for count, one in costs.items():
+        by_acceptance = {
+            f"{a:g}": dict(zip(("speedup", "k"), at_acceptance(one.rounds, a), strict=True)) for a in ACCEPTANCES
+        }
+        rows[str(count)] = {
+            "seconds_per_round": list(one.rounds),
+            "draft_step": one.draft,
+            "cost": one.ratio,
+            "break_even": break_even(one.rounds),
+            "by_acceptance": by_acceptance,
+        }
+    return {"settings": settings, "kind": kind, "parameters": parameters, "rows": rows}
+
+
+def shapes(cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[dict[str, Any]]:
+    """Time the shapes of `cfg.shapes` with a target and its tokenizer, and return the `entry` of each. Raises UserError
+    for settings that are not those of `cotrain train`, and the errors of `assembly.initial`."""
+    # wrong ones are named before any is timed
+    composed = [(settings, _composed(settings)) for settings in cfg.shapes]
+    return [_timed(cfg, settings, config, pair) for settings, config in composed]
+
+
+def _composed(settings: str) -> TrainConfig:
+    typed = quote(settings.split())
+    try:
+        cfg = checked("train", compose("train", overrides=typed))
+    except UserError as error:
+        raise UserError(f"shapes: {settings!r}: {error}") from error
+    except Exception as error:  # Hydra's errors have no common class
+        raise UserError(f"shapes: {settings!r}: {explain(error, 'train', typed)}") from error
+    refuse_unread(cfg, typed, student_class)
+    return cast(TrainConfig, cfg)
+
+
+def _timed(
+    cfg: PlanConfig, settings: str, config: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> dict[str, Any]:
+    target, tokenizer = pair
+    student = new_student(config, target, len(cast(Any, tokenizer)))
+    if student.undecided or config.draft.vocabulary:
+        student.know(torch.arange(len(cast(Any, tokenizer)), 0, -1))  # which ids are known does not change the time
+    network, kind = student.network, config.draft.kind
+    size = sum(weight.numel() for weight in network.parameters())
+    print(f"plan: shape {settings}, {size / 1e6:.2f} M parameters")
+    plan = Plan(
+        target,
+        tokenizer,
+        network,
+        sampling(cfg.regime),
+        "token",
+        cfg.bench,
+        (str(cfg.target.path), settings),
+        kind=kind,
+    )
+    return entry(settings, kind, size, {rows: costs_at(plan, rows) for rows in cfg.batches})
+
+
+def shape_table(timed: Sequence[Mapping[str, Any]]) -> str:
+    """Return the shapes, by their entries, as a table."""
+    head = [
+        "shape",
+        "parameters",
+        "rows",
+        "draft step",
+        "of a plain step",
+        "break-even",
+        *(f"at {a:g}" for a in ACCEPTANCES),
+    ]
+    rows = [head]
+    for shape in timed:
+        for count, cell in shape["rows"].items():
+            edge, speeds = cell["break_even"], cell["by_acceptance"].values()
+            rows.append(
+                [
+                    shape["settings"],
+                    f"{shape['parameters'] / 1e6:.2f} M",
+                    count,
+                    f"{1e3 * cell['draft_step']:.2f} ms",
+                    f"{cell['cost']:.2f}",
+                    "-" if edge is None else f"{edge:.2f}",
+                    *(f"{one['speedup']:.2f}x (k = {one['k']})" if one["k"] else "-" for one in speeds),
+                ]
+            )
+    last = (
+        "at A: the speed-up of a draft whose drafts are accepted with probability A at every depth, at its best "
+        "draft length; -: plain decoding is faster"
+    )
+    return "\n".join([aligned(rows, left=1), last])

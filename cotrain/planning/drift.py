@@ -1,0 +1,237 @@
+"""Drift of a served draft: the acceptance that a server counts beside what the plan forecast (`cotrain plan log=`).
+
+A server counts rounds, and accepted drafts by depth. The share of rounds that accept depth d is compared with the
+plan's. The standard error of a share is that of the plan's texts and that of the server's rounds together. A server
+does not count by text, so its rounds are taken as independent; rounds of one text are alike, so few served texts drift
+by chance.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cotrain.errors import UserError
+from inference.servers.openai_client import Served, counted_in
+
+FIXED = 0.95  # of the drafts of equally long rounds: the last rounds of texts may draft fewer
+SIGMAS = 3.0  # of a difference that is called drift
+SMALL = 0.02  # of tau: a smaller difference is none, however certain
+LATE = 0.3  # how much more of the conditional acceptance is lost at later depths than at the first, if only they drift
+LOST = 0.1  # of the planned first drafts: fewer are accepted where the draft is not what was planned
+COUNTERS = (
+    "save the page of a vLLM server, as with `curl http://localhost:8000/metrics`, or JSON with rounds and "
+    "accepted_by_depth"
+)
+NEAR = 0.25  # of the difference: what is left of it at another temperature, if that is the cause
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A comparison. temperature: of the plan's profile that is nearest to the served acceptance. tau, forecast: tokens
+    per round served and forecast for these depths; at one draft length, their ratio is that of the speeds. z: standard
+    score of the difference. cause: the likely cause in words, None for no drift."""
+
+    draft: str
+    temperature: float
+    depths: int
+    tau: float
+    forecast: float
+    z: float
+    cause: str | None
+
+    @property
+    def line(self) -> str:
+        """Return the comparison in words."""
+        change = f"tau {self.tau:.3f} served, {self.forecast:.3f} forecast for {self.depths} drafts (z {self.z:+.1f})"
+        speed = f"speed {100 * (self.tau / self.forecast - 1):+.0f} %"
+        return f"{self.draft}: {change}, {speed}: " + (f"drift: {self.cause}" if self.cause else "as forecast")
+
+
+@dataclass(frozen=True)
+class PlannedTau:
+    """What a plan forecast for its recommended draft. profiles: the share of rounds that accept each depth, by
+    temperature, that of serving first. tau, errors: tokens per round at that temperature with their standard errors, by
+    draft length."""
+
+    draft: str
+    profiles: Mapping[float, Sequence[float]]
+    tau: Sequence[float]
+    errors: Sequence[float]
+
+
+def planned(file: Path) -> PlannedTau:
+    """Return what a plan.json forecast. Raises UserError for files that are missing or something else."""
+    if not file.is_file():
+        raise UserError(f"output: there is no {file}: make it with cotrain plan draft.path= of the served draft")
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+        draft = _entry(plan, "recommended", kind=str)
+        profiles = {
+            float(t): _numbers(_entry(one, "prefix"), f"acceptance.{t}.prefix", 0, 1)
+            for t, one in _entry(plan, "acceptance", draft, kind=dict).items()
+        }
+        for cell in _entry(plan, "cells", kind=list):
+            (t,) = _numbers([_entry(cell, "temperature")], "temperature", 0)
+            if _entry(cell, "draft") == draft and math.isclose(t, next(iter(profiles), math.nan), rel_tol=1e-4):
+                tau, errors = (
+                    _numbers(_entry(cell, name), name, least) for name, least in (("tau", 1), ("tau_errors", 0))
+                )
+                if len(errors) == len(tau) > max(map(len, profiles.values())):
+                    return PlannedTau(draft, profiles, tau, errors)
+        raise ValueError(f"no cell has tau and tau_errors of {draft} at the first temperature, for every draft length")
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"output: {file} is no plan of a draft: {error}; make it again with cotrain plan draft.path= "
+            "of the served draft"
+        ) from error
+
+
+def _entry(given: Any, *keys: str, kind: type = object) -> Any:
+    """Return an entry of nested objects. Raises ValueError if there is none, or one of another type than `kind`."""
+    for key in keys:
+        given = given.get(key) if isinstance(given, dict) else None
+    if given is None or not isinstance(given, kind):
+        raise ValueError(f"{'.'.join(keys)} must be there, not {given!r:.20}")
+    return given
+
+
+def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tuple[float, ...]:
+    """Return finite numbers from `least` to `most`. Raises ValueError if that is not what is given."""
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{name} must be a list of numbers, not {given!r:.20}")
+    for one in given:
+        if isinstance(one, bool | str | list | dict | None) or not least <= one <= most or math.isinf(one):
+            raise ValueError(f"{name} must be numbers from {least:g} to {most:g}, not {one!r:.20}")
+    return tuple(given)
+
+
+def served(log: Path) -> Served:
+    """Return the counters in a file: a Prometheus page of vLLM (`curl URL/metrics`), or JSON with `rounds`,
+    `accepted_by_depth` and, if not every round drafted as many, `drafted`. Raises UserError for other files, and for
+    counters that no server can have."""
+    try:
+        text = log.read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            given = json.loads(text)
+            (rounds,), depths = (_counters(given, name) for name in ("rounds", "accepted_by_depth"))
+            drafted = _counters(given, "drafted")[0] if "drafted" in given else rounds * len(depths)
+            counters: Served | None = Served(rounds, drafted, sum(depths), depths)
+        else:
+            counters = counted_in(text)
+    except KeyError as error:
+        raise UserError(f"log={log}: it has no counter {error}: {COUNTERS}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"log={log}: it begins like JSON and is none ({error}): {COUNTERS}") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(f"log={log}: {error}") from error
+    if counters is None or not counters.by_depth:
+        raise UserError(f"log={log}: it has no counters of drafts: {COUNTERS}")
+    if impossible := _impossible(counters):
+        raise UserError(f"log={log}: {impossible}")
+    return counters
+
+
+def _counters(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return a counter, or a list of them, as a tuple. Raises KeyError, and ValueError for numbers that count
+    nothing."""
+    value = given[name]
+    numbers = _numbers(value if name == "accepted_by_depth" else [value], name, 0)
+    if any(one != int(one) for one in numbers):
+        raise ValueError(f"{name} must be whole numbers, not {value!r}")
+    return tuple(map(int, numbers))
+
+
+def _impossible(one: Served) -> str | None:
+    """Return why no server has these counters, or None."""
+    depths, accepted = list(one.by_depth), sum(one.by_depth)
+    if one.rounds < 1:
+        return "no round drafted: serve some prompts with the draft, and save the counters again"
+    if min(depths) < 0 or any(later > before for before, later in pairwise((one.rounds, *depths))):
+        return f"of {one.rounds} rounds, {depths} drafts were accepted by depth: numbers cannot rise, or be below 0"
+    if not accepted <= one.drafted <= one.rounds * len(depths):
+        return (
+            f"{one.drafted} tokens were drafted in {one.rounds} rounds of at most {len(depths)}, and {accepted} "
+            "accepted: these cannot be counters of the same rounds"
+        )
+    if not math.isclose(one.accepted, accepted, rel_tol=SMALL, abs_tol=len(depths)):
+        return f"{one.accepted} drafts were accepted, and {accepted} by depth: save the whole page at one time"
+    return None
+
+
+def drift(plan: PlannedTau, counters: Served) -> Drift:
+    """Compare counters with the recommended draft of a plan, at the plan's first temperature. Raises UserError if the
+    server drafts more tokens than the plan forecast, or not equally many in all rounds, since the plan has no forecast
+    for a mixture of lengths."""
+    profiles, k = plan.profiles, len(counters.by_depth)
+    longest = min(map(len, profiles.values()))
+    if k > longest:
+        raise UserError(
+            f"log: the server drafts {k} tokens, and the plan has {longest}: plan again with bench.depths up to {k}"
+        )
+    if counters.drafted < FIXED * counters.rounds * k:
+        raise UserError(
+            f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
+            "drift is found where all rounds draft equally many; serve some prompts without a schedule and "
+            "without an adaptive policy, and save their counters"
+        )
+    shares = [accepted / counters.rounds for accepted in counters.by_depth]
+    at = next(iter(profiles))  # the first temperature is that of serving
+    nearest = min(profiles, key=lambda t: abs(sum(profiles[t][:k]) - sum(shares)))
+    forecast, tau = plan.tau[k], counters.tau  # at this draft length: rounds begin elsewhere at another
+    # the larger error of the two shares: a few rounds without an accepted draft would have none
+    spread = max(_error(some, counters.rounds) for some in (shares, profiles[at][:k]))
+    error = math.hypot(spread, plan.errors[k])
+    z = (tau - forecast) / error if error else math.copysign(math.inf, tau - forecast) if tau != forecast else 0.0
+    drifts = abs(z) > SIGMAS and abs(tau / forecast - 1) > SMALL
+    cause = _cause(profiles, at, nearest, shares) if drifts else None
+    return Drift(plan.draft, nearest, k, tau, forecast, z, cause)
+
+
+def _error(shares: Sequence[float], rounds: int) -> float:
+    """Return the standard error of the mean number of accepted drafts, of which each round has 0 .. K: its variance is
+    sum_d (2 d - 1) P(at least d) - mean^2."""
+    mean = sum(shares)
+    square = sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1))
+    return math.sqrt(max(square - mean**2, 0.0) / rounds)
+
+
+def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:
+    """Return the likely cause of a difference."""
+    count, expected = len(shares), profiles[planned][: len(shares)]
+    first = shares[0] / expected[0] if expected[0] else 1.0
+    if first < LOST and shares[0] < LOST * min(one[0] for one in profiles.values()):
+        return (
+            f"{first:.0%} of the planned first drafts are accepted, which other prompts do not explain; look at these "
+            "in turn: whether the server's draft is the planned folder; whether target and draft have the planned "
+            "tokenizer; whether the draft reads the target's states, layers and positions as in training (cotrain "
+            "serve_check); whether the server's flags are those that cotrain export wrote"
+        )
+    gap, left = (abs(sum(profiles[t][:count]) - sum(shares)) for t in (planned, nearest))
+    if nearest != planned and left < NEAR * gap:
+        return (
+            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another one"
+        )
+    if sum(shares) > sum(expected):
+        return (
+            "more drafts are accepted than planned: the texts are easier, so a longer draft may pay; plan again with "
+            "data.path= of the served prompts"
+        )
+    later = [_conditional(shares, d) / max(_conditional(expected, d), 1e-9) for d in range(1, count)]
+    if later and min(later) < first - LATE:
+        return (
+            f"{first:.0%} of the planned first drafts are accepted, and fewer of the later ones: the server's draft "
+            "model reads other states or positions than in training, or drafts greedily; compare with "
+            "cotrain serve_check"
+        )
+    return (
+        "all depths lose alike: the served prompts differ from the planned ones; train on texts of these prompts "
+        "(init=pretrained), or plan again with data.path= of them"
+    )
+
+
+def _conditional(shares: Sequence[float], depth: int) -> float:
+    return shares[depth] / shares[depth - 1] if shares[depth - 1] else 0.0

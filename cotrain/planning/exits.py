@@ -1,0 +1,219 @@
+"""Choice of the exit of an early-exit draft before training: the number of layers with the best expected speed-up.
+
+The acceptance of a trained exit is not known yet. Each exit is therefore rated by a linear exit (Belrose et al. 2023,
+arXiv:2303.08112): a ridge regression that maps the normed states after L layers to the states that the target's head
+reads. It is fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also
+changes the layers up to the exit, which raises acceptance above that of the linear exit. Costs are measured at the
+first and the last exit and interpolated, since all layers cost the same.
+N tokens, D width, B texts, T tokens of the longest, V vocabulary.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.data.corpora import shipped_ids
+from cotrain.data.splits import SPLITS, Prompts, apart
+from cotrain.planning.forecast import Acceptance, acceptance, forecast
+from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.planner import costs_of, plain_texts
+from cotrain.ranks import awaited, rank
+from cotrain.students.base import student_class
+from cotrain.students.early_exit import candidates
+from cotrain.teacher.target_model import served
+from inference.drafts.atomic import write_atomic
+from inference.exactness.figures import Figures
+from inference.measure.costs import Costs
+from inference.models.passes import LAST
+from inference.models.pretrained import decoder_layers
+from inference.output import Emitted
+from inference.proposers.early_exit import final_norm, untrained_exit
+from inference.sampling import certain, probs
+
+FILE = "exit_plan.json"  # in the run's folder, so that a resumed run has the same exit
+Head = Callable[[Tensor], Tensor]
+
+
+class TrainingJob(Protocol):
+    """The parts of a training run (`cotrain.training.job.Job`) that the choice needs."""
+
+    cfg: Any  # TrainConfig; draft.layers is set
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def target(self) -> PreTrainedModel: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def source(self, split: str) -> Any:
+        """Return the source of a split's prompts."""
+
+    def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
+        """Return the plan that measures a draft on these prompts."""
+
+
+class TextStates(NamedTuple):
+    """One text and the states that predict it: its tokens x (n,), and per layer the normed states (n, D). The key LAST
+    has the states that the target's head reads."""
+
+    x: Tensor
+    states: Mapping[int, Tensor]
+
+
+def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -> dict[str, Any]:
+    """Return the rating of an exit at its best draft length. layers: how many decoder layers draft. alpha: mean
+    acceptance of the linear exit. k, tau: the draft length and its tokens per target call. cost: of one draft, in plain
+    steps. speedup: the expected one over plain decoding."""
+    chains = forecast(rates, costs).among(sorted({1, *depths}))
+    return {
+        "layers": layers,
+        "alpha": rates.alpha,
+        "k": chains.k,
+        "tau": chains.tau,
+        "cost": costs.ratio,
+        "speedup": chains.speedup,
+    }
+
+
+def between(low: Costs, high: Costs, share: float) -> Costs:
+    """Return the costs of an exit, interpolated between those of two others. share: its position between them, from 0
+    to 1."""
+    return replace(
+        low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
+    )
+
+
+def line_of(f: Tensor, s: Tensor) -> Tensor:
+    """Return the linear map W (D + 1, D) for which f + [f, 1] W is the best approximation of s; f, s (N, D).
+
+    It is fitted by ridge regression. The regularisation weight is the mean square norm of the rows [f, 1], so W stays
+    small if N is small."""
+    x = _with_one(f)
+    ridge = x.square().sum() / len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve(x.T @ x + ridge, x.T @ (s - f).double())
+
+
+def moved(f: Tensor, w: Tensor) -> Tensor:
+    """Return f + [f, 1] W (N, D), in the dtype of f."""
+    return (f.double() + _with_one(f) @ w).to(f.dtype)
+
+
+def _with_one(f: Tensor) -> Tensor:
+    """Return [f, 1] (N, D + 1) in float64."""
+    return torch.nn.functional.pad(f.double(), (0, 1), value=1.0)
+
+
+def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
+    """Return the probabilities of the target and of the linear exit after `layer`. The exit is fitted on every second
+    text, and the figures are those of the other texts."""
+    fit, judged = texts[0::2], texts[1::2]
+    w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
+    lengths = torch.tensor([len(text.x) for text in judged])
+    rows = torch.zeros(3, len(judged), int(lengths.max()), dtype=torch.float64)
+    for row, text in enumerate(judged):
+        p = probs(head(text.states[LAST]), plan.sampling)
+        q = probs(head(moved(text.states[layer], w)), plan.sampling)
+        q = certain(q) if plan.objective == "greedy" else q
+        at = text.x.unsqueeze(1)
+        px, qx = (distribution.gather(1, at).squeeze(1).double().cpu() for distribution in (p, q))
+        rows[0, row, : len(px)] = px.clamp(min=torch.finfo(torch.float32).tiny).log()
+        rows[1, row, : len(px)] = qx.log()
+        rows[2, row, : len(px)] = torch.minimum(p, q).sum(1).double().cpu()
+    k = torch.full(rows.shape[1:], max(plan.depths))
+    none = torch.zeros_like(k, dtype=torch.bool)
+    return Figures(rows[0], rows[1], rows[2], none, none, k, lengths)
+
+
+@torch.inference_mode()
+def read(
+    texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
+) -> tuple[list[TextStates], Head]:
+    """Return the normed states of the texts after `layers`, and the target's head."""
+    reader, head = served(target, vocabulary, layers)
+    norm, rows = final_norm(target), []
+    for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
+        ids = torch.tensor([prompt + text], device=target.device)
+        states = reader(ids[:, :-1])
+        last = {name: part[0, len(prompt) - 1 :] for name, part in states.items()}
+        normed = {name: part if name == LAST else norm(part) for name, part in last.items()}
+        rows.append(TextStates(ids[0, len(prompt) :], normed))
+    return rows, head
+
+
+def plan_of(job: TrainingJob, layers: int) -> Plan:
+    """Return the plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in
+    serving."""
+    cfg = job.cfg
+    network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
+    torch.nn.Module.to(network, job.target.device, job.target.dtype)
+    if cfg.data.path:
+        ranking, final = (job.source(s).several(cfg.rollout.prompt_tokens, cfg.rollout.seed) for s in SPLITS[1:])
+        given = apart(ranking, final, [], "own")
+    else:
+        given = apart(*shipped_ids(job.tokenizer, cfg.bench.prompt_tokens), [], "shipped")
+    graphs = job.target.device.type == "cuda"
+    return replace(job.plan_with(network, given), compiled=CompiledParts(graphs, graphs, graphs))
+
+
+def exits(job: TrainingJob) -> list[dict[str, Any]]:
+    """Return the ratings of the exits after each number of layers in `candidates`."""
+    layers = candidates(len(decoder_layers(job.target)))
+    ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
+    low, high = (costs_of(plan) for plan in ends)
+    plan, span = ends[0], max(layers[-1] - layers[0], 1)
+    texts, head = read(plain_texts(plan), job.target, job.vocabulary, layers)
+    rows = []
+    for at in layers:
+        rates = acceptance(figures(at, texts, head, plan), plan.verify, max(plan.depths))
+        rows.append(rated(at, rates, between(low, high, (at - layers[0]) / span), plan.depths))
+    return rows
+
+
+def planned(job: TrainingJob) -> dict[str, Any] | None:
+    """Set draft.layers if it is null, print the table of candidates, and return it. Return None for kinds of which it
+    is not chosen, if draft.layers is set, and for init=pretrained, which fixes the exit.
+
+    Of exits of equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's folder. A
+    resumed run and the other processes of the run read it there."""
+    draft = job.cfg.draft
+    if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":
+        return None
+    path = job.folder / FILE
+    if rank():
+        awaited(path.is_file, f"the process that makes {path}")
+    if not path.is_file():
+        rows = exits(job)
+        best = max(rows, key=lambda one: (one["speedup"], -one["layers"]))
+        write_atomic(path, json.dumps({"layers": best["layers"], "exits": rows}) + "\n")
+    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    draft.layers = plan["layers"]
+    print("\n".join(lines(plan)))
+    return plan
+
+
+def lines(plan: Mapping[str, Any]) -> list[str]:
+    """Return the table of candidates and the choice, as lines of text."""
+    rows = [
+        f"{one['layers']:6} {one['alpha']:10.3f} {one['cost']:6.3f} {one['k']:3} {one['tau']:5.2f} "
+        f"{one['speedup']:7.2f}x"
+        for one in plan["exits"]
+    ]
+    chosen = next(one for one in plan["exits"] if one["layers"] == plan["layers"])
+    return [
+        "draft.layers: a linear exit, fitted and judged on texts of the target; costs measured here",
+        "layers acceptance   cost   k   tau speed-up",
+        *rows,
+        f"draft.layers={chosen['layers']}: {chosen['speedup']:.2f}x expected at k = {chosen['k']}, before training",
+    ]

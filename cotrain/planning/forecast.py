@@ -1,0 +1,269 @@
+"""The speed of a draft at every draft length, from expected target calls of texts and from the costs of rounds.
+
+Nothing here runs a model. A forecast has the error of its texts: a choice that another sample of texts would not make
+is no choice, so among lengths that the texts cannot tell apart the shortest one is recommended.
+
+N texts, K the longest draft.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cotrain.acceptance import iid_tau
+from inference.adaptive_policy import seconds_of
+from inference.drafts.draft_folder import PlannedTree
+from inference.exactness.figures import Figures, predictable_reach
+from inference.measure.costs import Costs
+from inference.verify import predict_chain
+
+SIGMAS = 1.96  # of a 95 % interval
+SAMPLES = 16  # of the rounds of every text, for batches whose rows end one by one
+WORTH = 0.02  # the gain of speed for which more texts are asked for
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What texts say of a draft under a rule, at draft lengths 0 .. K. calls (K+1, N) float64: expected target calls of
+    each text; row 0 is plain decoding, one call per token. lengths (N,): tokens of each text. samples (K+1, S, N)
+    int64: numbers of calls in S runs. alpha: mean acceptance of each round's first draft over the tokens. by_depth: at
+    the longest length, `prefix` and `conditional` acceptance at depths 1 .. K, and `histogram`, the probability that a
+    round accepts 0 .. K drafts; all over the expected rounds."""
+
+    calls: Tensor
+    lengths: Tensor
+    samples: Tensor
+    alpha: float = math.nan
+    by_depth: Mapping[str, Any] = field(default_factory=dict)
+
+    def tau(self, k: int) -> float:
+        """Return the expected tokens per target call at draft length k."""
+        return float(self.lengths.sum() / self.calls[k].sum())
+
+    def error(self, k: int) -> float:
+        """Return the standard error of `tau`, from the differences between texts; infinite for one text."""
+        return error_of_tau(self.lengths, self.calls[k])
+
+
+def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Acceptance:
+    """Return the acceptance of the texts of `figures` for draft lengths 0 .. longest under a rule, see
+    `predictable_reach`. seed: of the samples."""
+    reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
+    rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
+    generator = torch.Generator().manual_seed(seed)
+    samples = [figures.lengths.expand(SAMPLES, -1), *(sampled(reach, figures.lengths, generator) for reach in reaches)]
+    prefix, conditional = predict_chain.depths_from(reaches[-1], longest, figures.lengths)
+    histogram = predict_chain.histogram_from(reaches[-1], figures.lengths)
+    by_depth = {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}
+    calls = torch.stack([row.double() for row in rows])
+    return Acceptance(calls, figures.lengths.double(), torch.stack(samples), mean_acceptance(figures), by_depth)
+
+
+def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+    """Return how many rounds texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
+    `predict_chain`."""
+    texts = torch.arange(len(lengths)).expand(SAMPLES, -1)
+    at, rounds = torch.zeros_like(texts), torch.zeros_like(texts)
+    while bool((inside := at < lengths).any()):
+        here = reach[texts, at.clamp(max=reach.shape[1] - 1), 1:]  # (SAMPLES, N, K), falling along K
+        u = torch.rand(*texts.shape, 1, generator=generator, dtype=reach.dtype)
+        at, rounds = at + 1 + (u < here).sum(-1), rounds + inside
+    return rounds
+
+
+@dataclass(frozen=True)
+class TreeForecast:
+    """The forecast of a tree in full batches. tau: expected tokens per target call. seconds: of a round, all rows
+    together. speedup: over plain decoding. gain: over the chain of the forecast, as a share of its speed; error: the
+    standard error of the gain that the texts leave."""
+
+    tree: PlannedTree
+    tau: float
+    seconds: float
+    speedup: float
+    gain: float
+    error: float
+
+    @property
+    def recommended(self) -> bool:
+        """Return whether the texts can tell that the tree is faster. Otherwise the chain, which is simpler, is
+        recommended."""
+        return self.gain > self.error
+
+    @property
+    def chain(self) -> float:
+        """Return the speed-up of the chain over plain decoding."""
+        return self.speedup / (1 + self.gain)
+
+    def words(self) -> str:
+        """Return a description of the tree."""
+        tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
+        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of one draft, at one temperature and batch size. seconds[k]: of a round that drafts k, all rows
+    together. k: the recommended length of chains, 0 for plain decoding. fastest: the length of the least expected time,
+    which the texts may not tell apart from k. speedups[k], errors[k]: over plain decoding, with the standard error that
+    the texts leave. gain: by how much, at most, `fastest` may beat k (upper end of a 95 % interval), as a share of the
+    speed. alone[k]: speed-ups of batches that are decoded alone, see `alone`; empty if they are not known. tree: that
+    of the best tree, None if none was asked for or the kind drafts none. serves_tree: whether the tree is drafted
+    instead of the chain."""
+
+    acceptance: Acceptance
+    seconds: Sequence[float]
+    k: int
+    fastest: int
+    speedups: tuple[float, ...]
+    errors: tuple[float, ...]
+    gain: float
+    alone: Sequence[float] = ()
+    tree: TreeForecast | None = None
+    serves_tree: bool = False
+
+    @property
+    def served(self) -> TreeForecast | None:
+        """Return the tree if it is drafted."""
+        return self.tree if self.serves_tree else None
+
+    @property
+    def length(self) -> int:
+        """Return the draft length, or the number of levels of the tree that is drafted."""
+        return self.served.tree.depth if self.served else self.k
+
+    @property
+    def speedup(self) -> float:
+        """Return the expected speed-up of what is drafted."""
+        return self.served.speedup if self.served else self.speedups[self.k]
+
+    @property
+    def tau(self) -> float:
+        """Return the expected tokens per target call of what is drafted."""
+        return self.served.tau if self.served else self.acceptance.tau(self.k)
+
+    def among(self, lengths: Iterable[int]) -> "Forecast":
+        """Return the forecast whose k is the fastest of these lengths."""
+        return replace(self, k=max(lengths, key=self.speedups.__getitem__))
+
+    @property
+    def undecided(self) -> bool:
+        """Return whether more texts could show a gain that is worth them."""
+        return self.fastest != self.k and self.gain > WORTH
+
+    @property
+    def perfect(self) -> float:
+        """Return the speed-up of a draft whose tokens are all accepted: the most that these costs allow."""
+        return at_acceptance(self.seconds, 1.0)[0]
+
+    @property
+    def break_even(self) -> float | None:
+        """Return `break_even` of these seconds."""
+        return break_even(self.seconds)
+
+
+def at_acceptance(seconds: Sequence[float], acceptance: float) -> tuple[float, int]:
+    """Return the speed-up over plain decoding at the best draft length, and this length, of a draft with the same
+    acceptance at every depth. seconds: of a round, by draft length."""
+    speedups = [seconds[0] * iid_tau(acceptance, k) / one for k, one in enumerate(seconds)]
+    k = max(range(len(speedups)), key=speedups.__getitem__)
+    return speedups[k], k
+
+
+def break_even(seconds: Sequence[float]) -> float | None:
+    """Return the acceptance, the same at every depth, above which some draft length beats plain decoding. Return None
+    if none does. seconds: of a round, by draft length."""
+    if not at_acceptance(seconds, 1.0)[1]:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at_acceptance(seconds, middle)[1] else (middle, high)
+    return high
+
+
+def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
+    """Return the speed-up at each draft length of batches of `rows` texts that are decoded alone: no other prompts wait
+    for the slots of rows that have ended, so the last rounds have fewer rows. table: see `seconds_of`.
+
+    Texts are put into batches in the order of a permutation for each sample. Texts that fill no batch are left out.
+    """
+    samples, count = rates.samples, rates.samples.shape[-1] // rows * rows
+    if not count:
+        return ()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(samples.shape[-1], generator=generator) for _ in range(samples.shape[1])])
+    seconds = torch.tensor(np.array([seconds_of(table, active) for active in range(1, rows + 1)]))  # (rows, K+1)
+    totals = []
+    for k, one in enumerate(samples[: seconds.shape[1]]):
+        ends = one.gather(1, order)[:, :count].reshape(-1, rows).sort(1, descending=True).values  # (batches, rows)
+        rounds = (ends - torch.nn.functional.pad(ends[:, 1:], (0, 1))).double()  # with exactly 1, 2, ... rows
+        totals.append(float((rounds @ seconds[:, k]).sum()))
+    return tuple(totals[0] / total for total in totals)
+
+
+def forecast(rates: Acceptance, costs: Costs) -> Forecast:
+    """Return the forecast of a draft with these costs.
+
+    The recommended length is the shortest one whose expected time is at most one standard error of the paired
+    difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
+    Regression Trees, 1984, 3.4.3).
+    """
+    longest = min(len(rates.calls) - 1, len(costs.target) - 1)
+    seconds = costs.rounds[: longest + 1]
+    times = torch.tensor(seconds, dtype=torch.float64).unsqueeze(1) * rates.calls[: longest + 1]  # (K+1, N)
+    totals = times.sum(1)
+    fastest = int(totals.argmin())
+    worse = times - times[fastest]  # of each text
+    k = next(k for k in range(longest + 1) if float(worse[k].sum()) <= error_of_sum(worse[k]) or k == fastest)
+    gain = (float(worse[k].sum()) + SIGMAS * error_of_sum(worse[k])) / float(totals[fastest])
+    speedups = tuple(float(totals[0] / total) for total in totals)
+    errors = tuple(
+        speedup * error_of_sum(times[0] - speedup * times[k]) / float(totals[0]) for k, speedup in enumerate(speedups)
+    )
+    return Forecast(rates, seconds, k, fastest, speedups, errors, gain)
+
+
+def error_of_sum(values: Tensor) -> float:
+    """Return the standard error of the sum of values (N,), each of one text. It is infinite for one text."""
+    count = len(values)
+    return math.inf if count < 2 else float(values.std() * math.sqrt(count))
+
+
+def error_of_tau(tokens: Tensor, calls: Tensor) -> float:
+    """Return the standard error of tokens per call, from the differences between texts. Both arguments are (N,)."""
+    total = float(calls.sum())
+    return error_of_sum(tokens - float(tokens.sum()) / total * calls) / total
+
+
+def mean_acceptance(figures: Figures) -> float:
+    """Return the mean acceptance of each round's first draft over the tokens of the texts."""
+    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
+    return float(figures.first(figures.alpha)[inside].mean())
+
+
+def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:
+    """Return the smallest batch size from which on no draft length is recommended, or None if drafts still pay at the
+    largest one. forecasts: by batch size."""
+    sizes = sorted(forecasts)
+    never = [rows for rows in sizes if all(forecasts[more].k == 0 for more in sizes if more >= rows)]
+    return never[0] if never else None
+
+
+def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
+    """Return draft lengths by number of rows as ranges [first, last, k], for 1 .. most rows, in the form of vLLM's
+    schedules. lengths: the recommended length by batch size; between two sizes the nearer one counts, in ratio."""
+    sizes = sorted(lengths)
+    ranges: list[list[int]] = []
+    for rows in range(1, most + 1):
+        k = lengths[min(sizes, key=lambda size: (abs(math.log(size / rows)), size))]
+        if ranges and ranges[-1][2] == k:
+            ranges[-1][1] = rows
+        else:
+            ranges.append([rows, rows, k])
+    return ranges

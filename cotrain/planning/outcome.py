@@ -1,0 +1,212 @@
+"""What `cotrain plan` writes and prints: plan.json, the files for other programs, and the table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cotrain.acceptance import iid_tau
+from cotrain.planning.drafted import Drafted
+from cotrain.planning.forecast import SIGMAS, Forecast, schedule, stops_paying
+from cotrain.planning.policy_file import content as policy_content
+from inference.report.table import aligned
+
+PROFILE, SCHEDULE, POLICY = "speculation_profile.json", "schedule.json", "policy.json"
+METHODS = {"independent": "draft_model", "eagle": "eagle3", "block": "dflash"}  # names of the kinds in profiles
+ANALYTIC = ("independent", "eagle")  # kinds whose k drafts begin with their k - 1 drafts
+TOLERANCE = 0.02  # of a profile's mean
+
+
+def entries(drafts: Sequence[Drafted], best: Drafted) -> dict[str, Any]:
+    """Return the entries of plan.json about the drafts. best: the recommended one."""
+    return {
+        "recommended": best.path,
+        "cells": [_cell(one, t, rows, cell) for one in drafts for (t, rows), cell in one.cells.items()],
+        "costs": {one.path: {str(rows): asdict(costs) for rows, costs in one.costs.items()} for one in drafts},
+        "acceptance": {one.path: {f"{t:g}": rates.by_depth for t, rates in one.acceptance.items()} for one in drafts},
+    }
+
+
+def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
+    """Return the entry of a cell. iid: tau by the formula of equal acceptance at all depths, from the mean acceptance,
+    beside the exact expectation."""
+    rates, lengths = cell.acceptance, range(len(cell.seconds))
+    tree = cell.tree and asdict(cell.tree) | {"recommended": cell.tree.recommended}
+    return {
+        "draft": one.path,
+        "kind": one.plan.kind,
+        "rule": one.plan.verify,
+        "temperature": t,
+        "rows": rows,
+        "k": cell.k,
+        "fastest": cell.fastest,
+        "undecided": cell.undecided,
+        "gain": cell.gain,
+        "speedup": cell.speedup,
+        "speedups": list(cell.speedups),
+        "errors": list(cell.errors),
+        "tau": [rates.tau(k) for k in lengths],
+        "tau_errors": [rates.error(k) for k in lengths],
+        "iid": [iid_tau(rates.alpha, k) for k in lengths],
+        "alpha": rates.alpha,
+        "speedups_alone": list(cell.alone),
+        "seconds_per_round": list(cell.seconds),
+        "perfect": cell.perfect,
+        "break_even": cell.break_even,
+        "tree": tree,
+    }
+
+
+def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
+    first temperature, the acceptance of the recommended draft, and its adaptive policy. plan: the content of
+    plan.json."""
+    t = next(iter(best.acceptance))
+    lengths = {rows: best.cells[t, rows].k for rows in batches}
+    return {
+        SCHEDULE: {"draft": best.path, "temperature": t, **schedules(lengths)},
+        PROFILE: profile(best, t, plan),
+        POLICY: policy_content(best.policy) | {"draft": best.path, "environment": plan["environment"]},
+    }
+
+
+def profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. Rates are
+    by draft position. A histogram is over tokens that a round emits, the one after the accepted drafts included; its
+    counts are expected ones. Tokens past a text's end count in it, and not in `accept_length_by_k`, which is tau."""
+    rates = best.acceptance[t]
+    histogram = rates.by_depth["histogram"]
+    k = len(histogram) - 1
+    marginal = [sum(histogram[n:]) for n in range(1, k + 1)]  # over all rounds, also those that end a text early
+    conditional = [m / before if before else 0.0 for before, m in pairwise([1.0, *marginal])]
+    rounds, implied = float(rates.calls[k].sum()), 1 + sum(marginal)
+    mean = sum((n + 1) * share for n, share in enumerate(histogram))
+    analytic = best.plan.kind in ANALYTIC
+    violations = [
+        {"position": i, "value": marginal[i], "previous": marginal[i - 1]}
+        for i in range(1, k)
+        if marginal[i] > marginal[i - 1] + 1e-9
+    ]
+    return {
+        "schema_version": "1.0",
+        "measured": True,
+        "method": METHODS.get(best.plan.kind, best.plan.kind),
+        "draft_checkpoint": {"id": _id(best.path)},
+        "target_model": {"id": _id(best.plan.names[0])},
+        "num_speculative_tokens": k,
+        "block_size": None,
+        "max_supported_k": k,
+        "verification_method": "block" if best.plan.verify == "block" else "longest_prefix",
+        "conditional_accept_rates": conditional,
+        "marginal_accept_rates": marginal,
+        "mean_accept_length": mean,
+        "mean_accept_length_per_request": float((rates.lengths / rates.calls[k]).mean()),
+        "accept_length_model": "chain_analytic" if analytic else "measured_per_k",
+        "accept_length_by_k": {str(n): rates.tau(n) for n in range(1, k + 1)},
+        "acceptance_length_histogram": {str(n + 1): rounds * share for n, share in enumerate(histogram)},
+        "per_category": None,
+        "measurement_conditions": {
+            "temperature": t,
+            "rule": best.plan.verify,
+            "settings": plan["settings"],
+            "environment": plan["environment"],
+            "figures": "expected on texts of the target, from both models' distributions; not counted in rounds",
+        },
+        "validation": {
+            "mean_consistency": {
+                "implied_mean_accept_length": implied,
+                "reported_mean_accept_length": mean,
+                "abs_delta": abs(implied - mean),
+                "tolerance": TOLERANCE,
+                "passed": abs(implied - mean) <= TOLERANCE,
+            },
+            "marginal_monotonicity": {"passed": not violations, "violations": violations},
+        },
+    }
+
+
+def _id(path: str) -> str:
+    """Return the last two parts of a path: a profile is published, and the rest is of this machine."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return the draft lengths by number of rows, and the settings that give them to other engines. Each engine's are
+    for its speculative configuration, beside those of the draft; they are null if no draft is recommended at any number
+    of rows. TensorRT-LLM (1.3 and later) names the largest batch of each length, and drafts nothing above the last.
+    lengths: the recommended length by number of rows."""
+    ranges = schedule(lengths, max(lengths))
+    longest = max(k for _, _, k in ranges)
+    vllm = {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": ranges}
+    tensorrt_llm = {"max_draft_len": longest, "draft_len_schedule": {str(last): k for _, last, k in ranges}}
+    return {"ranges": ranges, "vllm": vllm if longest else None, "tensorrt_llm": tensorrt_llm if longest else None}
+
+
+def table(drafts: Sequence[Drafted]) -> str:
+    """Return the forecasts as a table, and a line for each thing that a reader must know before using them."""
+    rows = [
+        [
+            "draft",
+            "temperature",
+            "rows",
+            "k",
+            "tau",
+            "speed-up",
+            "95 % interval",
+            "batch alone",
+            "break-even",
+            "perfect draft",
+        ]
+    ]
+    lines = []
+    for one in drafts:
+        for (t, count), cell in one.cells.items():
+            rows.append([one.path, f"{t:g}", str(count), *_columns(cell)])
+            lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in remarks(cell)]
+        for t, rates in one.acceptance.items():
+            domains = rates.by_depth.get("domains", {})
+            lines += [f"{one.path}, temperature {t:g}: {line}" for line in by_domain(domains)]
+            stop = stops_paying({count: cell for (at, count), cell in one.cells.items() if at == t})
+            if stop:
+                lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
+    lines.append(
+        "speed-ups are those of the machine whose rounds were timed; their intervals are those of the texts. Rows that "
+        "end are replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`"
+    )
+    return "\n".join([aligned(rows, left=1), *lines])
+
+
+def by_domain(domains: Mapping[str, Any]) -> list[str]:
+    """Return a line with the acceptance of each domain, none if they are not known."""
+    parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
+    return [f"acceptance by domain: {parts}"] if parts else []
+
+
+def _columns(cell: Forecast) -> list[str]:
+    speedup, error = cell.speedups[cell.k], SIGMAS * cell.errors[cell.k]
+    return [
+        str(cell.k),
+        f"{cell.acceptance.tau(cell.k):.3f}",
+        f"{speedup:.2f}x",
+        f"[{speedup - error:.2f}, {speedup + error:.2f}]" if cell.k else "",
+        f"{cell.alone[cell.k]:.2f}x" if cell.alone else "-",
+        "-" if cell.break_even is None else f"{cell.break_even:.2f}",
+        f"{cell.perfect:.2f}x",
+    ]
+
+
+def remarks(cell: Forecast) -> list[str]:
+    """Return what the numbers of a cell do not say: what more texts could show, and whether a tree is faster."""
+    tree, lines = cell.tree, []
+    if cell.undecided:
+        lines.append(
+            f"k = {cell.fastest} may be up to {100 * cell.gain:.0f} % faster than {cell.k}: raise texts= to know"
+        )
+    if tree:
+        gain = f"{100 * tree.gain:+.0f} % over {f'k = {cell.k}' if cell.k else 'plain decoding'}"
+        verdict = "recommended" if tree.recommended else "not recommended, since the texts do not show a gain"
+        lines.append(
+            f"{tree.words()}: {tree.speedup:.2f}x, {gain} (standard error {100 * tree.error:.1f} %), {verdict}"
+        )
+    return lines

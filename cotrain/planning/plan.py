@@ -1,0 +1,159 @@
+"""Plan of a measurement. It joins target and draft, regime, verification rule, and the sizes of the benchmark."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.config.groups import Bench
+from cotrain.data.corpora import shipped_ids
+from cotrain.data.splits import Prompts, apart
+from cotrain.rollout.training_texts import start_of
+from cotrain.students.base import DEFAULT, Student, student_class
+from cotrain.students.independent import shares_encoder
+from inference import Engine, Sampling
+from inference.drafts.draft_folder import PlannedTree
+from inference.measure.arms import Arm, engine_arm
+from inference.measure.costs import RealRound
+from inference.models.pretrained import cast, widened
+from inference.policy import Fixed
+from inference.proposers.base import Proposer
+from inference.source import SourcedText
+
+
+class CompiledParts(NamedTuple):
+    """Three flags that say which models are compiled: the target in plain decoding, the target in speculative rounds,
+    and the draft."""
+
+    plain: bool = False
+    target: bool = False
+    draft: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A target and a draft to measure, with the engines and prompts that the measurement uses."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel
+    sampling: Sampling
+    verify: str
+    bench: Bench
+    names: tuple[str, str]  # of target and draft, for messages and the report
+    objective: str = "sampled"  # "sampled": drafts are drawn from q; "greedy": the likeliest tokens are drafted
+    compiled: CompiledParts = CompiledParts()
+    given: Prompts | None = None  # None: the shipped prompts
+    kind: str = DEFAULT  # the draft's
+    known: dict[int, RealRound] = field(default_factory=dict)  # rounds by draft length, shared by all checkpoints
+    planned: int | None = None  # the draft length to measure; None: the fastest of bench.depths
+    adapter: str | None = None  # the target's, for the report
+    tree: PlannedTree | None = None  # drafted instead of a chain; `measure` compares it with the best chain first
+
+    @cached_property
+    def served(self) -> PreTrainedModel:
+        """Return the draft in evaluation mode and in the dtype of bench.draft_dtype. It is a copy if that dtype is not
+        the draft's. A draft that has the target's encoder keeps its own dtype if the other would round the encoder,
+        since the encoder of the target could not be read instead."""
+        wanted = self.bench.draft_dtype
+        dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
+        if self.draft.dtype == dtype and not self.draft.training:
+            return self.draft
+        rounded = cast(copy.deepcopy(self.draft).eval(), dtype)
+        if shares_encoder(self.draft, self.target) and not shares_encoder(rounded, self.target):
+            return copy.deepcopy(self.draft).eval()
+        return rounded
+
+    @cached_property
+    def int8(self) -> bool:
+        return self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
+
+    @cached_property
+    def running(self) -> PreTrainedModel:
+        """Return the served draft as this machine runs it. It is cast to float32 if its dtype would be emulated and no
+        8-bit kernel is used."""
+        return self.served if self.int8 else widened(self.served, copied=True)
+
+    def batched(self, rows: int) -> "Plan":
+        """Return the plan for another number of rows. It shares the served draft."""
+        bench = copy.copy(self.bench)
+        bench.rows = rows
+        return replace(self, draft=self.served, bench=bench)
+
+    def student(self, network: PreTrainedModel) -> Student:
+        """Return the student of the draft's kind with the weights of `network`."""
+        return student_class(self.kind)(network, self.target)
+
+    def proposer(self, counted: bool = False) -> Proposer:
+        """Return the proposer that serves the draft. counted: only tokens are counted and nothing is timed, so the
+        proposer is not compiled on a CPU."""
+        compile = None if counted else self.compiled.draft
+        greedy, shape = self.objective == "greedy", {}
+        if self.tree is not None:
+            greedy, shape = greedy or self.tree.likeliest, {"shape": self.tree.parents}
+        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8, **shape)
+
+    @property
+    def rule(self) -> str:
+        """Return the verification rule of the draft: that of the tree, if one is drafted."""
+        return self.tree.rule if self.tree else self.verify
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Return the draft lengths to choose from: those of bench.depths that the draft supports. If it supports none
+        of them, return its longest. For a planned draft, return only the planned length."""
+        most = self.proposer(counted=True).depths or inf
+        if self.planned:
+            return [int(min(self.planned, most))]
+        return [k for k in self.bench.depths if k <= most] or [int(most)]
+
+    def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
+        """Return the speculative engine. k: draft length, or the number of levels of a tree. rows: number of texts
+        decoded at once; set it only when tokens are counted and nothing is timed. proposer: replaces the draft's
+        proposer and drafts chains."""
+        rule = self.rule if proposer is None else self.verify
+        return Engine(
+            self.target,
+            proposer or self.proposer(bool(rows)),
+            verify=rule,
+            policy=Fixed(k),
+            tokenizer=self.tokenizer,
+            rows=rows or self.bench.rows,
+            compile=None if rows else self.compiled.target,
+        )
+
+    def plain(self, rows: int | None = None) -> Engine:
+        """Return the engine that decodes without a draft. rows: as in `engine`."""
+        compile = None if rows else self.compiled.plain
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
+
+    def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
+        """Return the arms of a timing, by name. sampling: replaces the plan's."""
+        new_tokens = self.bench.new_tokens
+        return [engine_arm(name, engine, sampling or self.sampling, new_tokens) for name, engine in engines.items()]
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        if self.given:
+            return self.given
+        encoder = self.target.config.is_encoder_decoder
+        return apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
+
+    def ranking(self, first: int, count: int) -> list[list[int]]:
+        """Return `count` ranking prompts from number `first` on. The first prompt follows the last one. For an
+        encoder-decoder they are the ids that its texts begin with, and carry their sources."""
+        return self._read(self.prompts.ranking, first, count)
+
+    def final(self, first: int, count: int) -> list[list[int]]:
+        """Return `count` final prompts from number `first` on, with the same order as in `ranking`. The exported draft
+        is timed and checked on them."""
+        return self._read(self.prompts.final, first, count)
+
+    def _read(self, prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:
+        chosen, start = [prompts[(first + i) % len(prompts)] for i in range(count)], start_of(self.target)
+        return chosen if start is None else [SourcedText(start, tuple(prompt)) for prompt in chosen]

@@ -1,0 +1,366 @@
+"""Choices from measured costs and expected acceptance: which parts are compiled, the draft length, and chain or tree.
+
+Trees are rated by their expected target calls (`inference.measure.tree_plan`) and by a model of costs, which is fitted
+to the rounds of a few trees. The best trees are then run, and compared with the best chain by the time of their rounds.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast, acceptance, alone, error_of_sum, forecast
+from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.rollout.training_texts import start_of
+from inference import Engine
+from inference.drafts.draft_folder import PlannedTree
+from inference.exactness.figures import Figures
+from inference.exactness.side_by_side import pair_figures
+from inference.measure.costs import (
+    Costs,
+    RealRound,
+    calibrated,
+    joined,
+    measure_costs,
+    measure_rounds,
+    spans_of,
+)
+from inference.measure.timing import Interval, interleave
+from inference.measure.tree_plan import Distributions, Search, distributions_of, distributions_of_rounds, reach_under
+from inference.measure.tree_shapes import Seconds, fitted, probes
+from inference.models.lm import LM
+from inference.output import Emitted
+from inference.proposers import kind_of
+from inference.verify import predict_chain
+
+Drafts = TypeVar("Drafts", bound=PlannedTree | int)  # a tree, or the length of a chain
+BATCH = 32  # rows, if tokens are counted and nothing is timed
+SHAPE = 5  # repeats of the timing of each part; few, since the times are scaled to real rounds
+TRIES = 3  # how often the draft length is chosen again after rounds at the chosen length were timed
+
+# a chain's rule -> the rule of trees that may replace it; coupled and match are used only when named
+RULES = {"token": "tree", "block": "traversal", "tree": "tree", "traversal": "traversal"}
+CHILDREN = 4  # most children of a node
+ENTRIES = 2**27  # most entries of the distributions that rate trees; it limits the number of texts
+CANDIDATES = 2  # how many trees are run
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Costs of the plan's parts and of whole rounds. alone: the costs of each part, timed separately. rounds: real
+    rounds by draft length. costs: `alone`, scaled to the real rounds (`calibrated`)."""
+
+    costs: Costs
+    alone: Costs
+    rounds: dict[int, RealRound]
+
+    def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
+        """Return the costs scaled to these rounds as well, which were timed later."""
+        together = self.rounds | rounds
+        return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
+
+
+# --- costs
+
+
+def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
+    """Choose which parts are compiled. On a GPU, or if bench.compile is set, real rounds are timed with and without
+    compiling.
+
+    Return the plan with these parts, and its costs. until: the deadline. If there is too little time for the compiled
+    measurement, nothing is compiled.
+    """
+    plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
+    eager, now = measured(plan, until), time.perf_counter()
+    if not plan.bench.compile and plan.target.device.type != "cuda":
+        return plan, eager
+    if now + (now - began) > until:  # the compiled measurement takes as long again
+        print("bench: nothing is compiled, since there is no time to measure it: raise bench.minutes=")
+        return plan, eager
+    both = eager, measured(replace(plan, compiled=CompiledParts(True, True, True)), until)
+    k = sorted(plan.depths)[len(plan.depths) // 2]
+    parts: tuple[Callable[[Costs], float], ...] = (
+        lambda costs: costs.target[0],
+        lambda costs: costs.target[k],
+        lambda costs: costs.drafting(k),
+    )
+    faster = CompiledParts(*(part(both[1].costs) < part(both[0].costs) for part in parts))
+    plan = replace(plan, compiled=faster)
+    if len(set(faster)) == 1:
+        return plan, both[faster.plain]
+    mixed = MeasuredCosts(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # rounds of it are not known
+    return plan, mixed.at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
+
+
+def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
+    """Return the costs of the parts, scaled to real rounds of the plan's engines."""
+    table = costs_of(plan)
+    return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
+
+
+def costs_of(plan: Plan, most: int | None = None) -> Costs:
+    """Return the costs of each part, timed separately at the mean context length of the benchmark, for an
+    encoder-decoder after sources of their mean length. most: the longest draft that is timed; by default it is the
+    longest of the plan's depths."""
+    prompts, start = plan.prompts.ranking, start_of(plan.target)
+    mean = sum(map(len, prompts)) // len(prompts)
+    context = (mean if start is None else len(start)) + plan.bench.new_tokens // 2
+    target = plan.engine(1).target  # with the slots of real rounds, so that the same CUDA graph is timed
+    K = most or max(plan.depths)
+    return measure_costs(
+        target, plan.proposer(), K, context=context, source=mean, sampling=plan.sampling, repeats=SHAPE
+    )
+
+
+def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict[Drafts, RealRound]:
+    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
+    decoding."""
+    size, chains = plan.bench, [one for one in drafted if isinstance(one, int) and one]
+    chain_engine = plan.engine(max(chains)) if chains else None
+    engines: dict[Drafts, tuple[Engine, int]] = {}
+    for one in drafted:
+        if isinstance(one, PlannedTree):
+            engines[one] = replace(plan, tree=one).engine(one.depth), one.depth
+        else:
+            engines[one] = chain_engine if one and chain_engine else plan.plain(), one
+    prompts = plan.ranking(0, max(size.quick_prompts, size.rows))
+    return measure_rounds(
+        engines, prompts, sampling=plan.sampling, max_new_tokens=size.new_tokens, seed=size.seed, until=until
+    )
+
+
+# --- acceptance
+
+
+def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
+    """Continue ranking prompts by plain decoding. Predictions are computed on these texts, and nothing is timed on
+    them."""
+    size = plan.bench
+    prompts = plan.ranking(size.quick_prompts, count)
+    return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
+
+
+def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
+    """Return the probabilities of both models on texts, at draft length k, computed in large batches. noise: the
+    numerical noise of the differences between the target's logits, from a verdict on exactness."""
+    engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
+    return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
+
+
+def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
+    """Return the acceptance of the plan's drafts at lengths up to the longest of its depths, on `texts`. By default
+    these are new `plain_texts`."""
+    longest = max(plan.depths)
+    return acceptance(text_figures(plan, texts or plain_texts(plan), longest), plan.verify, longest)
+
+
+# --- the choice
+
+
+def plan_draft(
+    plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf
+) -> tuple[Plan, MeasuredCosts, Forecast]:
+    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others. texts:
+    `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds.
+
+    Return the plan that drafts the choice, the costs of chains, scaled to the rounds that were timed, and the forecast.
+    At several rows the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
+    timed. Those of trees are of full batches. A planned tree is drafted in any case."""
+    given, plan, rows = plan, replace(plan, tree=None), plan.bench.rows
+    rates = measure_acceptance(plan, texts)
+    chains, costs = plan_length(plan, costs, rates, until)
+    if 1 < rows <= len(rates.lengths):
+        one_row = measured(plan.batched(1), until).costs.rounds
+        chains, costs = plan_length(plan, costs, rates, until, one_row)
+    tree = best_tree(given, chains, texts, until)
+    served = tree is not None and (plan.planned is not None or tree.gain > 0)
+    plan = replace(plan, tree=tree.tree if tree and served else None)
+    return plan, costs, replace(chains, tree=tree, serves_tree=served)
+
+
+def plan_length(
+    plan: Plan, costs: MeasuredCosts, rates: Acceptance, until: float = inf, one_row: Sequence[float] = ()
+) -> tuple[Forecast, MeasuredCosts]:
+    """Choose the fastest draft length among 1 and bench.depths. If no rounds at the chosen length were timed, time
+    some, and choose again with the costs scaled to them. A planned length is not chosen. one_row: seconds of rounds of
+    one row by draft length, for batches that are decoded alone."""
+    lengths = plan.depths if plan.planned else sorted({1, *plan.depths})
+
+    def rated() -> Forecast:
+        chains, rows = forecast(rates, costs.costs), plan.bench.rows
+        if one_row:
+            chains = replace(chains, speedups=alone(rates, {1: one_row, rows: costs.costs.rounds}, rows))
+        return chains.among(lengths)
+
+    for _ in range(TRIES):
+        chains = rated()
+        if chains.k in costs.rounds:
+            break
+        costs = costs.at(rounds_of(plan, (chains.k,), until))
+    return rated(), costs
+
+
+# --- trees
+
+
+def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) -> TreeForecast | None:
+    """Return the fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
+
+    Return None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no
+    candidates. chains: the forecast of chains on the same texts, `plain_texts`.
+    """
+    given, plan = plan.tree, replace(plan, tree=None)
+    if plan.verify not in RULES or not plan.bench.trees and given is None:
+        return None
+    if given is not None and _likeliest_only(plan):
+        given = replace(given, likeliest=True)
+    distributions = plain_distributions(plan, texts, given.depth if given else 0)
+    if distributions is None:
+        print(f"bench: {plan.kind} drafts are planned as chains: they draft no trees")
+        return None
+    trees: list[PlannedTree] = []
+    if plan.bench.trees:
+        trees = candidates(tree_search(plan, distributions), tree_seconds(plan, until))[:CANDIDATES]
+    trees += [given] if given is not None and given not in trees else []
+    return fastest_tree(plan, chains, distributions, trees, until, in_turn=True)
+
+
+def fastest_tree(
+    plan: Plan,
+    chains: Forecast,
+    distributions: Distributions,
+    trees: Sequence[PlannedTree],
+    until: float = inf,
+    in_turn: bool = False,
+) -> TreeForecast | None:
+    """Return the fastest of these trees, None if there are none. Their rounds are timed in turn with plain decoding and
+    the chain. chains: the forecast of chains at the plan's temperature and rows. distributions: on the first of its
+    texts. in_turn: compare with the chain's seconds in these rounds; otherwise all seconds are scaled to those of
+    `chains`."""
+    if not trees:
+        return None
+    k = chains.k
+    drafted: dict[PlannedTree | int, None] = dict.fromkeys([0, k, *trees])
+    rounds = rounds_of(plan, list(drafted), until)
+    plain, chained = (rounds[at].seconds if in_turn else chains.seconds[at] for at in (0, k))
+    scale = chained / rounds[k].seconds  # the chain's seconds may come from other rounds
+    lengths = distributions.lengths.double()
+    with_chain = chained * chains.acceptance.calls[k, : len(lengths)]
+    rated = []
+    for tree in trees:
+        seconds, calls = rounds[tree].seconds * scale, tree_calls(distributions, tree)
+        with_tree = seconds * calls
+        total = float(with_tree.sum())
+        faster = float(with_chain.sum()) / total
+        tau, error = float(lengths.sum() / calls.sum()), error_of_sum(with_chain - faster * with_tree) / total
+        rated.append(TreeForecast(tree, tau, seconds, plain * float(lengths.sum()) / total, faster - 1, error))
+    return max(rated, key=lambda one: one.speedup)
+
+
+def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
+    """Return the distributions of both models on the texts, or on as many of them as `ENTRIES` allows. Return None for
+    kinds that draft no trees.
+
+    A draft that is no language model has another distribution at each depth. These distributions come from forced
+    rounds of chains. The chains are as deep as the longest of bench.depths, and have at least `levels` drafts."""
+    if not kind_of(plan.kind).drafts_trees:
+        return None
+    vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
+    chains = replace(plan, tree=None).proposer(counted=True)
+    by_depth = chains.language_model(1, vocabulary) is None
+    depths = max(*plan.depths, levels) if by_depth else 1
+    size = max(1, ENTRIES // (vocabulary * new * depths))
+    some = Emitted(texts.prompts[:size], texts.ids[:size], texts.tokens[:size], texts.counts[:size])
+    rows = min(BATCH, len(some.tokens))
+    draft = chains.language_model(rows, vocabulary)
+    if draft is None:
+        return distributions_of_rounds(plan.engine(depths, rows, chains), chains, depths, some, plan.sampling, new)
+    return distributions_of(LM(plan.target, rows, vocabulary), draft, some, plan.sampling)
+
+
+def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
+    """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
+    most, likeliest = plan.bench.trees, plan.objective == "greedy"
+    trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
+    rounds = rounds_of(plan, trees, until)
+    return fitted(costs_of(plan, most), {tuple(tree.parents): rounds[tree] for tree in trees})
+
+
+def tree_search(plan: Plan, distributions: Distributions) -> Search:
+    """Rate trees of at most bench.trees nodes, with sampled children and with the likeliest tokens as children. With
+    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
+    most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
+    children = min(CHILDREN, most, distributions.p.shape[-1])
+    return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
+
+
+def candidates(search: Search, seconds: Seconds) -> list[PlannedTree]:
+    """Return the best tree for each rule and sort of children, in the order of seconds per token."""
+    return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
+
+
+def _likeliest_only(plan: Plan) -> bool:
+    """Return whether children of trees can only be the likeliest tokens."""
+    return plan.objective == "greedy" or plan.sampling.temperature == 0
+
+
+def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
+    """Return the expected target calls of each text, see `reach_under`."""
+    reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
+    return predict_chain.calls_from(reach, distributions.lengths)
+
+
+# --- the choice, in words and for the report
+
+
+def choice_line(chosen: Forecast) -> str:
+    """Return a line of text about the choice between chain and tree."""
+    k, tree = chosen.k, chosen.tree
+    if tree is None:
+        return f"draft length {k}"
+    if chosen.serves_tree:
+        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
+    return f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
+
+
+def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
+    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, that tree.
+    rule: the rule for chains."""
+    best, tree = chosen.tree, chosen.served.tree if chosen.served else None
+    return {
+        "planned_k": chosen.k,
+        "planned_shape": list(tree.parents) if tree else None,
+        "planned_rule": tree.rule if tree else rule,
+        "planned_likeliest": tree.likeliest if tree else None,
+        "planned_speedups": {"chain": best.chain, "tree": best.speedup} if best else None,
+        "plain_is_faster": chosen.speedup <= 1,
+        "predicted_speedups": list(chosen.speedups),
+    }
+
+
+def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
+    """Return the tree that was drafted according to a report's `extra`, or None if chains were drafted."""
+    if not extra.get("planned_shape"):
+        return None
+    return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
+
+
+def advice(chosen: Forecast, speedup: Interval) -> str | None:
+    """Return a sentence for the user if no speed-up was measured, else None. speedup: the measured speed-up over plain
+    decoding, of what is drafted."""
+    drafted = f"{speedup.value:.2f}x " + (f"with {chosen.served.words()}" if chosen.served else f"at k = {chosen.k}")
+    if speedup.faster is False:
+        return (
+            f"plain decoding is faster here: {drafted}, {chosen.speedup:.2f}x predicted, and no "
+            "draft length does better; serve without this draft, or train a smaller or better one"
+        )
+    if speedup.faster is None:
+        better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
+        return (
+            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and its interval contains 1; time "
+            f"more prompts (bench.minutes=){better}"
+        )
+    return None

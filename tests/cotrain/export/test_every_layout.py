@@ -1,0 +1,94 @@
+"""What holds of every kind of draft in every layout of every engine."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from cotrain.cli import main
+from cotrain.export.engines import ENGINES, FEATURES
+from inference.drafts.draft_folder import METADATA, REPORT, describe, digest, other_weights, read
+from tests.cotrain.export.test_export import COSTS, TAUS
+from tests.cotrain.export.test_export import REPORT as MEASURED
+from tests.draft_folders import draft_folder
+from tests.folders import target_folder
+
+WRITTEN = [
+    *((kind, engine, "auto") for kind in ("independent", "conditioned") for engine in ENGINES),
+    ("parallel", "vllm", "auto"),
+    *(("eagle", engine, layout) for layout, engines in FEATURES.items() for engine in engines if layout != "dflash"),
+    ("p_eagle", "vllm", "eagle3"),
+    ("p_eagle", "vllm", "speculators"),
+    ("block", "vllm", "dflash"),
+    ("medusa", "vllm", "auto"),
+    ("retrieval", "vllm", "auto"),
+    ("hybrid", "vllm", "auto"),
+]
+ONCE = {"conditioned": ["temperature=0.7"]}
+# that draft the likeliest token; of a hybrid there are no figures to plan by, and what retrieval drafts is certain
+GREEDY = {"sglang", "tensorrt_llm", "llamacpp"}
+AS_MEASURED, DRAFTS = {"hybrid", "retrieval", "block"}, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a draft folder beside its target; 3 drafts a round were measured."""
+    place = tmp_path_factory.mktemp("drafts")
+    target_folder(place / "target")
+    held = {f"{name}_T0.7/all/{k}": tau for name, taus in TAUS.items() for k, tau in enumerate(taus, 1)}
+
+    def made(kind: str) -> Path:
+        if not (place / kind).is_dir():
+            path = draft_folder(place / kind, place / "target", kind)
+            report = {**MEASURED, "extra": {"costs": asdict(COSTS), "held_out": held}}
+            (path / REPORT).write_text(json.dumps(report), encoding="utf-8")
+            metadata = read(path).metadata
+            assert metadata is not None
+            regime = {**metadata.regime, "temperature": 0.7}
+            describe(path, replace(metadata, k=DRAFTS, regime=regime, report=digest(path / REPORT)))
+        return place / kind
+
+    return made
+
+
+def exported(draft: Path, output: Path, engine: str, layout: str, *settings: str) -> int:
+    return main(
+        ["export", f"draft.path={draft}", f"output={output}", f"engine={engine}", f"layout={layout}", *settings]
+    )
+
+
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_it_is_planned_for_the_drafting_of_the_engine(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    once = ONCE.get(kind, [])
+    assert exported(folder(kind), tmp_path / "out", engine, layout, *once) == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
+    numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
+    found = {int(number) for number in re.findall(rf"{numbers}(\d+)", card)}
+    assert found == {1 if greedy else DRAFTS}, card
+    assert ("is planned for greedy drafting" in card) == greedy
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_other_weights_of_the_target_are_still_said(
+    kind: str, engine: str, layout: str, named: bool, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whether the target is named or is that of the folder."""
+    draft, target = folder(kind), tmp_path / "target"
+    shutil.copytree(draft.parent / "target", target)
+    given = [*ONCE.get(kind, []), *([f"target.path={target}"] if named else [])]
+    assert exported(draft, tmp_path / "out", engine, layout, *given) == 0
+    if not (tmp_path / "out" / METADATA).is_file():
+        assert (engine, kind) in {("vllm", "medusa"), ("llamacpp", "independent"), ("llamacpp", "conditioned")}
+        return
+    metadata = read(tmp_path / "out").metadata
+    assert metadata is not None and other_weights(metadata, str(target)) is None
+    target_folder(target, seed=1)
+    assert other_weights(metadata, str(target))

@@ -1,0 +1,134 @@
+"""The choice of a draft length, of compiled parts, and the budget of a measurement."""
+
+from dataclasses import replace
+from math import inf, nan
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cotrain.bench import measurement
+from cotrain.planning import planner
+from cotrain.planning.forecast import Forecast, acceptance
+from cotrain.planning.plan import CompiledParts
+from cotrain.planning.planner import MeasuredCosts, advice, plan_entries, plan_length
+from inference.exactness.figures import Figures
+from inference.measure.costs import Costs, RealRound
+from inference.measure.timing import Interval
+from tests.bench_stubs import chains_of, plan_of, rates_of
+
+TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
+
+
+def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:
+    sure, plan = rates_of((1.3, 1.32, 1.33, 1.33)), plan_of(bench=replace(plan_of().bench, depths=[3, 4]))
+    rounds = {k: RealRound(0, 1, 0) for k in range(5)}
+
+    def chosen(draft: float) -> Forecast:
+        costs = Costs((1.0,) * 5, draft, (0.0,) * 5)
+        return plan_length(plan, MeasuredCosts(costs, costs, rounds), sure)[0]
+
+    assert chosen(0.2).k == 1 and plan_entries(chosen(0.2), "token")["plain_is_faster"] is False
+    dear = chosen(0.6)
+    assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
+    assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
+    assert plan_entries(chains_of(1, (1.0, 1.0)), "token")["plain_is_faster"]  # as fast, and simpler
+
+
+def test_a_slow_down_is_put_in_words() -> None:
+    length = chains_of(1, (1.0, 0.9))
+    line = advice(length, Interval(0.8, 0.7, 0.9))
+    assert line is not None and line.startswith("plain decoding is faster here: 0.80x at k = 1, 0.90x predicted")
+    assert "no speed-up is shown" in str(advice(chains_of(2, (1.0, 1.1, 1.2)), Interval(1.1, 0.9, 1.3)))
+    assert "train a smaller or better draft" in str(advice(length, Interval(1.1, 0.9, 1.3)))
+    assert "plain decoding is faster" in str(advice(length, Interval(0.9, nan, nan)))
+    assert advice(chains_of(2, (1.0, 1.1, 1.2)), Interval(1.2, 1.1, 1.3)) is None
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[CompiledParts]:
+    """What was compiled when rounds were run: alone the compiled draft is faster, in a run its target."""
+    measured = []
+
+    def rounds_of(plan, lengths, until):
+        measured.append(plan.compiled)
+        draft, target = (3.0, 0.5) if plan.compiled.draft else (1.0, 2.0)
+        return {k: RealRound(draft * (k > 0), target, 0.1) for k in lengths}
+
+    def costs_of(plan):
+        return Costs((1.0,) * 5, 0.01 if plan.compiled.draft else 0.5, (0.1,) * 5)
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    monkeypatch.setattr(planner, "costs_of", costs_of)
+    monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
+    monkeypatch.setattr(measurement.Plan, "proposer", lambda self: SimpleNamespace(depths=None))
+    return measured
+
+
+def compiling() -> measurement.Plan:
+    return measurement.Plan(*[None] * 5, SimpleNamespace(compile=True), ("t", "d"))  # type: ignore[arg-type]
+
+
+def test_each_part_runs_compiled_where_real_rounds_are_faster_so(ran) -> None:
+    plan, measured = planner.choose_compiled(compiling())
+    assert plan.compiled == CompiledParts(plain=True, target=True, draft=False)
+    assert ran == [CompiledParts(), CompiledParts(True, True, True), plan.compiled]  # the engine that serves is run too
+    assert measured.costs.target[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("until", "tried"), [(59.0, False), (61.0, True)])
+def test_nothing_is_compiled_that_there_is_no_time_to_measure(until, tried, ran, monkeypatch, capsys) -> None:
+    """The parts as they are took until 30; as long again ends at 60."""
+    times = iter((0.0, 30.0))
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    plan, _ = planner.choose_compiled(compiling(), until)
+    assert (CompiledParts(True, True, True) in ran) is tried and (
+        "there is no time to measure it" in capsys.readouterr().out
+    ) is not tried
+    assert tried or plan.compiled == CompiledParts()
+
+
+def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:
+    assert measurement.Budget(100.0, 5.0).until(0.25) == 30.0 and measurement.Budget(0, 5.0).until(0.25) == inf
+
+
+def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> None:
+    """One of four rows takes twice the rounds of the others. A round of one row costs half of that of four when a draft
+    is made, and a tenth of it without drafts."""
+    lengths = torch.tensor([40, 40, 40, 80])
+    r = torch.full((4, 80), 1.0, dtype=torch.float64)
+    none, k = torch.zeros_like(r, dtype=torch.bool), torch.full((4, 80), 1)
+    figures = Figures(torch.full_like(r, -0.1), torch.full_like(r, -0.1), r, none, none, k, lengths)
+    plan = SimpleNamespace(bench=SimpleNamespace(rows=4), depths=[1], planned=None)
+    table = Costs((0.95, 1.05), 0.1, (0.05, 0.05), 4)
+    timed = MeasuredCosts(table, table, {1: RealRound(0.1, 1.05, 0.05)})
+    rates = acceptance(figures, "token", 1)
+    length, costs = plan_length(plan, timed, rates, one_row=(0.1, 0.6))  # type: ignore[arg-type]
+    assert costs is timed  # rounds of this length were run before
+    # plainly 40 rounds of four rows and 40 of one; with a draft half as many of each
+    assert length.speedups == pytest.approx((1.0, (40 + 40 * 0.1) / (20 * 1.2 + 20 * 0.6))) and length.k == 1
+    ran = []
+
+    def rounds_of(plan, lengths, until):
+        ran.extend(lengths)
+        return {1: RealRound(0.1, 9.0, 0.05)}  # run, the draft is dear
+
+    monkeypatch.setattr(planner, "rounds_of", rounds_of)
+    plain = MeasuredCosts(table, table, {0: RealRound(0.0, 0.95, 0.05)})
+    length, costs = plan_length(plan, plain, rates, one_row=(0.1, 0.6))  # type: ignore[arg-type]
+    assert ran == [1] and length.speedup < 1 and costs is not plain
+
+
+def test_the_tau_of_a_plan_is_that_of_its_draft_length(monkeypatch) -> None:
+    """With several rows, it is chosen again for batches that are decoded alone, if the texts fill one."""
+    costs, rates = MeasuredCosts(TABLE, TABLE, {}), rates_of((1.5, 1.8, 1.9))
+    full, asked = chains_of(3, (1.0, 1.1, 1.2, 1.3), rates), []
+    monkeypatch.setattr(planner, "measure_acceptance", lambda *given: rates)
+    monkeypatch.setattr(planner, "plan_length", lambda *given: (replace(full, k=2) if given[4:] else full, costs))
+    monkeypatch.setattr(planner, "measured", lambda plan, until: asked.append(plan.bench.rows) or costs)
+    monkeypatch.setattr(planner, "best_tree", lambda *given: None)
+    for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8), (8, 3, 1.9)):
+        plan, known, chosen = planner.plan_draft(plan_of(bench=replace(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]
+        assert (chosen.length, chosen.tau, chosen.speedup) == (k, pytest.approx(tau), full.speedups[k])
+        assert known is costs and plan.tree is None
+    assert asked == [1]
