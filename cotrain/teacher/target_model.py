@@ -1,8 +1,8 @@
 """The frozen target as a teacher. It is loaded in the precision that is served, and split into a body and a head."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
     masking_utils,
 )
 from transformers import __version__ as transformers_version
+from transformers.masking_utils import find_packed_sequence_indices
 
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
@@ -231,9 +232,8 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
         return states
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
-        with _packed(position_ids):
-            return model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions).last_hidden_state
+        states: Tensor = _read(model, ids, position_ids).last_hidden_state
+        return states
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
@@ -241,19 +241,28 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     return decoded if model.config.is_encoder_decoder else hidden, logits
 
 
-@contextmanager
-def _packed(position_ids: Tensor | None) -> Iterator[None]:
-    """Answer from position_ids (B, T), on the CPU, what transformers asks the device in each pass and waits for:
-    whether rows hold several texts. None: each row is one text."""
-    ask = masking_utils.find_packed_sequence_indices
-    found = None if position_ids is None else ask(position_ids)
-    masking_utils.find_packed_sequence_indices = lambda position_ids: (
-        None if found is None else sent(found, position_ids.device)
-    )
+def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Any:
+    """Return the output of the body of a causal LM for ids (B, T). position_ids (B, T), on the CPU: None if each row is
+    one text."""
+    masking_utils.find_packed_sequence_indices = _known_texts  # transformers calls it by its name in the module
+    asked = _texts.set((None if position_ids is None else find_packed_sequence_indices(position_ids),))
+    positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
     try:
-        yield
+        return model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions)
     finally:
-        masking_utils.find_packed_sequence_indices = ask
+        _texts.reset(asked)
+
+
+_texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=None)
+
+
+def _known_texts(position_ids: Tensor) -> Tensor | None:
+    """Replace what transformers asks of position ids (B, T) in each pass, which waits for a GPU: the number of each
+    token's text in its row, or None if rows are one text each. `_read` knows it from the CPU."""
+    known = _texts.get()
+    if known is None:
+        return find_packed_sequence_indices(position_ids)
+    return None if known[0] is None else sent(known[0], position_ids.device)
 
 
 def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
@@ -321,9 +330,8 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
         return {LAST: last} | inner | ({} if encoder is None or ENCODER not in layers else {ENCODER: encoder})
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         with tapped(model, layers) as states:
-            out = model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions)
+            out = _read(model, ids, position_ids)
         return {LAST: out.last_hidden_state} | {layer: states[layer] for layer in layers}
 
     return decoded if encodes else read
