@@ -4,6 +4,7 @@ a step reads; commands from texts to a draft that decodes."""
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning
 import pytest
@@ -13,6 +14,7 @@ from cotrain.cli import main
 from cotrain.errors import NotFinite
 from cotrain.losses.chunked import positions
 from inference import Engine, Sampling
+from inference.models.selfcheck import CheckResult, Probe
 from inference.policy import Fixed
 from tests import standin
 from tests.folders import own_texts, target_folder
@@ -33,8 +35,10 @@ def trained(training: Training) -> None:
     training.trainer.validate(module, torch.utils.data.DataLoader([torch.zeros(1)]), verbose=False)  # type: ignore[arg-type]
     assert 0 < module.scores()[1.0].alpha < 1
     module.to("cuda")
-    engine = Engine(training.target, module.student.proposer(compile=False), policy=Fixed(2), rows=1, compile=False)
-    found = engine.generate([[1, 2, 3]], max_new_tokens=3, sampling=Sampling(1.0), ignore_eos=True)
+    agrees = dict.fromkeys(("logits", "states"), lambda *_: CheckResult(0.0, 1.0))  # the commands below check
+    with patch.multiple(Probe, **agrees):
+        engine = Engine(training.target, module.student.proposer(compile=False), policy=Fixed(2), rows=1, compile=False)
+        found = engine.generate([[1, 2, 3]], max_new_tokens=3, sampling=Sampling(1.0), ignore_eos=True)
     assert len(found.tokens[0]) == 3 and found.stats.drafted
 
 
