@@ -4,8 +4,8 @@
         [standin=true]
     python -m studies.gpu_day rehearse=outputs/results/gpu_rehearsal.json
 
-a  health: the tests marked gpu by name and duration, launches, copies and reads of a round beside the stand-in's, ten
-   steps of every kind, one verdict on exactness
+a  health: the tests marked gpu by name and duration, launches, copies and reads of a round and of a training step
+   beside the stand-in's, ten steps of every kind, every command, one verdict on exactness
 b  learning: an eagle and an independent draft of SmolLM2, from texts that it samples (ten million tokens if there is
    time); out come both drafts, in pieces, and a sample of the texts
 c  speeds: drafts of SmolLM2 over plain decoding by rows, temperature and task, chains and trees; recorded graphs on and
@@ -58,6 +58,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import inf
@@ -163,7 +164,7 @@ class Day:
         """The folder of a tiny target, and texts beside it."""
         folder = self.scratch / "tiny"
         if not folder.exists():
-            with_template(folders.target_folder(folder, layers=6, context=512))
+            with_template(folders.target_folder(folder, layers=3, context=512))
             folders.own_texts(self.scratch / "own.jsonl")
         return folder
 
@@ -287,17 +288,56 @@ def recipe(day: Day, kind: str) -> str:
     )
 
 
+COMMANDS = {
+    "generate": "target.path={target} draft.path={draft} prompt=abc max_new_tokens=4",
+    "rollout": "target.path={target} {texts} rollout.texts=2 rollout.prompt_tokens=8 rollout.new_tokens=6 output={new}",
+    "datastore": "target.path={target} {texts} output={new}",
+    "export": "draft.path={draft} engine=vllm output={new}",
+    "plan": "draft.path={draft} {texts} texts=16 batches=[1] {sizes} output={new}",
+    "bench": "draft.path={draft} {texts} bench.prompts=2 bench.minutes=0.02 {sizes} output={new}",
+    "train": "target.path={target} {texts} mode=joint loss=kl init.layers=[0] trainer.steps=2 joint.warm_steps=1 "
+    "joint.steps=2 data.block=64 rollout.texts=8 rollout.held_out_texts=4 rollout.prompt_tokens=8 "
+    "rollout.new_tokens=8 trainer.batch=2 trainer.validations=1 bench.prompts=2 bench.prompt_tokens=8 "
+    "bench.new_tokens=8 measure=false output={new}",
+}
+
+
+def every_command(day: Day, name: str) -> str:
+    """A command with the draft of a recipe; `train` is a joint training."""
+    words = {
+        "target": day.tiny_target(),
+        "texts": f"data.path={day.scratch / 'own.jsonl'}",
+        "draft": day.scratch / "recipes" / "eagle" / "draft",
+        "sizes": "bench.quick_prompts=1 bench.parity_tokens=8 bench.prompt_tokens=8 bench.new_tokens=4 "
+        "bench.depths=[1]",
+        "new": tempfile.mkdtemp(dir=day.scratch) + "/new",
+    }
+    return command(name, *COMMANDS[name].format(**words).split())
+
+
+def step_counts(kind: str) -> dict[str, Any]:
+    """A training step of a kind, on a GPU beside the stand-in's."""
+    if device() != "cuda":
+        return gpu_counts.training_counts(kind)
+    known = json.loads((RESULTS / "gpu_counts.json").read_text())["training"]["kinds"]
+    return {"gpu": gpu_counts.training_counts(kind, real=True), "standin": known[kind]}
+
+
 def health(day: Day) -> None:
     day.step("verdict", verdict)
-    names: list[str] = []
-    if not standin.HERE:  # tests and counts have it themselves
-        day.step("tests", gpu_tests, day, 0.45 * day.left)
-        names = ["plain", "eagle, token", "block, token"] if day.small else list(gpu_counts.SETTINGS)
-    for name in names:
-        day.step(f"counts, {name}", counts_of, name)
     trained = ["independent", *(kind for kind, one in DRAFTS.items() if one.trained and kind != "independent")]
+    if standin.HERE:  # tests train every kind there; tests and counts have a stand-in of their own
+        trained = ["eagle"]
+    else:
+        day.step("tests", gpu_tests, day, 0.45 * day.left)
+        for name in ("plain", "eagle, token") if day.small else gpu_counts.SETTINGS:
+            day.step(f"counts, {name}", counts_of, name)
+        for kind in ("eagle, pruned",) if day.small else gpu_counts.TRAINED:
+            day.step(f"counts of a training step, {kind}", step_counts, kind)
     for kind in trained:
         day.step(f"recipe, {kind}", recipe, day, kind)
+    for name in COMMANDS:
+        day.step(f"command, {name}", every_command, day, name)
 
 
 # --- b: learning
@@ -537,6 +577,7 @@ def run(asked: Asked) -> int:
     """Run a part; 1 if a step ended in an error."""
     if asked.standin:
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # other threads have a CPU
+        import_module("peft")  # with bitsandbytes, which asks for CUDA as it is imported
     with standin.device() if asked.standin else nullcontext():
         day = Day(asked)
         PARTS[asked.part].run(day)
@@ -547,7 +588,7 @@ def run(asked: Asked) -> int:
 
 # --- the rehearsal
 
-ON_STANDIN = ("d",)  # parts that must run to their end there; of others it is noted how far they come
+ON_STANDIN = "dacbe"  # parts that must run to their end there too, in the order in which they do
 MINUTES = 5.0
 
 
@@ -597,11 +638,11 @@ def rehearse(asked: Asked, file: Path) -> int:
         f"python -m studies.gpu_day rehearse={file}",
     )
     with tempfile.TemporaryDirectory() as place:
-        for part, on in [*((part, "cpu") for part in PARTS), *((part, "stand-in") for part in "decab")]:
+        for part, on in [*((part, "cpu") for part in PARTS), *((part, "stand-in") for part in ON_STANDIN)]:
             output, began = Path(place) / on, time.monotonic()
             left = max(until - began, 0) / 60
             failed = run(Asked(part, output, left, Path(place) / "scratch", small=True, standin=on == "stand-in"))
-            status |= failed and int(on == "cpu" or part in ON_STANDIN)
+            status |= failed
             report = json.loads((output / f"{part}.json").read_text())
             steps = {
                 how: [name for name, one in report["steps"].items() if how in one]

@@ -17,10 +17,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,6 @@ from cotrain.training.assembly import stages, trained_by
 from cotrain.training.callbacks import Averaged, Learning, StandingWeights
 from cotrain.training.fit import TrainingPhase, _loader, _points, _trainer
 from cotrain.training.interrupts import Signals
-from cotrain.training.module import WATCHED
 from cotrain.training.progress import Clock
 from inference import Engine, Sampling
 from inference.measure.environment import environment
@@ -122,7 +121,8 @@ def counted(name: str, arch: str) -> dict[str, Any]:
 
 TRAINED = ("independent", "conditioned", "parallel", "eagle, pruned", "p_eagle, markov", "block, causal", "medusa",
            "hydra", "early_exit", "hybrid")  # fmt: skip
-STEPS, TEXTS = 6, 4  # of a training, and of a step
+STEPS, TEXTS = 3, 4  # of a training, and of a step: the first one stores states of the target, the others read them
+LOGGED = 2  # the step that is logged
 
 
 @cache
@@ -144,9 +144,8 @@ class Training:
         for model in (target, student.network):
             model.float().to(device)  # type: ignore[arg-type]
         cfg, self.target = recipe(), target
-        ids = torch.randint(1, 32, (3 * TEXTS, 24), generator=torch.Generator().manual_seed(0))
-        prompts, lengths = torch.arange(3 * TEXTS) % 5 + 2, torch.arange(3 * TEXTS) % 7 + 18
-        texts = Texts(ids, prompts, lengths, ["a", "b"] * (len(ids) // 2))
+        ids = torch.randint(1, 32, (TEXTS, 24), generator=torch.Generator().manual_seed(0))
+        texts = Texts(ids, torch.arange(TEXTS) + 2, torch.arange(TEXTS) + 18, ["a", "b"] * (TEXTS // 2))
         job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
         held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, stages(cfg.loss), held)
@@ -155,6 +154,13 @@ class Training:
         phase = TrainingPhase(0, 0, STEPS)
         self.trainer = _trainer(job, [*own, *callbacks], phase, STEPS + 1, clock.progress, 0)
         self.loader = _loader(cfg.trainer, phase, 0, none(), texts, self.trainer)
+
+
+@contextmanager
+def logging_soon() -> Iterator[None]:
+    """Steps are logged so often that a short training has one."""
+    with patch("cotrain.training.module.WATCHED", LOGGED), patch("cotrain.training.fit.WATCHED", LOGGED):
+        yield
 
 
 class _Each(Callback):
@@ -168,9 +174,9 @@ class _Each(Callback):
 
 
 def training_counts(kind: str, real: bool = False, then: Callable[[Training], None] | None = None) -> dict[str, Any]:
-    """Launches, copies to the device, those that block, and reads of a training step: "step", the median of those that
-    are not logged, and "logged", of one that is. Of the stand-in also `places`, where the former read. real: on a GPU,
-    by torch's profiler. then: called with the training on the device."""
+    """Launches, copies to the device, those that block, and reads of a training step: "step", of one that is not
+    logged, and "logged", of one that is. Of the stand-in also `places`, where the former read. real: on a GPU, by
+    torch's profiler. then: called with the training on the device."""
     found: dict[int, dict[str, float]] = {}
     places: Counter[str] = Counter()
 
@@ -188,7 +194,7 @@ def training_counts(kind: str, real: bool = False, then: Callable[[Training], No
     def ready(events: Any) -> None:
         found[len(found) + 1] = calls([event.name for event in events.events()])
 
-    with TemporaryDirectory() as place, ExitStack() as within:
+    with TemporaryDirectory() as place, logging_soon(), ExitStack() as within:
         if real:
             schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
             seen = within.enter_context(profile(schedule=schedule, on_trace_ready=ready))
@@ -198,9 +204,7 @@ def training_counts(kind: str, real: bool = False, then: Callable[[Training], No
         training.trainer.fit(training.module, training.loader)
         if then:
             then(training)
-    unlogged = [found[step] for step in range(2, STEPS + 1) if step % WATCHED]
-    step = {name: median_low([one[name] for one in unlogged]) for name in unlogged[0]}
-    return {"step": step, "logged": found[WATCHED]} | ({} if real else {"places": dict(places)})
+    return {"step": found[STEPS], "logged": found[LOGGED]} | ({} if real else {"places": dict(places)})
 
 
 def counted_on_gpu(name: str, some: int = 5) -> dict[str, float]:

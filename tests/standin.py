@@ -358,7 +358,7 @@ class Gpu:
 
     def run(self, func, args, kwargs, some=True):
         """some: whether a tensor of the device is among the arguments."""
-        wanted = self.index(kwargs["device"]) if kwargs.get("device") is not None else None
+        wanted = self.index(kwargs.get("device") or next((x for x in args if isinstance(x, torch.device)), None))
         if not some and wanted is None:
             return func(*args, **kwargs)  # the host's own business
         with torch._C.DisableTorchFunction():  # which would look at every tensor's attributes
@@ -534,6 +534,12 @@ def _registered():
 
         def get_amp_supported_dtype(self):
             return [torch.bfloat16, torch.float16]
+
+        def get_rng_state(self, device=None):  # numbers come from the generator of the CPU
+            return torch.get_rng_state()
+
+        def set_rng_state(self, state, device=None):
+            torch.set_rng_state(state)
 
     made._setup_privateuseone_for_python_backend(INSIDE, backend_module=Module())
     REST.fallback(torch.library.fallthrough_kernel, AUTOCAST)

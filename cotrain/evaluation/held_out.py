@@ -141,10 +141,8 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
     """Return a student's guesses on some texts, and the target's states of these texts, on the student's device."""
     device = student.network.device
     names = "ids", "position_ids", "source"
-    batch = {
-        name: value.to(device) for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None
-    }
-    batch["temperature"] = torch.full((len(rows),), held.temperature, device=device)
+    batch = {name: value for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None}
+    batch["temperature"] = torch.full((len(rows),), held.temperature)
     record = held.at(rows, device)
     return student.guesses(batch, Seen(record)), record
 
@@ -227,7 +225,7 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
-    mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1)).to(ids.device)
+    mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1))
     following = ids.roll(-1, 1)
     target: TargetDistributions = FromStates(record[LAST], head_target)
     options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
@@ -256,8 +254,9 @@ def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
     """Put values (n,) at flat positions `at` (n,) into a grid (B, T) on the CPU. The mask's other positions get
     `never`, and positions outside the mask get 0."""
+    values = values.cpu()
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
-    return grid.flatten().index_copy(0, at, values).view(mask.shape).cpu()
+    return grid.flatten().index_copy(0, at, values).view(mask.shape)
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses.chunked import CHUNK, log_probs, served
+from cotrain.losses.guess import chosen, numbers, picked
 from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
 
@@ -74,10 +75,10 @@ def positions(
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
         context = torch.arange(1, inside.shape[1] + 1).expand_as(inside).flatten()
-        for i in inside.flatten()[guess.at.cpu()].nonzero().squeeze(-1).to(guess.at.device).split(CHUNK):
+        for i in numbers(chosen(inside, guess.at)).split(CHUNK):
             at = guess.at[i]
-            part = Guess(guess.depth, at, guess.states[i], guess.head)
-            yield record[LAST].flatten(0, 1)[at], part, context[at.cpu()], rows[at.cpu() // inside.shape[1]]
+            part = Guess(guess.depth, at, picked(guess.states, i), guess.head)
+            yield chosen(record[LAST], at), part, context[at], rows[at // inside.shape[1]]
         if read:
             read(len(rows))
 

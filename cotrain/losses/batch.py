@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from cotrain import acceptance
 from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, chunked, token_logs
-from cotrain.losses.guess import ANY, Guess, draftable
+from cotrain.losses.guess import ANY, Guess, draftable, numbers, sent
 from cotrain.losses.sequence import columns, from_columns, mask_impossible, to_columns
 from cotrain.losses.spec import LossSpec, Term
 
@@ -25,9 +25,9 @@ DECAY = 0.8  # the weight of depth j is DECAY ** j if the exact one is unknown (
 class LossBatch:
     """The part of a batch that is the same for every guess.
 
-    target: the target's distributions. ids (B, T). temperature (B,). sampled (B, T-1) bool: whether the target sampled
-    the next token. truncate: the top-k / top-p cut of the regime. chunk: the number of positions whose distributions
-    are in memory at once.
+    target: the target's distributions. ids (B, T). On the CPU: temperature (B,), and sampled (B, T-1) bool, whether the
+    target sampled the next token. truncate: the top-k / top-p cut of the regime. chunk: the number of positions whose
+    distributions are in memory at once.
     """
 
     target: TargetDistributions
@@ -45,7 +45,7 @@ class LossBatch:
     @property
     def lengths(self) -> Tensor:
         """Return the number of tokens of each completion (B,)."""
-        return self.sampled.sum(1)
+        return sent(self.sampled.sum(1), self.ids.device)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
         """Return log p(x) and log q(x) of the sampled tokens, (B, L) each, with every completion starting in column 0.
@@ -53,12 +53,13 @@ class LossBatch:
         If the student makes one guess for each depth, the shape is (B, L, K). The last axis is then the depth at which
         the token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
         """
-        mask, at = pad(self.sampled, (0, 1)), columns(self.sampled)
+        mask, at = pad(self.sampled, (0, 1)), sent(columns(self.sampled), self.ids.device)
         pairs = []
         for guess in guesses:
-            logs = token_logs(self.target, guess, self.following, draftable(mask, guess.depth), self.temperature,
-                              chunk=self.chunk, truncate=self.truncate)  # fmt: skip
-            pairs.append(_fill_dropped(*logs, guess))
+            here = draftable(mask, guess.depth)
+            logs = token_logs(self.target, guess, self.following, here, self.temperature, chunk=self.chunk,
+                              truncate=self.truncate)  # fmt: skip
+            pairs.append(_fill_dropped(*logs, guess, here))
         pairs = [mask_impossible(to_columns(logp, at), to_columns(logq, at)) for logp, logq in pairs]
         if guesses[0].depth == ANY:
             return pairs[0]
@@ -108,21 +109,24 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
     return plain / plain.sum()
 
 
-def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess) -> tuple[Tensor, Tensor]:
-    """Complete log p(x) and log q(x), (B, T), of a guess that was made at a random share of its positions.
+def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Complete log p(x) and log q(x), (B, T), of a guess that was made at a random share of its positions. mask (B, T):
+    the positions that count.
 
     Positions without a guess get the mean acceptance of the positions with a guess. The guess's gradient is divided by
     the share, so that it stands for all positions.
     """
     if guess.share == 1:
         return logp, logq
-    computed = torch.zeros_like(logp, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(logp.shape)
-    r = acceptance.r_from(logp.detach(), logq.detach())
-    mean = r[computed & (logq > -torch.inf)].mean().nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # NaN if empty
+    computed = torch.zeros(mask.shape, dtype=torch.bool).flatten().index_fill(0, guess.at, True).view(mask.shape)
+    at = sent(numbers(computed & mask), logp.device)
+    r, possible = (side.flatten()[at] for side in (acceptance.r_from(logp.detach(), logq.detach()), logq > -torch.inf))
+    mean = (r * possible).sum() / possible.sum()
+    mean = mean.nan_to_num().clamp(min=torch.finfo(r.dtype).tiny)  # NaN if empty
     if logq.requires_grad:
         logq = logq.clone()
         logq.register_hook(lambda slope: slope / guess.share)
-    return logp, torch.where(computed, logq, mean.log())
+    return logp, torch.where(sent(computed, logq.device), logq, mean.log())
 
 
 def _draft_length(logs: Tensor, k: int) -> int:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from cotrain import losses
-from cotrain.losses.guess import Guess, Pruned
+from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked, sent
 from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
 CHUNK = 512  # default number of positions whose distributions are in memory at once
@@ -48,21 +48,21 @@ class TargetDistributions(Protocol):
     def trained(self) -> bool: ...
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        """Return log p as served (n,C) at flat positions (n,), given temperature (n,). pruned: the pruned head of the
-        guess; the last column is then the mass of all tokens outside `pruned.ids`."""
+        """Return log p as served (n,C) at flat positions (n,), given temperature (n,), both on the CPU. pruned: the
+        pruned head of the guess; the last column is then the mass of all tokens outside `pruned.ids`."""
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return log softmax(logits / temperature) (n,V), in float32 or better. temperature (n,): 0 counts as 1."""
-    return log_probs_at(wide(logits), temperature.masked_fill(temperature == 0, 1.0).to(logits.device))
+    return log_probs_at(wide(logits), sent(temperature.masked_fill(temperature == 0, 1.0), logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """Return log distributions (n,V), made one-hot at the first maximum in rows of temperature 0."""
+    """Return log distributions (n,V), made one-hot at the first maximum in rows of temperature 0 (n,)."""
     zero = temperature == 0
     if not bool(zero.any()):
         return logs
-    return torch.where(zero[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
+    return torch.where(sent(zero, logs.device)[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
@@ -115,17 +115,18 @@ def chunked(
     shapes that do not fit.
     """
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
-    weight = mask.flatten()[guess.at]  # (N,)
+    weight = chosen(mask, guess.at)  # (N,)
 
     def part(i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logp, logq = rows.distributions(i, states)
-        values = loss(logp, logq) * weight[i]
+        here = sent(picked(weight, i), logq.device)
+        values = loss(logp, logq) * here
         if not measured:
             return values, values.new_full((len(i), 2 + len(terms)), math.nan)
-        separate = [term(logp, logq.detach()) * weight[i] for term in terms]
+        separate = [term(logp, logq.detach()) * here for term in terms]
         return values, rows.statistics(logp, logq, i, separate)  # last: recomputation in backward ends before it
 
-    counted = weight.nonzero().squeeze(-1)  # (n,)
+    counted = numbers(weight).cpu()  # (n,)
     chunks = counted.split(chunk)
     if guess.parameters and len(chunks) > 1 and torch.is_grad_enabled() and not target.trained:
         total, figures = EagerSum.apply(part, chunks, guess.states, *guess.parameters)
@@ -158,11 +159,11 @@ class EagerSum(torch.autograd.Function):
         total, figures = None, []
         for i in chunks:
             with torch.enable_grad():
-                rows = states[i].detach().requires_grad_()
+                rows = picked(states, i).detach().requires_grad_()
                 values, of_chunk = part(i, rows)
                 value = values.sum()
                 here = torch.autograd.grad(value, [rows, *learning])
-            slopes[0].index_copy_(0, i, here[0])
+            slopes[0].index_copy_(0, sent(i, states.device), here[0])
             for slope, more in zip(slopes[1:], here[1:], strict=True):
                 slope += more
             total = value.detach() if total is None else total + value.detach()
@@ -201,10 +202,11 @@ def token_logs(
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.distributions(i)
-        return _logs_of(rows.columns(x.flatten()[guess.at[i]]), logp, logq)
+        return _logs_of(rows.columns(chosen(x, guess.at[i])), logp, logq)
 
-    counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
-    logs, at = torch.cat(_each(part, counted.split(chunk))), guess.at[counted]  # (n,2), (n,)
+    counted = numbers(chosen(mask, guess.at))
+    logs = torch.cat(_each(part, counted.split(chunk)))  # (n,2)
+    at = sent(guess.at[counted], logs.device)  # (n,)
     logp, logq = (logs.new_full((x.numel(),), default).index_put((at,), side)
                   for default, side in zip((0.0, -math.inf), logs.unbind(-1), strict=True))  # fmt: skip
     return logp.view(x.shape), logq.view(x.shape)
@@ -250,14 +252,14 @@ def compared(
 
     def part(i: Tensor) -> Tensor:
         logp, logq = rows.distributions(i)
-        served, tokens = rows.served(logq, i), rows.columns(x.flatten()[guess.at[i]])
+        served, tokens = rows.served(logq, i), rows.columns(chosen(x, guess.at[i]))
         top = logq.max(-1)
         hit = (top.indices == tokens).to(logq)
         values = [losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)]
         values += [losses.entropy(logq), hit, top.values.exp()]
         return torch.cat([_logs_of(tokens, logp, served), torch.stack(values, -1)], -1)  # (n,8)
 
-    counted = mask.flatten()[guess.at].nonzero().squeeze(-1)
+    counted = numbers(chosen(mask, guess.at))
     return Comparison(guess.at[counted], *torch.cat([part(i) for i in counted.split(chunk)]).unbind(-1))
 
 
@@ -279,14 +281,15 @@ def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
 class _Rows:
     target: TargetDistributions
     guess: Guess
-    temperature: Tensor  # (B*T,)
+    temperature: Tensor  # (B*T,), on the CPU
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return log p as served, and log q, not truncated, of guesses i (n,). Both have shape (n,C). log p has no
         gradient unless the target is trained. states (n,Dq): the draft's states of these guesses, if they have already
         been indexed."""
-        states, at, pruned = self.guess.states[i] if states is None else states, self.guess.at[i], self.guess.pruned
+        states = picked(self.guess.states, i) if states is None else states
+        at, pruned = self.guess.at[i], self.guess.pruned
         logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
         if pruned is not None:
             logq = pad(logq, (0, 1), value=-math.inf)
@@ -314,7 +317,7 @@ class _Rows:
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
     """Sum up figures (n,2+m) of guesses at flat positions (n,)."""
-    alphas = figures.new_zeros(mask.numel()).scatter(0, at, figures[:, 0]).view(mask.shape)
+    alphas = figures.new_zeros(mask.numel()).scatter(0, sent(at, figures.device), figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], alphas, figures[:, 2:].sum(0))
 
@@ -322,12 +325,7 @@ def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
 def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     """Expand a temperature to (B*T,). It may be a number, (B,) or (B,T). Raises ValueError for other shapes or values <
     0."""
-    given, dtype = torch.as_tensor(temperature), wide(like[:0]).dtype
-    negative = given.device.type == "cpu" and bool((given < 0).any())  # a GPU would be waited for, as by a copy
-    if isinstance(temperature, Tensor):
-        t = given.to(like.device, dtype)
-    else:
-        t = torch.full((), temperature, dtype=dtype, device=like.device)
-    if t.shape not in (torch.Size(()), shape[:1], shape) or negative:
+    t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype)
+    if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")
     return (t[:, None] if t.ndim == 1 else t).expand(shape).flatten()

@@ -21,14 +21,27 @@ def draftable(mask: Tensor, depth: int) -> Tensor:
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Return the numbers (N,) of the places of a mask (B, R) that are True, row by row. A GPU is waited for."""
+    """Return the numbers (N,) of the places of a mask (B, R) that are True, row by row. A mask on a GPU is waited for,
+    so masks of a batch stay on the CPU."""
     return mask.flatten().nonzero().squeeze(-1)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device, without a wait for it."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def picked(values: Tensor, places: Tensor) -> Tensor:
+    """Return the values (R, ...) at places (N,)."""
+    return values[sent(places, values.device)]
 
 
 def chosen(values: Tensor, places: Tensor | None) -> Tensor:
     """Return the values (B, R, ...) at the `numbers` of places (N,), or at all places for None, row by row."""
     flat = values.flatten(0, 1)
-    return flat if places is None else flat[places.to(flat.device)]
+    return flat if places is None else picked(flat, places)
 
 
 class Pruned(NamedTuple):
@@ -46,7 +59,7 @@ class Guess:
 
     depth: 0-based. Position t of a text predicts token t + 1, in the round whose first new token is t + 1 - depth. ANY
     means that the distribution at a position is the same at every depth. at (N,) int64: flat positions b * T + t,
-    without duplicates. states (N, Dq): the draft's states at these positions. head: (n, Dq) -> logits (n, V).
+    without duplicates, on the CPU. states (N, Dq): the draft's states there. head: (n, Dq) -> logits (n, V).
     parameters: all trained parameters of the head; if they are given, a loss computes each chunk only once. share: the
     fraction of the depth's positions that were drawn at random for this guess; sums over them are divided by it.
     pruned: the part of the head with finite logits, if the draft has a pruned vocabulary. A loss then computes Vd + 1
@@ -67,7 +80,7 @@ class Guess:
         pruned: Pruned | None = None,
     ) -> "Guess":  # fmt: skip
         """Return a guess at every position, from states (B, T, Dq)."""
-        at = torch.arange(states.shape[0] * states.shape[1], device=states.device)
+        at = torch.arange(states.shape[0] * states.shape[1])
         return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)
 
     def whole(self) -> "Guess":

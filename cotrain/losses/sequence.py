@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cotrain import acceptance
+from cotrain.losses.guess import chosen, numbers, sent
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
@@ -50,8 +51,9 @@ def to_columns(values: Tensor, at: Tensor) -> Tensor:
 def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
     """Put values (B, L) of completions at their positions (B, T), with 0 elsewhere. It is the inverse of
     `to_columns`."""
-    inside = torch.arange(values.shape[1], device=values.device) < sampled.sum(1, keepdim=True)
-    return values.new_zeros(sampled.shape).masked_scatter(sampled, values[inside])
+    inside = numbers(torch.arange(values.shape[1]) < sampled.sum(1, keepdim=True))
+    at = sent(numbers(sampled), values.device)
+    return values.new_zeros(sampled.numel()).index_copy(0, at, chosen(values, inside)).view(sampled.shape)
 
 
 def mask_impossible(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,7 @@ class Student(Protocol):
     network: PreTrainedModel
     target: PreTrainedModel | None
     vocabulary: int | None
+    largest: int | None = None  # id of a pruned vocabulary, read once: a GPU is waited for
 
     def __init__(
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
@@ -135,6 +136,13 @@ class Student(Protocol):
         folder."""
         return False
 
+    def pruned_to(self, ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
+        """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have
+        mass. Return None if one of the tokens can have no mass, as in the padding of a target's head."""
+        if self.largest is None:
+            self.largest = int(ids.max())
+        return Pruned(ids, head, size) if self.largest < size else None
+
     def know(self, counts: Tensor) -> None:
         """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary. counts (V,): how often each id is
         in texts."""
@@ -144,10 +152,10 @@ class Student(Protocol):
         """Return the predictions for a batch: one guess for each depth 0, 1, ..., or a single guess of depth ANY.
 
         batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, position_ids (B, T) if texts are
-        packed, and source (B, S) if they have sources. A training step adds uniforms (B, T), for random choices, and
-        predicted (B, T-1), which says whether the loss counts the token after each position. A guess may depend on the
-        text before its round. From the round's first new token on, it may depend only on the drafts before it. Those
-        drafts are tokens of the text itself.
+        packed, and source (B, S) if they have sources, all on the CPU. A training step adds uniforms (B, T), for random
+        choices, and predicted (B, T-1), which says whether the loss counts the token after each position. A guess may
+        depend on the text before its round. From the round's first new token on, it may depend only on the drafts
+        before it. Those drafts are tokens of the text itself.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
@@ -185,12 +193,6 @@ def student_class(kind: str) -> type[Student]:
     module, _, name = KINDS[kind].partition(":")
     student: type[Student] = getattr(import_module(module), name)
     return student
-
-
-def pruned_to(ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-    """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have mass.
-    Return None if one of the tokens can have no mass, as in the padding of a target's head."""
-    return Pruned(ids, head, size) if int(ids.max()) < size else None
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:

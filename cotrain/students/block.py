@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.losses.guess import sent
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
 from cotrain.students.parallel import KEEP, starts
@@ -72,28 +73,29 @@ class BlockStudent(EagleStudent):
         j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
-        K, anchors, apart = network.config.depths, starts(batch, ids.device), 1
+        K, anchors, apart = network.config.depths, starts(batch), 1
         anchors = anchors[anchors > 0]  # a block needs a state
         if u is not None:
-            u = u[0].to(ids.device)
+            u = u[0]
             apart = max(min(round(SPARE * sum(KEEP**depth for depth in range(K))), len(anchors)), 1)
             anchors = anchors[int(u[0] * apart) :: apart]
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        if (given := batch.get("position_ids")) is not None:
-            positions = given.to(ids.device)
-        texts = segments(positions)
-        context = network.context(network.features(seen.states), *network.angles(positions))
+        positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
+        texts, device = segments(positions), network.device
+        read = [sent(one, device) for one in (ids, positions, texts)]
+        context = network.context(network.features(seen.states), *network.angles(read[1]))
         most = max(MOST_QUERIES * ids.shape[1] // (1 + K), 1)
-        states = torch.cat([self._states(ids, positions, texts, part, context) for part in anchors.split(most)], 1)
+        parts = sent(anchors, device).split(most)
+        states = torch.cat([self._states(read[0], read[1], read[2], part, context) for part in parts], 1)
         guesses, parameters, pruned = [], tuple(network.lm_head.parameters()), self.pruned
         for depth in range(K):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
             if u is not None:
-                chosen = u[anchors[columns]] < KEEP**depth
-                rows, columns = rows[chosen], columns[chosen]
+                kept = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[kept], columns[kept]
             at = rows * ids.shape[1] + anchors[columns] + depth
-            guesses.append(Guess(depth, at, states[rows, columns, depth], self.head, parameters, share, pruned))
+            of_depth = states[sent(rows, device), sent(columns, device), depth]
+            guesses.append(Guess(depth, at, of_depth, self.head, parameters, share, pruned))
         return self.after_tokens(guesses, ids)
 
     @staticmethod

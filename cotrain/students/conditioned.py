@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.losses.guess import sent
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import IndependentStudent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
@@ -42,7 +43,7 @@ class ConditionedStudent(IndependentStudent):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         states = self.read(batch["ids"], batch.get("position_ids"))
-        states = states * self._scale(batch["temperature"]).to(states)
+        states = states * self._scale(sent(batch["temperature"], states.device)).to(states)
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:

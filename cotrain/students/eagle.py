@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import Pruned, chosen, numbers
-from cotrain.students.base import Guess, Seen, Student, pruned_to
+from cotrain.losses.guess import Pruned, chosen, numbers, sent
+from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
 from inference.models.llama import has_kernel
@@ -132,17 +132,18 @@ class EagleStudent(Student):
         """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
         network = self.network
         size = self.vocabulary or network.config.vocab_size
-        return pruned_to(network.known, network.lm_head, size) if network.pruned else None
+        return self.pruned_to(network.known, network.lm_head, size) if network.pruned else None
 
     def know(self, counts: Tensor) -> None:
         """Choose the most frequent tokens, by counts (V,), as the pruned vocabulary, with their rows of the head."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
+            self.largest = None
             self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         network, ids = self.network, batch["ids"]
-        rounds = EagleRounds(ids, batch.get("position_ids"))
+        rounds = EagleRounds(ids, batch.get("position_ids"), network.device)
         features, attention = network.features(seen.states), RoundAttention(network.groups, network.scale)
         guesses, pruned = [], self.pruned
         depths = network.config.depths if torch.is_grad_enabled() else max(network.config.depths, JUDGED)
@@ -160,7 +161,7 @@ class EagleStudent(Student):
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the target's embeddings (B, n, H) of ids (B, n), in the draft's dtype."""
         with torch.no_grad():
-            embedded: Tensor = self.target.get_input_embeddings()(ids)
+            embedded: Tensor = self.target.get_input_embeddings()(sent(ids, self.network.device))
         return embedded.to(self.network.fc.weight.dtype)
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
@@ -187,26 +188,24 @@ class EagleStudent(Student):
 
 class EagleRounds:
     """The rounds of texts ids (B, T), one for each position m except the last. position_ids (B, T): given if texts are
-    packed; a round then reads and drafts only its own text.
+    packed; a round then reads and drafts only its own text. Both are on the CPU, what networks read is on `device`.
 
-    positions (B, T-1): the position of each pair in its text.
+    positions (B, T-1): the position of each pair in its text. text (B, T), on the CPU: see `segments`.
     sees (B, T-1, T-1) bool: entry [b, m, s] says whether round m reads the target's pair s.
     """
 
-    def __init__(self, ids: Tensor, position_ids: Tensor | None) -> None:
-        B, T = ids.shape
-        every = torch.arange(T, device=ids.device).expand(B, T)
-        positions = every if position_ids is None else position_ids
+    def __init__(self, ids: Tensor, position_ids: Tensor | None, device: torch.device) -> None:
+        every = torch.arange(ids.shape[1])
+        positions = every.expand(ids.shape) if position_ids is None else position_ids
         self.packed, self.text = position_ids is not None, segments(positions)
-        self.positions = positions[:, :-1]
-        of = self.text[:, :-1]
-        self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (every[:, None, :-1] <= every[:, :-1, None])
+        self.positions, of, before = (sent(one, device) for one in (positions[:, :-1], self.text[:, :-1], every[:-1]))
+        self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return the flat positions (N,) of a depth's guesses, and the flat numbers (N,), among B * (T-1-depth), of the
         rounds that make one. These are the rounds whose drafts stay within their text; None: all of them."""
         T = self.text.shape[1]
-        at = torch.arange(self.text.numel(), device=self.text.device).view(self.text.shape)[:, depth + 1 :]
+        at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
         inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
         return chosen(at, inside), inside
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import chosen, numbers
+from cotrain.losses.guess import chosen, numbers, sent
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.eagle import segments
 from cotrain.students.independent import pretrained_network
@@ -78,12 +78,12 @@ class EarlyExitStudent(Student):
         _refuse_windows(self.target, self.network.config.rank)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        ids, position_ids = batch["ids"].to(self.model.device), batch.get("position_ids")
+        ids, position_ids = batch["ids"], batch.get("position_ids")
         head = halves(self.model, self.vocabulary)[1]
         if not self.network.config.rank:
             return [Guess.everywhere(self.whole(ids, position_ids), head)]
         within = _within(ids, position_ids)
-        flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        flat = torch.arange(ids.numel()).view(ids.shape)
         guesses = []
         for depth, states in enumerate(self._by_depth(ids, within)):
             inside = None if position_ids is None else numbers(within[:, depth:] >= depth)  # the anchor is in the text
@@ -93,6 +93,7 @@ class EarlyExitStudent(Student):
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
         """Return the states (B, T, width) of each depth."""
         copies, T = self.network.config.depths + 1, ids.shape[1]
+        ids, within = (sent(one, self.model.device) for one in (ids, within))
         model = self._with_rounds(T)
         states = model.base_model(
             input_ids=ids.repeat(1, copies),
@@ -139,10 +140,10 @@ def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
     """Return each token's position in its own text (B, T); a row may hold several texts."""
-    every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    every = torch.arange(ids.shape[1]).expand(ids.shape)
     if position_ids is None:
         return every
-    text = segments(position_ids.to(ids.device))
+    text = segments(position_ids)
     begins = nn.functional.pad(text.diff(dim=1) > 0, (1, 0), value=True)
     return every - torch.where(begins, every, 0).cummax(1).values
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import chosen, numbers
+from cotrain.losses.guess import chosen, numbers, sent
 from cotrain.students.base import LAST, Guess, Seen, Student
 from cotrain.students.eagle import refuse_other
 from cotrain.students.independent import pretrained_network
@@ -107,7 +107,7 @@ class HydraStudent(MedusaStudent):
         token m + 1 + i of the text."""
         network, states = self.network, []
         with torch.no_grad():
-            embedded = self.target.get_input_embeddings()(ids.to(newest.device)).to(newest.dtype)
+            embedded = self.target.get_input_embeddings()(sent(ids, newest.device)).to(newest.dtype)
         # the sums of the heads that have not been computed yet, so of heads j, j + 1, ... in the loop
         sums = network.read_state(newest.flatten(0, 1), depths).unflatten(1, newest.shape[:2])
         for j in range(depths):
@@ -125,10 +125,9 @@ class HeadRounds:
     round then drafts only tokens of its own text. depths: the number of depths that at least one round has."""
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
-        every = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         self.packed = position_ids is not None
-        self.positions = every if position_ids is None else position_ids.to(ids.device)
-        self.flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        self.positions = torch.arange(ids.shape[1]).expand(ids.shape) if position_ids is None else position_ids
+        self.flat = torch.arange(ids.numel()).view(ids.shape)
         self.depths = min(heads, ids.shape[1] - 1)
 
     def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,5 +135,4 @@ class HeadRounds:
         round, with R >= T-1-depth."""
         gap = depth + 1
         inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
-        at, states = self.flat[:, gap:].to(states.device), states[:, : self.flat.shape[1] - gap]
-        return chosen(at, inside), chosen(states, inside)
+        return chosen(self.flat[:, gap:], inside), chosen(states[:, : self.flat.shape[1] - gap], inside)

@@ -29,7 +29,7 @@ from transformers import (
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned
-from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, pruned_to, refuse_keys
+from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
@@ -125,7 +125,7 @@ class IndependentStudent(Student):
         """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
         if self.small is None or self.small.known is None:
             return None
-        return pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)
+        return self.pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)
 
     @property
     def undecided(self) -> bool:
@@ -136,6 +136,7 @@ class IndependentStudent(Student):
         draft begins with are copied."""
         if self.small is not None and self.small.known is not None:
             top = counts[: self.vocabulary].topk(len(self.small.known)).indices
+            self.largest = None
             self.small.know(sorted(top.tolist()))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cotrain.losses.guess import Guess
+from cotrain.losses.guess import Guess, sent
 from inference.models.markov import MarkovHead
 
 Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, columns)
@@ -20,13 +20,14 @@ def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spre
     """Return the guesses with a term added to the logits, which the Markov head computes from the token before each
     guess.
 
-    ids (B, T): the text. The token before a guess is read from it, as if the round had accepted all its earlier drafts.
+    ids (B, T): the text, on the CPU. The token before a guess is read from it, as if the round had accepted all its
+    earlier drafts.
     spread: a function that maps the term (n, Vd) to (n, V), the shape of the guesses' logits.
     """
 
     def joined(guess: Guess) -> Guess:
         states, width = guess.states, guess.states.shape[-1]
-        rows = markov.markov_w1(ids.flatten()[guess.at.to(ids.device)]).to(states)
+        rows = markov.markov_w1(sent(ids.flatten()[guess.at], states.device)).to(states)
 
         def with_term(head: Columns, place: Columns) -> Columns:
             return lambda read: head(read[..., :width]) + place(markov.markov_w2(read[..., width:]))

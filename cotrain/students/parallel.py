@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import chosen
+from cotrain.losses.guess import chosen, numbers, sent
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import IndependentStudent
@@ -97,16 +97,15 @@ class ParallelStudent(IndependentStudent):
         If the batch has `uniforms` (a training step), later depths are computed after a random part of the starts, see
         `masks_after`, and only after starts with tokens that the loss counts.
         """
-        device, u = self.network.device, batch.get("uniforms")
-        ids, position_ids = batch["ids"].to(device), batch.get("position_ids")
+        ids, position_ids, u = batch["ids"], batch.get("position_ids"), batch.get("uniforms")
         length = ids.shape[1]
-        masks = masks_after(starts(batch, device), length, self.depths, None if u is None else u[0].to(device), KEEP)
-        texts = None if position_ids is None else segments(position_ids.to(device))
+        masks = masks_after(starts(batch), length, self.depths, None if u is None else u[0], KEEP)
+        texts = None if position_ids is None else segments(position_ids)
         states = self._states(ids, position_ids, masks)
         guesses = [self.everywhere(states[:, :length], depth=0)]
         for depth in range(1, self.depths):
             at, of_masks = positions_of(masks, depth, ids, texts)
-            of_depth = states[:, length:].flatten(0, 1)[of_masks]
+            of_depth = chosen(states[:, length:], of_masks)
             share = 1.0 if u is None else KEEP**depth
             guesses.append(replace(guesses[0], depth=depth, at=at, states=of_depth, share=share))
         markov = markov_of(self.network)
@@ -117,10 +116,11 @@ class ParallelStudent(IndependentStudent):
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
         """Return the states (B, T + M, D) of the tokens, then of the masks."""
-        rows, length = ids.shape
-        positions = torch.arange(length, device=ids.device).expand(rows, -1) if position_ids is None else position_ids
-        positions = positions.to(ids.device)
-        attention_mask = visible(masks, length, None if position_ids is None else segments(positions))
+        (rows, length), device = ids.shape, self.network.device
+        positions = torch.arange(length).expand(rows, -1) if position_ids is None else position_ids
+        texts = None if position_ids is None else sent(segments(positions), device)
+        ids, positions, masks = sent(ids, device), sent(positions, device), masks.to(device)
+        attention_mask = visible(masks, length, texts)
         if self.network.config._attn_implementation != "sdpa":
             attention_mask = additive(attention_mask, self.network.dtype)
         states: Tensor = self.network.base_model(
@@ -187,9 +187,9 @@ class PEagleStudent(EagleStudent):
         `masks_after`, and only for rounds with tokens that the loss counts.
         """
         ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
-        rounds = EagleRounds(ids, batch.get("position_ids"))
-        uniforms = None if u is None else u[0, 1:].to(ids.device)
-        masks = masks_after(starts(batch, ids.device, 1), ids.shape[1] - 1, depths, uniforms, KEEP)
+        rounds = EagleRounds(ids, batch.get("position_ids"), self.network.device)
+        uniforms = None if u is None else u[0, 1:]
+        masks = masks_after(starts(batch, 1), ids.shape[1] - 1, depths, uniforms, KEEP)
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
         at, inside = rounds.of(0)
@@ -197,7 +197,7 @@ class PEagleStudent(EagleStudent):
         guesses = [Guess(0, at, chosen(states[:, : ids.shape[1] - 1], inside), *head, pruned=pruned)]
         for depth in range(1, depths):
             at, of_masks = positions_of(masks, depth, ids, rounds.text if rounds.packed else None, 1)
-            of_depth = states[:, ids.shape[1] - 1 :].flatten(0, 1)[of_masks]
+            of_depth = chosen(states[:, ids.shape[1] - 1 :], of_masks)
             share = 1.0 if u is None else KEEP**depth
             guesses.append(Guess(depth, at, of_depth, *head, share=share, pruned=pruned))
         return self.after_tokens(guesses, ids)
@@ -210,11 +210,13 @@ class PEagleStudent(EagleStudent):
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
         """Return the states (B, P + M, H), after the norm, of the pairs, then of the masks."""
         network, (rows, length) = self.network, ids.shape
+        text, masks = sent(rounds.text[:, :-1], network.device), masks.to(network.device)
+        ids = sent(ids, network.device)
         tokens = torch.cat([ids[:, 1:], ids.new_full((rows, len(masks.start)), network.mask)], 1)
         theirs = network.features(seen.states)[:, : length - 1]
         ours = network.mask_features().expand(rows, len(masks.start), -1)
         positions = torch.cat([rounds.positions, rounds.positions[:, masks.start] + masks.depth], 1)
-        attend = attend_under(visible(masks, length - 1, rounds.text[:, :-1]), network.groups, network.scale)
+        attend = attend_under(visible(masks, length - 1, text), network.groups, network.scale)
         features = torch.cat([theirs, ours], 1)
         outputs = network.layer(self.embedded(tokens), features, *network.angles(positions), attend)
         states: Tensor = network.norm(outputs)
@@ -263,6 +265,9 @@ class Masks(NamedTuple):
     start: Tensor
     depth: Tensor
 
+    def to(self, device: torch.device) -> "Masks":
+        return Masks(sent(self.start, device), sent(self.depth, device))
+
     @property
     def position(self) -> Tensor:
         """(M,): the position whose distribution each mask predicts."""
@@ -280,20 +285,19 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
     for depth in range(1, depths):
         here = starts[starts + depth < length]
         by_depth.append(here if u is None else here[u[here] < keep**depth])
-    sizes = torch.tensor([len(here) for here in by_depth], device=starts.device)
-    each = torch.arange(1, depths, device=starts.device).repeat_interleave(sizes)
+    each = torch.arange(1, depths).repeat_interleave(torch.tensor([len(here) for here in by_depth], dtype=torch.int64))
     return Masks(torch.cat([starts[:0], *by_depth]), each)
 
 
-def starts(batch: Mapping[str, Any], device: torch.device, gap: int = 0) -> Tensor:
+def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
     """Return the starts (S,) of rounds, `gap` positions before their anchors.
 
     A training step (a batch with `uniforms`) uses only starts whose anchor precedes a counted token in some text of the
     batch. Otherwise all positions are starts.
     """
     if "uniforms" not in batch:
-        return torch.arange(batch["ids"].shape[1] - gap, device=device)
-    return batch["predicted"][:, gap:].any(0).nonzero().squeeze(-1).to(device)
+        return torch.arange(batch["ids"].shape[1] - gap)
+    return numbers(batch["predicted"][:, gap:].any(0))
 
 
 def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
@@ -303,8 +307,7 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
     texts: see `segments`; given if texts are packed, and then masks whose round leaves its text are left out. gap: see
     `starts`.
     """
-    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-    column = (masks.depth == depth).nonzero().squeeze(-1)
+    rows, column = torch.arange(len(ids)).unsqueeze(1), numbers(masks.depth == depth)
     position = masks.position[column] + gap
     at, of_masks = rows * ids.shape[1] + position, rows * len(masks.depth) + column
     if texts is None:

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from cotrain.data.fingerprints import differences
+from cotrain.losses.guess import sent
 from cotrain.teacher.target_model import Reader, Record
 from inference.drafts.atomic import write_atomic
 from inference.models.passes import LAST
@@ -109,7 +110,7 @@ def rows_of(record: Record) -> list[Record]:
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
     """Join records of one text to a record of B texts. It is the inverse of `rows_of`."""
-    return {part: torch.stack([row[part] for row in records]).to(device, non_blocking=True) for part in records[0]}
+    return {part: sent(torch.stack([row[part] for row in records]), device) for part in records[0]}
 
 
 def nbytes(record: Record) -> int:

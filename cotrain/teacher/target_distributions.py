@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, over_positions, served
-from cotrain.losses.guess import Guess, Pruned
+from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked
 from cotrain.teacher.target_model import Head
 
 # bytes of a batch's distributions that are computed once for all guesses, and how many times that on a GPU, whose
@@ -30,7 +30,7 @@ class FromStates:
     trained: bool = False
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        logs = served(log_probs(self.head(self.states.flatten(0, 1)[at]), temperature), temperature, truncate)
+        logs = served(log_probs(self.head(chosen(self.states, at)), temperature), temperature, truncate)
         return logs if pruned is None else with_rest(logs, pruned.ids)
 
 
@@ -47,8 +47,8 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
 class Remembered:
     """Distributions at some positions of a batch, which are computed once for all of its guesses.
 
-    values (n, C): log p as served. row (B * T,): the row in `values` of each flat position; n, which is no row, for
-    positions that have none.
+    values (n, C): log p as served. row (B * T,), on the CPU: the row in `values` of each flat position; n, which is no
+    row, for positions that have none.
     """
 
     values: Tensor
@@ -56,7 +56,7 @@ class Remembered:
     trained: ClassVar[bool] = False
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        return self.values[self.row[at]]
+        return picked(self.values, self.row[at])
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def remembered(
     wanted = torch.zeros_like(mask).flatten()
     for guess in guesses:
         wanted[guess.at] = True
-    at = (wanted & mask.flatten()).nonzero().squeeze(-1)
+    at = numbers(wanted & mask.flatten())
     each = over_positions(temperature, mask.shape, target.states)
 
     def logs(some: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    masking_utils,
 )
 from transformers import __version__ as transformers_version
+from transformers.masking_utils import find_packed_sequence_indices
 
+from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import refuse_missing, resolve
 from inference.drafts.draft_folder import load_tokenizer
@@ -228,13 +232,37 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
         return states
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
-        return model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions).last_hidden_state
+        states: Tensor = _read(model, ids, position_ids).last_hidden_state
+        return states
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
 
     return decoded if model.config.is_encoder_decoder else hidden, logits
+
+
+def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Any:
+    """Return the output of the body of a causal LM for ids (B, T). position_ids (B, T), on the CPU: None if each row is
+    one text."""
+    masking_utils.find_packed_sequence_indices = _known_texts  # transformers calls it by its name in the module
+    asked = _texts.set((None if position_ids is None else find_packed_sequence_indices(position_ids),))
+    positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
+    try:
+        return model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions)
+    finally:
+        _texts.reset(asked)
+
+
+_texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=None)
+
+
+def _known_texts(position_ids: Tensor) -> Tensor | None:
+    """Replace what transformers asks of position ids (B, T) in each pass, which waits for a GPU: the number of each
+    token's text in its row, or None if rows are one text each. `_read` knows it from the CPU."""
+    known = _texts.get()
+    if known is None:
+        return find_packed_sequence_indices(position_ids)
+    return None if known[0] is None else sent(known[0], position_ids.device)
 
 
 def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
@@ -255,13 +283,13 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
     decoder: Any = model.get_decoder()
-    return decoder(input_ids=ids.to(model.device), encoder_hidden_states=states,
+    return decoder(input_ids=sent(ids, model.device), encoder_hidden_states=states,
                    encoder_attention_mask=_masked(model, source)[1], use_cache=False)  # fmt: skip
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 there."""
-    source = source.to(model.device)
+    source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 
@@ -302,9 +330,8 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
         return {LAST: last} | inner | ({} if encoder is None or ENCODER not in layers else {ENCODER: encoder})
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        positions = {} if position_ids is None else {"position_ids": position_ids.to(model.device)}
         with tapped(model, layers) as states:
-            out = model.base_model(input_ids=ids.to(model.device), use_cache=False, **positions)
+            out = _read(model, ids, position_ids)
         return {LAST: out.last_hidden_state} | {layer: states[layer] for layer in layers}
 
     return decoded if encodes else read

@@ -257,26 +257,26 @@ class Distillation(lightning.LightningModule):
         if not self.batch_sums:
             self.step_figures = {}
         host = batch.get("host", batch)
-        record = self.teacher(batch["ids"], host["key"], batch.get("position_ids"), batch.get("source"))
-        uniforms = self._uniforms(batch["key"], batch["ids"].shape[1])
-        guesses = self.student.guesses(batch | {"uniforms": uniforms}, Seen(record))
+        record = self.teacher(batch["ids"], host["key"], host.get("position_ids"), host.get("source"))
+        uniforms = self._uniforms(host["key"], host["ids"].shape[1])
+        guesses = self.student.guesses(host | {"uniforms": uniforms}, Seen(record))
         refuse_mixed(guesses)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
         if spec.argmax:
             guesses = [guess.whole() for guess in guesses]
         distributions: TargetDistributions = self.distributions(record)
         if len(guesses) > 1 or spec.sequence or spec.weighted:  # else each distribution is read once
-            counted_positions = pad(batch["predicted"] | sampled(batch), (0, 1))
+            counted_positions = pad(host["predicted"] | sampled(host), (0, 1))
             distributions = remembered(
-                distributions, guesses, counted_positions, batch["temperature"], self.truncate, self.chunk
+                distributions, guesses, counted_positions, host["temperature"], self.truncate, self.chunk
             )
-        asked = LossBatch(distributions, batch["ids"], batch["temperature"], sampled(batch), self.truncate, self.chunk)
+        asked = LossBatch(distributions, batch["ids"], host["temperature"], sampled(host), self.truncate, self.chunk)
         logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()
         summands = list(parts.values())
         if spec.position:
-            by_position = step.of_positions(batch["predicted"], self._shares(step), watched)
+            by_position = step.of_positions(host["predicted"], self._shares(step), watched)
             summands, parts = [*summands, by_position.mean], parts | by_position.terms
             if watched:
                 self._note_acceptance(guesses, by_position.statistics)
@@ -346,7 +346,7 @@ class Distillation(lightning.LightningModule):
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Return uniforms (B, T) that depend only on seed, step, text and position, so a resumed run repeats them."""
         step = torch.full_like(keys, self.global_step)
-        return noise.uniform(self.seed, keys, step, torch.arange(positions, device=keys.device), noise.ACCEPT)
+        return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
     def validation_step(self, batch: Any, _: int) -> None:
         """Do nothing: `on_validation_epoch_end` evaluates the held-out texts."""

@@ -17,7 +17,8 @@ from inference.output import Emitted
 from inference.verify import predict_chain
 from inference.verify.rules import Rule, rule_of
 
-CALLS_SIGMAS, DEPTH_SIGMAS = 4, 3
+CALLS_SIGMAS = 4
+FALSE_ALARM = 0.00135  # of check (c): that of three standard deviations, on one side
 RARE = 0.01
 DRAWS = 16  # samples of the rounding that the distributions of a run may have had
 
@@ -132,12 +133,12 @@ class CallsCheck:
 class DepthCheck:
     """The result of check (c). It compares the acceptance rate of first drafts with alpha. rounds: number of rounds
     that drafted. accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at
-    the starts of the rounds. sigma: standard deviation of the acceptance rate."""
+    the starts of the rounds. chance: probability that an exact engine accepts at least as many."""
 
     rounds: int
     accepted: int
     alpha: float
-    sigma: float
+    chance: float
 
     @property
     def measured(self) -> float:
@@ -145,11 +146,13 @@ class DepthCheck:
 
     @property
     def passed(self) -> bool:
-        return _sigmas(self.measured - self.alpha, self.sigma, 1) <= DEPTH_SIGMAS
+        return self.chance >= FALSE_ALARM
 
     def line(self) -> str:
-        return (f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, "
-                f"at most alpha {self.alpha:.4f} + {DEPTH_SIGMAS} x {self.sigma:.4f}")  # fmt: skip
+        return (
+            f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}, "
+            f"probability of so many {self.chance:.2g}, at least {FALSE_ALARM:g}"
+        )
 
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
@@ -181,9 +184,8 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """Run check (c), from alpha = sum_v min(p, q) at the starts of rounds. Returns None if no round drafted.
-
-    sigma^2 = (sum of alpha (1 - alpha) + number of starts at which rounding decides the draft) / rounds^2.
+    """Run check (c), from alpha = sum_v min(p, q) at the starts of rounds. A start at which rounding decides the draft
+    may accept it at any alpha. Returns None if no round drafted.
 
     Raises ValueError if the counts do not belong to the texts.
     """
@@ -194,9 +196,21 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     if rounds == 0:
         return None
     alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
-    sigma = math.sqrt(float((alpha * (1 - alpha)).sum()) + int(near.sum())) / rounds
     accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
-    return DepthCheck(rounds, accepted, float(alpha.mean()), sigma)
+    most = (alpha + 1e-5).clamp(max=1).masked_fill(near, 1)  # float32 distributions are rounded
+    return DepthCheck(rounds, accepted, float(alpha.mean()), at_least(accepted, most))
+
+
+def at_least(count: int, probs: Tensor) -> float:
+    """Return P(at least `count` of independent events occur), given the probability of each (n,)."""
+    parts = torch.stack([1 - probs, probs], -1)  # (n, counts): the distribution of a count in each group of events
+    while len(parts) > 1:
+        if len(parts) % 2:
+            parts = torch.cat([parts, F.one_hot(torch.tensor([0]), parts.shape[1])])
+        size = 2 * parts.shape[1] - 1
+        one, other = (torch.fft.rfft(group, size) for group in (parts[::2], parts[1::2]))
+        parts = torch.fft.irfft(one * other, size)
+    return float(parts[0, count:].sum())
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:

@@ -5,7 +5,7 @@ are differences that rounding can cause. The choice of plain decoding is compute
 the comparison continues after a tie (`ties`).
 
 (b) The number of target calls must be the number expected for the texts (`inference.verify.predict_chain`), within 4
-sigma. (c) Drafts at depth 1 must be accepted no more often than sum_v min(p, q) allows, within 3 sigma (`figures`).
+sigma. (c) So many drafts at depth 1 must not be too unlikely where each is accepted with sum_v min(p, q) (`figures`).
 Both need q at every token of a text. If the proposer is a language model, q comes from one teacher-forced pass
 (`side_by_side`), else from forced rounds (`forced`).
 

@@ -115,7 +115,7 @@ _CALLS = {
 }
 _DEPTH = {
     **dict.fromkeys(("rounds", "accepted"), int),
-    **dict.fromkeys(("alpha", "sigma", "measured"), float),
+    **dict.fromkeys(("alpha", "chance", "measured"), float),
     "passed": bool,
 }
 _LOGITS = {

@@ -19,6 +19,7 @@ from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import Independent
 from studies import real_target, real_target_beside, real_target_cells
+from tests import standin
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder, tokenizer
 
@@ -87,6 +88,13 @@ def test_cells_that_are_missing_are_measured(
     assert "**small, 1 row**\n\n| task | T = 1 | card's settings |\n|---|---|---|\n| chat | " in said
     assert "**both, 2 rows**" in said and "NOT EXACT" not in said
     assert cells(tmp_path) == found
+
+
+def test_a_draft_that_learns_nothing_is_made_on_the_device_of_the_target(target: Path) -> None:
+    with standin.device():
+        cfg = real_target_cells.settings(str(target), [])
+        draft = real_target_cells.draft_of("new", "draft=eagle draft.depths=2", cfg, *models(cfg))
+        assert draft.plan.draft.device == draft.plan.target.device == torch.device("cuda:0")
 
 
 def test_prompts_that_plan_are_not_timed(target: Path) -> None:

@@ -107,8 +107,8 @@ def test_starts_are_those_with_tokens_to_learn() -> None:
     """Pair m has the anchor m + 1."""
     predicted = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
     given = {"ids": IDS[:, :6], "predicted": predicted, "uniforms": torch.zeros(2, 6)}
-    assert starts(given, IDS.device, 1).tolist() == [1, 2] and starts(given, IDS.device).tolist() == [0, 2, 3]
-    assert starts({"ids": given["ids"]}, IDS.device, 1).tolist() == [0, 1, 2, 3, 4]
+    assert starts(given, 1).tolist() == [1, 2] and starts(given).tolist() == [0, 2, 3]
+    assert starts({"ids": given["ids"]}, 1).tolist() == [0, 1, 2, 3, 4]
     by_depth = guessed(student(), **given)
     assert [sorted(guess.at.tolist()) for guess in by_depth[1:]] == [[3, 4, 9, 10], [4, 5, 10, 11]]
 

@@ -167,7 +167,7 @@ def test_tokens_without_a_guess_get_the_mean_acceptance() -> None:
     logp, r = torch.full((1, 4), 0.3).log(), torch.tensor([[0.2, 0.4, 0.0, 0.0]])
     logq = (r * 0.3).log().requires_grad_()
     guess = Guess(2, torch.tensor([0, 1]), torch.zeros(2, 1), lambda states: states, share=0.5)
-    filled = _fill_dropped(logp.masked_fill(r == 0, 0.0), logq, guess)[1]
+    filled = _fill_dropped(logp.masked_fill(r == 0, 0.0), logq, guess, torch.ones(1, 4, dtype=torch.bool))[1]
     torch.testing.assert_close(filled.exp(), torch.tensor([[0.06, 0.12, 0.3, 0.3]]))
     filled.sum().backward()
     assert logq.grad is not None and logq.grad.tolist() == [[2.0, 2.0, 0.0, 0.0]]  # each for two

@@ -1,5 +1,7 @@
 """Texts packed into one block are read, learnt and evaluated as if each were alone."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +49,21 @@ def test_hidden_states_are_those_of_each_text_alone(model: Any) -> None:
     alone = torch.cat([read(part) for part in IDS.split(LENGTHS, 1)], 1)
     torch.testing.assert_close(read(IDS, POSITIONS), alone, rtol=0, atol=1e-5)
     assert (read(IDS) - alone).abs().max() > 1e-2 and keeps_apart(network, read)
+
+
+def test_threads_read_their_own_texts() -> None:
+    """transformers is told by a variable of the thread which rows are packed."""
+    network, both = tiny(), Barrier(2, timeout=60)
+    read, _ = split(network)
+    alone = [read(IDS, places) for places in (POSITIONS, None)]
+
+    def wait(*_: Any) -> None:
+        both.wait()
+
+    network.model.embed_tokens.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda places: read(IDS, places), (POSITIONS, None)))
+    torch.testing.assert_close(together, alone)
 
 
 def test_a_model_that_reads_across_texts_is_detected() -> None:

@@ -1,10 +1,10 @@
 """Training on the stand-in device: every kind of draft by cotrain's own trainer, callbacks, losses and evaluation; what
 a step reads; commands from texts to a draft that decodes."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning
 import pytest
@@ -14,20 +14,17 @@ from cotrain.cli import main
 from cotrain.errors import NotFinite
 from cotrain.losses.chunked import positions
 from inference import Engine, Sampling
+from inference.models.selfcheck import CheckResult, Probe
 from inference.policy import Fixed
 from tests import standin
 from tests.folders import own_texts, target_folder
-from tests.gpu_counts import TRAINED, Training, training_counts
+from tests.gpu_counts import TRAINED, Training, logging_soon, training_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "error:.*CUDA graphs failed")
 
-# host reads of a step that is not logged, and launches, with some to spare for another version of torch: to be lowered
-MOST = {"independent": (3, 677), "conditioned": (3, 707), "hybrid": (3, 677), "medusa": (10, 861), "hydra": (10, 920),
-        "early_exit": (10, 1437), "eagle, pruned": (11, 1589), "p_eagle, markov": (20, 1243),
-        "block, causal": (25, 1725), "parallel": (26, 1471)}  # fmt: skip
-# which guesses count, which rounds draft and whether a temperature is 0 decide the sizes of what is computed
-READ_BY = {"chunked", "token_logs", "remembered", "greedy_probs", "columns", "pruned_to", "starts", "masks_after",
-           "positions_of", "guesses", "_inside", "_fill_dropped", "hidden", "_states"}  # fmt: skip
+# launches of a step that is not logged, with some to spare for another version of torch: to be lowered
+MOST = {"independent": 517, "conditioned": 547, "hybrid": 517, "medusa": 573, "hydra": 632, "early_exit": 1150,
+        "eagle, pruned": 1293, "p_eagle, markov": 912, "block, causal": 1371, "parallel": 1104}  # fmt: skip
 
 
 def trained(training: Training) -> None:
@@ -38,37 +35,38 @@ def trained(training: Training) -> None:
     training.trainer.validate(module, torch.utils.data.DataLoader([torch.zeros(1)]), verbose=False)  # type: ignore[arg-type]
     assert 0 < module.scores()[1.0].alpha < 1
     module.to("cuda")
-    engine = Engine(training.target, module.student.proposer(compile=False), policy=Fixed(2), rows=2, compile=False)
-    found = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=4, sampling=Sampling(1.0), ignore_eos=True)
-    assert [len(tokens) for tokens in found.tokens] == [4, 4]
+    agrees = dict.fromkeys(("logits", "states"), lambda *_: CheckResult(0.0, 1.0))  # the commands below check
+    with patch.multiple(Probe, **agrees):
+        engine = Engine(training.target, module.student.proposer(compile=False), policy=Fixed(2), rows=1, compile=False)
+        found = engine.generate([[1, 2, 3]], max_new_tokens=3, sampling=Sampling(1.0), ignore_eos=True)
+    assert len(found.tokens[0]) == 3 and found.stats.drafted
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_draft_of_every_kind_trains_and_decodes(kind: str) -> None:
     """Bounds that may only be lowered. A step that is logged reads its loss, acceptance, norm and speed besides."""
     counts = training_counts(kind, then=trained)
-    step, reads = counts["step"], {re.split(r"[ :]", place)[2] for place in counts["places"]}
-    assert step["reads"] <= MOST[kind][0] and reads <= READ_BY, counts
-    assert step["launches"] <= 1.1 * MOST[kind][1] and step["blocking"] <= 3, counts
-    assert counts["logged"]["reads"] <= step["reads"] + 9, counts
-    assert 0 < counts["logged"]["launches"] - step["launches"] < 90, counts
+    step, logged = counts["step"], counts["logged"]
+    assert not counts["places"] and step["reads"] == 0 and step["blocking"] <= 1, counts
+    assert step["launches"] <= 1.1 * MOST[kind] and logged["reads"] <= 5, counts
+    assert 0 < logged["launches"] - step["launches"] < 90, counts
 
 
 class Broken(lightning.Callback):
-    """The loss is not finite from a step on."""
+    """The loss is not finite from the first step on."""
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == 0:
             next(module.draft.parameters()).data.fill_(torch.nan)
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_at_a_logged_step_and_is_never_saved(tmp_path: Path) -> None:
-    with standin.device():
+    with standin.device(), logging_soon():
         training = Training("medusa", tmp_path, (Broken(),))
         assert training.module.chunk == positions(32, "cuda") > positions(32, "cpu")
-        with pytest.raises(NotFinite, match="the loss of step 3 is nan, on texts .*, "):
+        with pytest.raises(NotFinite, match="the loss of step 1 is nan, on texts .*, "):
             training.trainer.fit(training.module, training.loader)
-        assert training.trainer.global_step == 4
+        assert training.trainer.global_step == 1
         training.module.unread = [
             (1, torch.tensor(torch.inf).to("cuda"), {"key": torch.arange(1), "ids": torch.ones(1)})
         ]
@@ -82,8 +80,8 @@ def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.Capt
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl", 60)
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]
-    sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=12
-    rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.steps=3 trainer.batch=2 trainer.validations=1
+    sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=8
+    rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.steps=2 trainer.batch=2 trainer.validations=1
     draft=eagle draft.depths=2 measure=false""".split()
     with standin.device() as gpu:
         assert main(["train", *paths, *sizes, f"output={tmp_path / 'run'}"]) == 0
@@ -92,8 +90,6 @@ def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.Capt
             == 0
         )
         assert gpu.recordings
-        sampled = ["rollout.texts=2", "rollout.prompt_tokens=8", "rollout.new_tokens=6"]
-        assert main(["rollout", *paths, *sampled, f"output={tmp_path / 'texts'}"]) == 0
     assert "error" not in capsys.readouterr().err
 
 

@@ -1,13 +1,14 @@
 """Checks (b) and (c): target calls and acceptance at depth 1 from the figures of the texts."""
 
 import dataclasses
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from inference.exactness.figures import Figures, check_calls, check_depth
+from inference.exactness.figures import Figures, at_least, check_calls, check_depth
 from inference.output import Counts, Emitted
 
 
@@ -68,9 +69,27 @@ def test_depth_one_is_judged_at_the_starts_of_rounds_that_drafted() -> None:
     alpha = [float(figures.alpha[place]) for place in began]
     check = check_depth(figures, texts)
     assert check is not None
-    variance = sum(one * (1 - one) for one in alpha) + 2  # near ties at (0, 0) of the target and at (0, 3) of the draft
     assert (check.rounds, check.accepted) == (4, 2)
-    assert check.alpha == pytest.approx(sum(alpha) / 4) and check.sigma == pytest.approx(math.sqrt(variance) / 4)
+    assert check.alpha == pytest.approx(sum(alpha) / 4)
+    # near ties at (0, 0) of the target and at (0, 3) of the draft: both drafts may be those that were accepted
+    assert check.chance == pytest.approx(1)
+    more = check_depth(figures, texts._replace(counts=[replace(one, accepted=[2, 1]) for one in texts.counts]))
+    assert more is not None and more.chance == pytest.approx(alpha[2] * alpha[3], abs=1e-4)
+
+
+def test_the_distribution_of_accepted_drafts_is_that_of_coins_of_each_probability() -> None:
+    """Few rounds with a small alpha, in which a normal distribution would see a fault: two of twenty at .01."""
+    for n in (1, 2, 5, 12):
+        probs = torch.rand(n, generator=torch.Generator().manual_seed(n)).double()
+        known = torch.zeros(n + 1, dtype=torch.float64)
+        for coins in itertools.product((0, 1), repeat=n):
+            sides = torch.tensor(coins)
+            known[sum(coins)] += torch.where(sides > 0, probs, 1 - probs).prod()
+        for count in range(n + 1):
+            assert at_least(count, probs) == pytest.approx(float(known[count:].sum()))
+    rare = torch.full((20,), 0.01, dtype=torch.float64)
+    assert at_least(2, rare) == pytest.approx(1 - 0.99**20 - 20 * 0.01 * 0.99**19)
+    assert at_least(5000, 1 - 0 * rare[:1].expand(5000)) == pytest.approx(1) and abs(at_least(1, 0 * rare)) < 1e-9
 
 
 def test_sigma_is_that_of_the_coins():

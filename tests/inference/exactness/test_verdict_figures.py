@@ -18,7 +18,7 @@ TEXT = TextCheck(7, 5, 2, 0, 0.25, 0.75, 0.5, 31, 37)
 CALLS = CallsCheck(400, 101, 99.0, 5.0, 3, [0.9, 0.8], [0.9, 0.7], 6, 2.5)
 
 
-DEPTH = DepthCheck(100, 57, 0.55, 0.02)
+DEPTH = DepthCheck(100, 57, 0.55, 0.38)
 
 
 LOGITS = LogitsCheck(41, 0.1, 0.2, 0.5, 0.05, 0.3, 0.6)
@@ -33,7 +33,7 @@ VERDICT = Verdict(TEXT, CALLS, DEPTH, LOGITS, {}, SURPRISE)
 FAILING: dict[str, list[Any]] = {
     "text": [replace(TEXT, unexplained=1)],
     "calls": [replace(CALLS, measured=120), replace(CALLS, measured=78), replace(CALLS, rare=14)],
-    "depth": [replace(DEPTH, accepted=62)],
+    "depth": [replace(DEPTH, chance=0.0013)],
     "logits": [replace(LOGITS, one=0.31), replace(LOGITS, many=0.31), replace(LOGITS, worst=0.61)],
     "surprise": [replace(SURPRISE, z=5.1), replace(SURPRISE, z=-5.1), replace(SURPRISE, place_z=5.1),
                  replace(SURPRISE, place_z=-5.1), replace(SURPRISE, impossible=21)],
@@ -50,9 +50,7 @@ def test_each_figure_beyond_its_limit_fails_its_check_and_the_verdict() -> None:
             assert [line.endswith("FAILED") for line in verdict.lines()] == [n in (0, place) for n in range(6)]
     assert not replace(VERDICT, lossy="lossy_typical").passed
     assert not replace(CALLS, sigma=0.0).passed  # without coins calls are exact
-    assert (
-        replace(CALLS, rare=12).passed and replace(DEPTH, accepted=10).passed
-    )  # fewer are no sign of a wrong distribution
+    assert replace(CALLS, rare=12).passed and replace(DEPTH, chance=0.0014).passed
 
 
 def test_figures_of_a_verdict_are_its_counts_and_their_ratios() -> None:
