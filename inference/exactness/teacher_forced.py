@@ -129,7 +129,7 @@ def rms(x: Tensor) -> Tensor:
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
     """Return the logits (A, n, V) after ids (A, n). Each pass reads `width` ids; row b starts at position first[b]."""
     parts = [
-        lm.forward(ids[:, at : at + width], [position + at for position in first]).logits
+        lm.forward(ids[:, at : at + width], [position + at for position in first]).logits.clone()
         for at in range(0, ids.shape[1], width)
     ]
     return torch.cat(parts, 1)

@@ -4,6 +4,9 @@ import torch
 
 from inference import Sampling
 from inference.exactness.teacher_forced import teacher_forced
+from inference.models.lm import LM
+from tests import standin
+from tests.tiny import tiny
 
 V, NEW = 8, 24
 
@@ -35,3 +38,17 @@ def test_teacher_forcing_applies_the_history_of_each_token(pair):
     expected[1:, 3], expected[2:, 1] = 0.5, 0.5
     expected[3, 3] = 1.0  # the prompt's own 3 does not count
     torch.testing.assert_close(plain - penal, expected)
+
+
+def test_logits_of_recorded_passes_are_those_of_each_pass() -> None:
+    """A recorded pass overwrites the logits of the one before."""
+
+    def logits(device: str) -> torch.Tensor:
+        lm = LM(tiny(positions=128).to(device), 1, compile=device == "cuda")  # type: ignore[arg-type]
+        (found,) = teacher_forced(lm, [[5, 9, 3]], [[7, 1, 4, 8]], Sampling(), width=1)
+        return found.logits.to("cpu")
+
+    with standin.device() as gpu:
+        recorded = logits("cuda")
+        assert gpu.recordings
+    torch.testing.assert_close(recorded, logits("cpu"))
