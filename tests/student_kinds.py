@@ -67,7 +67,7 @@ class Heads(Student):
     def _guess(self, depth: int, states: Tensor, places: Tensor) -> Guess:
         block = self.network.blocks[depth]
         made = states + nn.functional.silu(block(states))
-        return Guess(depth, places.flatten().to(states.device), made.flatten(0, 1), self.head)
+        return Guess(depth, places.flatten(), made.flatten(0, 1), self.head)
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None, vocabulary: int | None = None) -> "Heads":

@@ -91,7 +91,9 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(markov:
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
     proposer.admit(0, prompts, {})
     u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    round: Any = type("Turn", (), {"temperatures": [0.7, 1.0], "simple": lambda self, k: (u[:, :k], temperature)})()
+    round: Any = type(
+        "Turn", (), {"by_temperature": lambda self, greedy: greedy, "uniforms": lambda self, k: (u[:, :k], temperature)}
+    )()
     masks = Masked(torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]]), torch.tensor([2, 2]), torch.tensor([1, 0]))
     with torch.inference_mode():
         drafts = at_once(proposer.lm, round, masks, [2, 2], 3, greedy, proposer.term)
