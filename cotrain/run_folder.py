@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,15 +90,19 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
                         "(overwrite=true replaces only folders of the same command)")  # fmt: skip
 
 
-def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder has files but was not written by this command. The command's folders have a file
-    `name` that contains `text`."""
+def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "") -> None:
+    """Raise UserError if the output folder has files that this command did not write. The command's folders have a file
+    `name` that contains `text`, and files with the patterns `written`."""
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
     if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
+        raise UserError(f"output={path} has files, but no {name} that this command wrote: name another folder (a "
                         "command replaces only its own folders)")  # fmt: skip
+    for entry in Path(path).iterdir():
+        if not any(fnmatch(entry.name, pattern) for pattern in (name, *written)):
+            raise UserError(f"{entry} was not written by this command, which would delete it: move it, or name another "
+                            "output=")  # fmt: skip
 
 
 def _paths(value: object, absent: bool) -> list[str]:

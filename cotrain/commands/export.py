@@ -13,6 +13,7 @@ from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, publishing
 from cotrain.export.engines import (
     FEATURES,
+    FILES,
     MARK,
     TREES,
     captured,
@@ -199,7 +200,7 @@ def _refuse(cfg: ExportConfig) -> None:
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
-    refuse_replaced(path, "README.md", MARK)
+    refuse_replaced(path, "README.md", FILES, MARK)
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
         raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
     writable("output", path)

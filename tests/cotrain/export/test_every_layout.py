@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.export.engines import ENGINES, FEATURES
+from cotrain.export.engines import ENGINES, FEATURES, FILES, MARK
+from cotrain.run_folder import refuse_replaced
 from inference.drafts.draft_folder import METADATA, REPORT, describe, digest, other_weights, read
 from tests.cotrain.export.test_export import COSTS, TAUS
 from tests.cotrain.export.test_export import REPORT as MEASURED
@@ -67,6 +68,7 @@ def test_it_is_planned_for_the_drafting_of_the_engine(
 ) -> None:
     once = ONCE.get(kind, [])
     assert exported(folder(kind), tmp_path / "out", engine, layout, *once) == 0
+    refuse_replaced(tmp_path / "out", "README.md", FILES, MARK)  # which knows all its files
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
     numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
