@@ -50,7 +50,7 @@ def card(
     command = launch(engine, draft_path, served, k, *drafting, layers)
     parts = [
         FRONT,
-        f"# Draft for {target}",
+        f"# Draft for {metadata.learnt_from}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
         *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
@@ -66,7 +66,7 @@ def card(
         parts += ["## tau by draft length, predicted on held-out texts", lengths] if lengths else []
     parts += [
         "## Licence",
-        f"The weights learnt from the outputs of {target}: its licence, and that of the training text, may "
+        f"The weights learnt from the outputs of {metadata.learnt_from}: its licence, and that of the training text, may "
         "bind them. Read both before passing this folder on.",
         MARK,
     ]
@@ -95,9 +95,11 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """Lines about a target that came from a GGUF file, and about one that joint training moved; none for others."""
+    """Lines about a target that came from a GGUF file, about one that joint training moved, and about one with other
+    weights than the draft learnt from; none for others."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
+    lines += filter(None, [metadata.origin.get("warning")])
     if not gguf:
         return lines
     return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), "

@@ -94,3 +94,18 @@ def test_other_weights_of_the_target_are_still_said(
     assert metadata is not None and other_weights(metadata, str(target)) is None
     target_folder(target, seed=1)
     assert other_weights(metadata, str(target))
+
+
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_the_card_names_the_target_that_the_draft_learnt_from(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    draft, other = folder(kind), target_folder(tmp_path / "other", seed=1)
+    learnt, begin = str(draft.parent / "target"), f"the weights of the target {other} are not those"
+    assert exported(draft, tmp_path / "out", engine, layout, f"target.path={other}", *ONCE.get(kind, [])) == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M) and begin in card, card
+    assert f"outputs of {other}" not in card
+    again = ["target.path=" + learnt, "overwrite=true", *ONCE.get(kind, [])]
+    assert exported(draft, tmp_path / "out", engine, layout, *again) == 0
+    assert begin not in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
