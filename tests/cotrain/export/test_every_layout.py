@@ -77,6 +77,14 @@ def test_it_is_planned_for_the_drafting_of_the_engine(
     assert ("is planned for greedy drafting" in card) == greedy
 
 
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_more_drafts_than_the_context_has_are_refused(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert exported(folder(kind), tmp_path / "out", engine, layout, "k=4096", *ONCE.get(kind, [])) == 1
+    assert "k=4096: the context of " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
 def test_other_weights_of_the_target_are_still_said(
