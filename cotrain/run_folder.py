@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,15 +90,19 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
                         "(overwrite=true replaces only folders of the same command)")  # fmt: skip
 
 
-def refuse_replaced(path: str | Path, name: str, text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder has files but was not written by this command. The command's folders have a file
-    `name` that contains `text`."""
+def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "") -> None:
+    """Raise UserError if the output folder has files that this command did not write. The command's folders have a file
+    `name` that contains `text`, and files with the patterns `written`."""
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
     if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
+        raise UserError(f"output={path} has files, but no {name} that this command wrote: name another folder (a "
                         "command replaces only its own folders)")  # fmt: skip
+    for entry in Path(path).iterdir():
+        if not any(fnmatch(entry.name, pattern) for pattern in (name, *written)):
+            raise UserError(f"{entry} was not written by this command, which would delete it: move it, or name another "
+                            "output=")  # fmt: skip
 
 
 def _paths(value: object, absent: bool) -> list[str]:
@@ -142,9 +147,10 @@ def claim(
     """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
 
     A finished run of a command in `REPEATED` that `overwrite` does not replace is moved to a folder beside it. A run
-    that `overwrite` replaces is moved to the folder `REPLACED`, and deleted when the new one is finished. The state is
-    "new" for an absent or empty folder, and for a run that was moved. Otherwise it is that of the run: "unfinished", to
-    be resumed, or "finished".
+    that `overwrite` replaces is moved to the folder `REPLACED`, and deleted when the new one is finished. If the new
+    one is given up and another one begins without `overwrite`, it is moved beside the folder. The state is "new" for an
+    absent or empty folder, and for a run that was moved. Otherwise it is that of the run: "unfinished", to be resumed,
+    or "finished".
 
     settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
     same ones. kind: a function that says what a changed setting means. "same": it has not changed. "free": it may
@@ -159,8 +165,11 @@ def claim(
     _make(path)
     with _locked(path):
         if command in REPEATED and not overwrite and finished(path):
-            _keep(path)
+            _keep(path, path)
         run = _open(path, overwrite, wanted, kind or (lambda *_: "other"), command)
+        if not overwrite and (run.state == "new" or command in REPEATED) and (path / REPLACED).exists():
+            _keep(path, path / REPLACED)  # of an attempt that this command does not go on with
+            (path / REPLACED).rmdir()
         if run.state == "new":
             _mark(path, "unfinished", run.settings, command)
         try:
@@ -174,10 +183,10 @@ def claim(
             raise
 
 
-def _keep(path: Path) -> None:
-    """Move the files of a finished run to a new folder beside it, the marker last, and print a line."""
-    root = path.resolve()  # the files are moved and not their folder, which may be a link or the working directory
-    (place := numbered(root)).mkdir()
+def _keep(path: Path, root: Path) -> None:
+    """Move the files of the run in `root` to a new folder beside `path`, the marker last, and print a line."""
+    # the files are moved and not their folder, which may be a link or the working directory
+    (place := numbered(path.resolve())).mkdir()
     for entry in sorted(root.iterdir(), key=lambda entry: entry.name == MARKER):
         if entry.name != LOCK:
             entry.rename(place / entry.name)

@@ -4,6 +4,7 @@ A server samples the first token of a text in the prefill, without a round, so i
 this engine every token comes from a round. A server's counters give only the total of rounds of all texts.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from cotrain.errors import UserError
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from inference import Engine
 from inference.exactness.figures import Figures, reach_of
+from inference.exactness.likelihood import check_likelihood
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, interleave
 from inference.output import Counts, Emitted
@@ -32,7 +35,8 @@ Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
 class Parity:
     """The result of the comparison. served: the server's tau. predicted: the tau predicted on the server's texts. z:
     standard score of the server's rounds under this prediction. ours: this engine's tau on the same prompts. ratio:
-    served / ours, bootstrapped over prompts. speed: the server's tokens per second, over HTTP."""
+    served / ours, bootstrapped over prompts. speed: the server's tokens per second, over HTTP. unlike: why the texts
+    are not those of the target, if they are not."""
 
     tokens: int
     speed: float
@@ -42,6 +46,7 @@ class Parity:
     z: float
     ours: float
     ratio: Interval
+    unlike: str = ""
 
     @property
     def passed(self) -> bool:
@@ -72,6 +77,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
                 f"url: {client.root}/metrics shows no counters of drafts, to compare: serve with a draft, "
                 "and with metrics (vLLM without --disable-log-stats)"
             )
+        print(f"{client.root}: {len(prompts)} texts are asked for, at most {client.timeout:g} s each", file=sys.stderr)
         answers = client.complete(
             prompts, size.new_tokens, plan.sampling, row_ids(prompts), at_once=at_once, ignore_eos=True
         )
@@ -97,13 +103,21 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
         raise ValueError(f"url: the server counted {counts}: its counters are of something else")
+    drafts = len(counted.by_depth) or round(counted.drafted / counted.rounds)
+    if drafts != k:
+        raise UserError(f"url: the server drafts {drafts} tokens a round, not {k}: set k={drafts}")
     own = plan.arms({"own": plan.engine(k, BATCH, proposer=draft)})
     ours = interleave(own, prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
     emitted = np.array([len(text) - 1 for text in tokens], dtype=np.float64)
     scale = counted.rounds / rounds.sum()  # the server's rounds over the expected ones
     mine = np.array([(len(text), row.target_calls) for text, row in zip(ours.tokens, ours.counts, strict=True)])
+    ids = row_ids(prompts)
+    likely = check_likelihood(
+        plan.engine(k, BATCH), Emitted(prompts, ids, tokens, [Counts() for _ in ids]), plan.sampling
+    )
     return Parity(
+        unlike="" if likely.passed else likely.line(),
         tokens=int(emitted.sum()),
         speed=sum(map(len, tokens)) / seconds,
         rounds=counted.rounds,

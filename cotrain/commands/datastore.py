@@ -11,14 +11,14 @@ from cotrain.errors import UserError, user_errors
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.compatibility import hash_tokenizer
-from inference.lookup.corpus import ABOUT, About, Datastore
+from inference.lookup.corpus import ABOUT, ORDER, TOKENS, About, Datastore
 from inference.measure.environment import environment
 from inference.request import ends_of
 
 
 def run(cfg: DatastoreConfig) -> None:
     """Tokenize the training split with the target's tokenizer, and write the datastore to `output`."""
-    refuse_replaced(cfg.output, ABOUT)
+    refuse_replaced(cfg.output, ABOUT, (ORDER, TOKENS))
     for parent in Path(cfg.output).absolute().parents:
         if (parent / ABOUT).is_file():
             raise UserError(f"output={cfg.output} lies in the datastore {parent}, which may be replaced as a whole: "

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from cotrain.commands.served_pair import folder
-from cotrain.config.settings import ExportConfig
+from cotrain.config.settings import ExportConfig, flat
 from cotrain.console import answering
 from cotrain.errors import UserError
 from cotrain.export import eagle3, hf, publishing
 from cotrain.export.engines import (
     FEATURES,
+    FILES,
     MARK,
     TREES,
     captured,
@@ -32,6 +33,7 @@ from cotrain.training.preconditions import say_other_weights
 from inference.drafts.draft_folder import REPORT, Metadata, read
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import read_json
+from inference.models.pretrained import positions_of
 
 
 def run(cfg: ExportConfig) -> None:
@@ -39,8 +41,10 @@ def run(cfg: ExportConfig) -> None:
     if cfg.check:
         if cfg.check is True:  # as other commands have it
             raise UserError(f"check=true: name the folder that was written, as in check={cfg.output}")
-        if cfg.push_to_hub:
-            raise UserError("push_to_hub: with check= no folder is written that could be pushed; leave one of them out")
+        usual = dict(flat(ExportConfig().model_dump()))
+        for key, value in flat(cfg.model_dump()):
+            if key not in ("check", "as_json") and value != usual[key] and not isinstance(value, dict):
+                raise UserError(f"{key}: with check= no folder is written, so it has no effect; leave one of them out")
         _check(cfg.check, cfg.as_json)
         return
     if cfg.as_json:
@@ -58,6 +62,8 @@ def run(cfg: ExportConfig) -> None:
     refuse_kind(cfg.engine, kind)
     refuse(cfg.draft.path, cfg.temperature)
     served = _served(cfg, metadata)
+    if cfg.k and gguf_file(served) is None and cfg.k >= (room := positions_of(load_config(served)[0])):
+        raise UserError(f"k={cfg.k}: the context of {served} has {room} tokens, for texts and drafts: set k= below it")
     plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
     if cfg.dtype != "auto" and not plain:
         raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written as they are; leave it out")
@@ -199,7 +205,7 @@ def _refuse(cfg: ExportConfig) -> None:
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
-    refuse_replaced(path, "README.md", MARK)
+    refuse_replaced(path, "README.md", FILES, MARK)
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
         raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
     writable("output", path)

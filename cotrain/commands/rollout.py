@@ -7,23 +7,23 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import refuse_pair
-from cotrain.config.settings import RolloutConfig, from_target, sampling
+from cotrain.config.settings import RolloutConfig, from_target, sampling, truncation
 from cotrain.data.prompt_rows import Source, said
 from cotrain.data.sources import sources_apart
-from cotrain.errors import UserError, user_errors
-from cotrain.rollout.training_texts import beside, start_of
+from cotrain.errors import user_errors
+from cotrain.evaluation.held_out import held_out
+from cotrain.rollout.training_texts import beside, padded, read_rows, start_of
 from cotrain.run_folder import held
+from cotrain.teacher.target_model import served
+from cotrain.training.assembly import CHECKED, warn_of_other_target
 from cotrain.training.job import models, sample_prompts, sampled, settle, template_of
-from cotrain.training.preconditions import fill_prompt_tokens, fits, outline, server
+from cotrain.training.preconditions import fill_prompt_tokens, fits, ids_of, outline, server
 from inference.models.pretrained import positions_of
 from inference.models.quantisation import refuse_quantisation
 
 
 def run(cfg: RolloutConfig) -> None:
     """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`."""
-    if cfg.rollout.rounds > 1:
-        raise UserError("rollout.rounds: only cotrain train reads it, because it trains a draft between samplings; "
-                        "leave it out")  # fmt: skip
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
         asked, loaded, without_weights = cfg.rollout, None, _checked(cfg)
@@ -35,6 +35,11 @@ def run(cfg: RolloutConfig) -> None:
         target, tokenizer = loaded or models(cfg)
         texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
         path = texts.sample(cfg.kind, sampling(cfg.regime), prompts, keep=True)
+        if asked.url:
+            read, head = served(target, ids_of(tokenizer))
+            some = padded(read_rows(path), start_of(target)).spread(CHECKED)
+            held_out_texts = held_out(read, some, cfg.regime.temperature, truncation(cfg.regime))
+            warn_of_other_target(held_out_texts, head, target.device, asked.url)
     print(f"texts: {beside(path, 'parquet')}")
 
 

@@ -28,7 +28,7 @@ def run(cfg: ServeCheckConfig) -> None:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
             f"prediction for {report['objective']} drafting with k={report['k']}: check that the server uses this "
-            "draft and these settings"
+            "draft and these settings" + (f" and this target: {figures.unlike}" if figures.unlike else "")
         )
 
 

@@ -228,6 +228,11 @@ class Rollout(Settings):
     folder: Annotated[Store, Mark.FREE] = None
     """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return what only a training reads."""
+        why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave it out"
+        return {} if hasattr(run, "trainer") else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
+
 
 class Joint(Settings):
     """Settings of mode=joint, which trains an adapter of the target together with the draft, see training.joint: the

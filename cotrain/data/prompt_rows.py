@@ -57,7 +57,8 @@ class PromptRows:
         present = {row["domain"] for row in chosen}
         for domain in sorted({row["domain"] for row in self.rows} - present):
             shortest = min(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
-            raise ValueError(f"data.path: {domain} has no prompt of at most rollout.prompt_tokens={tokens}, the "
+            whose = f"the domain {domain}" if self.domains(tokens) else "it"
+            raise ValueError(f"data.path: {whose} has no prompt of at most rollout.prompt_tokens={tokens}, the "
                              f"shortest has {shortest}: {LONGER}")  # fmt: skip
         return [(row["domain"], row["prompt"]) for row in chosen]
 

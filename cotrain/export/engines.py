@@ -24,6 +24,10 @@ from inference.servers.vllm_server import draft_model
 Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
 GGUF_FILE = "draft.gguf"  # the one file of layout gguf
+# names of what exports write
+FILES = ("config.json", "generation_config.json", "cotrain.json", "report.json", "*.safetensors",
+         "*.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+         "merges.txt", "*.model", "*.jinja", "mask_embedding.pt", GGUF_FILE)  # fmt: skip
 
 
 @dataclass(frozen=True)

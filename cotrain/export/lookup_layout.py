@@ -52,9 +52,11 @@ def export(
         raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
-    metadata, remarks = source_metadata.exported(target, k, None), list[str]()
+    metadata = source_metadata.exported(target, k, None)
+    remarks = [*filter(None, [metadata.origin.get("warning")])]
     if source_metadata.kind == "hybrid" and not k:
-        metadata, remarks = planned_anew(source, source_metadata, metadata, "greedy")
+        metadata, planned = planned_anew(source, source_metadata, metadata, "greedy")
+        remarks += planned
     served = metadata.target["name"]
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(PROMPTS))
@@ -63,7 +65,10 @@ def export(
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
         (new / "README.md").write_text(
             SECTION.format(
-                target=served, command=fetched + command, remarks="".join(f"{one}\n\n" for one in remarks), mark=MARK
+                target=metadata.learnt_from,
+                command=fetched + command,
+                remarks="".join(f"{one}\n\n" for one in remarks),
+                mark=MARK,
             ),
             encoding="utf-8",
         )

@@ -66,7 +66,10 @@ def export(
             shutil.copy(Path(source) / REPORT, new / REPORT)
         if network.markov_head is not None and metadata:
             remarks.append(without_markov(Path(source), changed(metadata, k=k, objective="greedy")))
-        card = _card(name or str(Path(output).absolute()), str(served), k, [NOTE, *remarks])
+        written = metadata and metadata.exported(str(served), None, None)
+        notes = [*filter(None, [written and written.origin.get("warning")]), NOTE, *remarks]
+        learnt = written.learnt_from if written else str(served)
+        card = _card(name or str(Path(output).absolute()), str(served), k, notes, learnt)
         (new / "README.md").write_text(card, encoding="utf-8")
     return Path(output)
 
@@ -118,6 +121,6 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
             )
 
 
-def _card(folder: str, target: str, k: int, remarks: list[str]) -> str:
+def _card(folder: str, target: str, k: int, remarks: list[str], learnt: str) -> str:
     command, said = f"```sh\n{launch(folder, target, k)}\n```", "\n\n".join(remarks)
-    return f"# Medusa heads for {target}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{said}\n\n{MARK}\n"
+    return f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{said}\n\n{MARK}\n"

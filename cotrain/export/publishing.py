@@ -44,13 +44,14 @@ def card(
     draft_path: the folder, or its name on the hub. report: a valid one (`inference.report.build.validate`), or None.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
+    learnt = metadata.learnt_from
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
     file = gguf_file(target) if layout == "gguf" else None
     served = place(resolve(target)) if file is None else str(file.absolute())
     command = launch(engine, draft_path, served, k, *drafting, layers)
     parts = [
         FRONT,
-        f"# Draft for {target}",
+        f"# Draft for {learnt}",
         f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
         *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
@@ -66,7 +67,7 @@ def card(
         parts += ["## tau by draft length, predicted on held-out texts", lengths] if lengths else []
     parts += [
         "## Licence",
-        f"The weights learnt from the outputs of {target}: its licence, and that of the training text, may "
+        f"The weights learnt from the outputs of {learnt}: its licence, and that of the training text, may "
         "bind them. Read both before passing this folder on.",
         MARK,
     ]
@@ -95,9 +96,11 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """Lines about a target that came from a GGUF file, and about one that joint training moved; none for others."""
+    """Lines about a target that came from a GGUF file, about one that joint training moved, and about one with other
+    weights than the draft learnt from; none for others."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
+    lines += filter(None, [metadata.origin.get("warning")])
     if not gguf:
         return lines
     return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), "

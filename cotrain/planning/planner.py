@@ -360,7 +360,7 @@ def advice(chosen: Forecast, speedup: Interval) -> str | None:
     if speedup.faster is None:
         better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
         return (
-            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and its interval contains 1; time "
+            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and no interval lies above 1; time "
             f"more prompts (bench.minutes=){better}"
         )
     return None

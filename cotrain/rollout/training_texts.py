@@ -158,6 +158,7 @@ class Sampled:
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
             return path
         if keep and self._fits(path, kind, sampling, part):
+            read_rows(path)  # which says if it is broken
             print(f"{beside(path, 'parquet')} has these texts: nothing is sampled")
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set

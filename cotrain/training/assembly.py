@@ -17,6 +17,7 @@ from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
 from cotrain.students.base import Student, student_class
+from cotrain.teacher.target_model import Head
 from cotrain.training import optim
 from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
@@ -102,20 +103,19 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
     """Return the held-out texts of the target, by temperature. Prints a warning if the target did not sample them."""
     cfg = job.cfg
     texts = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
-    _warn_of_other_targets(job, texts)
+    for held in () if cfg.data.on_target else texts.values():  # `foreign` checks the user's texts
+        warn_of_other_target(held, job.halves[1], job.target.device, cfg.rollout.url)
     return texts
 
 
-def _warn_of_other_targets(job: Job, texts: dict[float, HeldOut]) -> None:
+def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: str | None) -> None:
     """Warn if the sampled texts do not look as if this target sampled them. Likely causes: another server made them, or
     the target's forward passes were wrong."""
-    if job.cfg.data.on_target:
-        return  # `foreign` checks the user's texts
-    for t, held in texts.items():
-        origin = provenance(held, job.halves[1], job.target.device)
-        if not origin.own:
-            message = f"texts sampled at temperature {t:g} do not look as if this target sampled them: {origin.line()}"
-            print(f"warning: {message}", file=sys.stderr)
+    origin = provenance(held, head, device)
+    if not origin.own:
+        message = f"texts sampled at temperature {held.temperature:g} do not look as if this target sampled them"
+        server = f"rollout.url={url}: " if url else ""
+        print(f"warning: {server}{message}: {origin.line()}", file=sys.stderr)
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:

@@ -159,6 +159,11 @@ class Metadata:
         """Return the verification rule of what is drafted, the tree or a chain."""
         return self.tree.rule if self.tree else self.served.verify
 
+    @property
+    def learnt_from(self) -> str:
+        """Return the name of the target whose outputs the draft learnt from, also if it is exported for another."""
+        return str(self.origin.get("learnt_from") or self.target["name"])
+
     def __post_init__(self) -> None:
         for name, value in (("target", self.target), ("regime", self.regime), ("origin", self.origin)):
             if not isinstance(value, Mapping):
@@ -175,11 +180,16 @@ class Metadata:
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
         """Return a copy in which the given values replace the present ones.
 
-        If a target is given, its weights include the adapter, if there was one, so the adapter is removed. If a length
-        k is given, the draft makes chains, so the tree is removed.
+        If a target is given, its weights include the adapter, if there was one, so the adapter is removed. If they are
+        other weights than the draft learnt from, the origin names its target as `learnt_from`, with a warning. If a
+        length k is given, the draft makes chains, so the tree is removed.
         """
         merged = target and self.origin.get("adapter")
         origin = {**self.origin, "adapter": None} if merged else self.origin
+        if target:
+            names = {"learnt_from": self.learnt_from, "warning": other_weights(self, target)}
+            origin = {key: value for key, value in origin.items() if key not in names}
+            origin |= names if names["warning"] else {}
         return changed(
             self,
             target={**self.target, "name": target or self.target["name"]} | ({"weights": None} if merged else {}),

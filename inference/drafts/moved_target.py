@@ -20,6 +20,8 @@ def about(path: str, adapter: str | None = None) -> dict[str, Any] | None:
 
 def said(moved: dict[str, Any]) -> str:
     """Return a sentence for reports and cards about a moved target. moved: the result of `about`."""
+    if not moved["kl"]:
+        return f"The target is {moved['original']}: joint training did not move it."
     sure = f"{100 * moved['confidence']:g} % confidence"
     bound = f"certified with {sure} to be at most {moved['epsilon']:g}" if moved["certified"] else "not certified"
     return (f"The target is {moved['original']}, moved by joint training: KL(original || moved) = {moved['kl']:.4f} "

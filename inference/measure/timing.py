@@ -34,10 +34,8 @@ class Interval(NamedTuple):
 
     @property
     def faster(self) -> bool | None:
-        """Return whether a ratio of speeds is above 1, or None if the interval contains 1. For one batch the value
-        decides. All statements about a speed-up, in reports, pages and cards, use this."""
-        if self.low != self.low or self.high != self.high:
-            return self.value > 1
+        """Return whether a ratio of speeds is above 1, or None if the interval contains 1, and for one batch. All
+        statements about a speed-up, in reports, pages and cards, use this."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 

@@ -44,15 +44,18 @@ def headline(report: Mapping[str, Any]) -> str:
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
     )
-    if exact and exact["passed"] and (moved := report.get("extra", {}).get("moved")):
+    if exact and exact["passed"] and (moved := report.get("extra", {}).get("moved")) and moved["kl"]:
         verdict = f"exact for the moved target, {moved['kl']:.4f} nats per token from {moved['original']}"
     if speedup is None:
         return f"verdict: no speed-up was measured; {verdict}"
     whole, over = speedup["whole"], speedup["over"]
-    low, high = (whole["value"] if whole[end] is None else whole[end] for end in ("low", "high"))
-    speed = f"{whole['value']:.2f}x [{low:.2f}, {high:.2f}] the speed of {over} decoding"
+    low, high = whole["low"], whole["high"]
+    speed = " ".join(filter(None, (*_whole(whole), f"the speed of {over} decoding")))
     speed += f" at temperature {report['settings']['sampling']['temperature']:g}, {_drafting(report)}"
-    shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
+    if low is None or high is None:
+        shown = "one batch, so no interval"
+    else:
+        shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
     return f"verdict: {shown}, {speed}; {verdict}"
 
 
@@ -106,9 +109,11 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for a speed-up that is at most 1, or whose interval contains 1."""
+    """Return a sentence for a speed-up whose interval lies below 1 or contains it."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
-    low, high = whole["low"] or whole["value"], whole["high"] or whole["value"]
+    low, high = whole["low"], whole["high"]
+    if low is None or high is None:
+        return []
     if high < 1:
         return [f"a slow-down: {over} decoding is faster than {of}, {1 / whole['value']:.2f} times"]
     return [f"no speed-up is shown: {of} may be as fast as {over}, the interval contains 1"] if low <= 1 else []

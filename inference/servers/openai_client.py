@@ -22,6 +22,7 @@ UNTRANSLATED = ("banned", "banned_first", "processors")  # a request has no such
 LIKE_VLLM, LLAMA_CPP = ("vllm", "sglang"), "llamacpp"
 # elsewhere: fields that are ignored, and penalties that llama.cpp counts over the prompt too
 LIKE_VLLM_ONLY = ("stop_ids", "min_new_tokens", "presence_penalty", "frequency_penalty")
+PAGE_SECONDS = 30.0  # in which a server must answer when it has no text to write
 LARGEST_BIAS = 100.0  # servers clip what is above it
 OF_LLAMA_CPP = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "repeat_last_n": -1, "mirostat": 0,
                 "dynatemp_range": 0.0}  # fmt: skip
@@ -180,10 +181,12 @@ class Client:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.root + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            with urllib.request.urlopen(request, timeout=self.timeout if data else PAGE_SECONDS) as response:
                 answer: str = response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")[:500]
+            if error.code == 401:
+                answer += "; OPENAI_API_KEY in the environment must be the server's key"
             raise ConnectionError(f"{self.root}{path} answered {error.code}: {answer}") from error
         except (OSError, HTTPException, ValueError) as error:  # ValueError: of an address that is none
             raise ConnectionError(f"{self.root}{path}: {error}") from error

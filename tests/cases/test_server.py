@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -66,12 +67,15 @@ def test_a_server_has_no_field_to_fill(
     assert NEUTRAL.items() <= body.items() and body["ignore_eos"] is True and body["min_tokens"] == 24
     Lookalike.requests.clear()
     monkeypatch.setattr(Lookalike, "owner", "llamacpp")
+    foreign = SimpleNamespace(own=False, line=lambda: "improbable")
+    monkeypatch.setattr("cotrain.training.assembly.provenance", lambda *_: foreign)
     rollout(url, tmp_path, [{"text": "import os and more words"} for _ in range(3)])
     probe, *bodies = Lookalike.requests
     assert len(bodies) == 3 and all(OF_LLAMA_CPP.items() <= body.items() for body in (probe, *bodies))
     assert all(body["max_tokens"] == 20 and body["ignore_eos"] is False and "seed" in body for body in bodies)
-    printed = capsys.readouterr().out
-    assert "samples with" in printed and "top_k 0" in printed and "min_p 0.0" in printed
+    printed = capsys.readouterr()
+    assert "samples with" in printed.out and "top_k 0" in printed.out and "min_p 0.0" in printed.out
+    assert f"warning: rollout.url={url}: texts sampled at temperature 1 do not look as if" in printed.err
 
 
 @case("server without ids")

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,24 @@ def test_a_replaced_run_is_kept_until_the_new_one_is_finished(
     assert not (path / REPLACED).exists() and not resumable(path, {"seed": 2})
 
 
+@pytest.mark.parametrize("command", ["bench", "plan", "serve_check"])
+def test_another_measurement_keeps_what_a_stopped_one_was_to_replace(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out"
+    for text, overwrite in (("old", False), ("stopped", True), ("new", False)):
+        with suppress(KeyboardInterrupt), claim(path, overwrite, command=command) as run:
+            (path / "report.json").write_text(text)
+            if text == "stopped":
+                raise KeyboardInterrupt
+            run.finish()
+    assert {name: files["report.json"] for name in ("out", "out-1") if (files := tree(tmp_path / name))} == {
+        "out": "new",
+        "out-1": "old",
+    }
+    assert f"is kept in {tmp_path / 'out-1'}" in capsys.readouterr().err and not (path / REPLACED).exists()
+
+
 def test_a_killed_overwrite_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = finished(tmp_path / "run")
     write_atomic(path / "sub" / "checkpoint", "old")
@@ -180,10 +200,12 @@ def test_a_killed_overwrite_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ZeroDivisionError), claim(path, overwrite=True):
         pass
     monkeypatch.undo()
-    with claim(path) as run:
-        assert (run.state, (path / "sub").exists()) == ("new", False)
-        assert tree(path / REPLACED).keys() == {MARKER, "weights", "sub/checkpoint"}
-        assert read_marker(path / REPLACED)["state"] == "finished"
+    again = shutil.copytree(path, tmp_path / "again")
+    for place, overwrite, kept in ((path, True, path / REPLACED), (again, False, tmp_path / "again-1")):
+        with claim(place, overwrite) as run:
+            assert (run.state, (place / "sub").exists()) == ("new", False)
+            assert tree(kept).keys() == {MARKER, "weights", "sub/checkpoint"}
+            assert read_marker(kept)["state"] == "finished"
 
 
 def test_a_running_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:

@@ -142,13 +142,14 @@ def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.Captu
         (0.9, 1.6, True, "verdict: no speed-up is shown, 1.40x"),
         (0.5, 0.9, True, "verdict: SLOWER, 1.40x"),
         (1.2, 1.6, False, "; NOT EXACT: do not serve it"),
-        (None, None, None, "verdict: faster, 1.40x [1.40, 1.40]"),
+        (None, None, None, "verdict: one batch, so no interval, 1.40x the speed of plain decoding"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_one_line(low: float | None, high: float | None, passed: bool | None, said: str) -> None:
     speedup = {"of": "speculative", "over": "plain", "whole": {"value": 1.4, "low": low, "high": high}}
     settings = {"sampling": {"temperature": 0.7}, "policy": "Fixed(k=4)"}
     exactness = None if passed is None else {"passed": passed}
-    line = headline({"speedup": speedup, "exactness": exactness, "settings": settings})
+    moved = {"original": "theirs", "kl": 0.0}  # it did not move
+    line = headline({"speedup": speedup, "exactness": exactness, "settings": settings, "extra": {"moved": moved}})
     assert said in line and "\n" not in line
     assert ("was not checked" in line) == (passed is None)

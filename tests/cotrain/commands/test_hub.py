@@ -113,5 +113,6 @@ def test_offline_machines_are_told_why(
 
 
 def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", f"check={place / 'independent'}", "push_to_hub=me/draft"]) == 1
-    assert "push_to_hub: with check= no folder is written" in capsys.readouterr().err
+    for setting in ("push_to_hub=me/draft", "engine=llamacpp", "k=3", f"draft.path={place}", "overwrite=true"):
+        assert main(["export", f"check={place / 'independent'}", setting]) == 1
+        assert f"{setting.partition('=')[0]}: with check= no folder is written, so" in capsys.readouterr().err

@@ -14,8 +14,9 @@ from cotrain.commands import export
 from cotrain.config.base import Mark, Settings, fields, marked
 from cotrain.config.settings import SCHEMAS
 from cotrain.errors import UserError
-from cotrain.export.engines import MARK
+from cotrain.export.engines import FILES, MARK
 from cotrain.run_folder import MARKER, claim, refuse_overlap, refuse_replaced
+from inference.lookup.corpus import ABOUT
 from tests.settings import composed
 
 
@@ -163,7 +164,13 @@ def test_overwrite_replaces_no_folder_that_the_command_did_not_write(
         assert main(command) == 1
         assert "name another folder (a command replaces only its own folders)" in capsys.readouterr().err
     with pytest.raises(UserError, match="no README.md that this command wrote"):
-        refuse_replaced(tmp_path, "README.md", MARK)
+        refuse_replaced(tmp_path, "README.md", FILES, MARK)
     report = tmp_path / "README.md"
     assert main(["compare", f"report={report}"]) == 1 and "did not write" in capsys.readouterr().err
     assert report.read_text() == "# mine" and export.MARK == MARK
+    report.write_text(MARK)
+    (tmp_path / ABOUT).write_text("{}")
+    (note := tmp_path / "NOTES.md").write_text("mine")
+    for name, *more in (["datastore"], ["export", f"draft.path={draft}"]):
+        assert main([name, *more, f"output={tmp_path}", "overwrite=true"]) == 1
+        assert "was not written by this command, which would delete it" in capsys.readouterr().err and note.exists()

@@ -84,7 +84,7 @@ def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: py
     job, met = job_of("rollout.temperatures=[0.0]", "rollout.train_temperatures=[0.3]"), list[Any]()
     monkeypatch.setattr(Job, "texts", lambda self, *asked: asked)
     monkeypatch.setattr(assembly, "held_out", lambda *asked: met.append(asked) or asked[2])
-    monkeypatch.setattr(assembly, "_warn_of_other_targets", lambda *_: None)
+    monkeypatch.setattr(assembly, "warn_of_other_target", lambda *_: None)
     assert assembly.held_out_texts(job) == {0.0: 0.0, 0.3: 0.3, 0.8: 0.8}
     assert [(texts, t) for _, texts, t, _ in met] == [(("held_out", t), t) for t in (0.0, 0.3, 0.8)]
     logits = torch.arange(30.0)[None]

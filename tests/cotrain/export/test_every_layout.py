@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cotrain.cli import main
-from cotrain.export.engines import ENGINES, FEATURES
+from cotrain.export.engines import ENGINES, FEATURES, FILES, MARK
+from cotrain.run_folder import refuse_replaced
 from inference.drafts.draft_folder import METADATA, REPORT, describe, digest, other_weights, read
 from tests.cotrain.export.test_export import COSTS, TAUS
 from tests.cotrain.export.test_export import REPORT as MEASURED
@@ -67,12 +68,21 @@ def test_it_is_planned_for_the_drafting_of_the_engine(
 ) -> None:
     once = ONCE.get(kind, [])
     assert exported(folder(kind), tmp_path / "out", engine, layout, *once) == 0
+    refuse_replaced(tmp_path / "out", "README.md", FILES, MARK)  # which knows all its files
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
     numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
     found = {int(number) for number in re.findall(rf"{numbers}(\d+)", card)}
     assert found == {1 if greedy else DRAFTS}, card
     assert ("is planned for greedy drafting" in card) == greedy
+
+
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_more_drafts_than_the_context_has_are_refused(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert exported(folder(kind), tmp_path / "out", engine, layout, "k=4096", *ONCE.get(kind, [])) == 1
+    assert "k=4096: the context of " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -92,3 +102,18 @@ def test_other_weights_of_the_target_are_still_said(
     assert metadata is not None and other_weights(metadata, str(target)) is None
     target_folder(target, seed=1)
     assert other_weights(metadata, str(target))
+
+
+@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
+def test_the_card_names_the_target_that_the_draft_learnt_from(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    draft, other = folder(kind), target_folder(tmp_path / "other", seed=1)
+    learnt, begin = str(draft.parent / "target"), f"the weights of the target {other} are not those"
+    assert exported(draft, tmp_path / "out", engine, layout, f"target.path={other}", *ONCE.get(kind, [])) == 0
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M) and begin in card, card
+    assert f"outputs of {other}" not in card
+    again = ["target.path=" + learnt, "overwrite=true", *ONCE.get(kind, [])]
+    assert exported(draft, tmp_path / "out", engine, layout, *again) == 0
+    assert begin not in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -143,6 +143,11 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     kept = path.with_name(f"{path.name}-1")
     assert kept.with_name(f"{kept.name}.parquet").read_bytes() == before and whole._fits(kept, "train", WARM, WHOLE)
     assert other == path and replace(whole, seed=2)._fits(path, "train", WARM, WHOLE)
+    kept.with_name(f"{kept.name}.parquet").rename(stored := path.with_name(f"{path.name}.parquet"))
+    kept.with_name(f"{kept.name}.json").rename(path.with_name(f"{path.name}.json"))
+    stored.write_bytes(before[: len(before) // 2])
+    with pytest.raises(ValueError, match=f"{stored} cannot be read: delete it and {path.name}.json"):
+        whole.sample("train", WARM, cast(Any, None), quiet, keep=True)
 
 
 def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -472,6 +472,7 @@ def test_what_cards_say_of_a_certificate() -> None:
     end = " Exact means: with respect to the moved target."
     assert said(moved) == f"{begin}certified with 95 % confidence to be at most 0.01.{end}"
     assert said(moved | {"certified": False}) == f"{begin}not certified.{end}"
+    assert said(moved | {"kl": 0.0}) == "The target is theirs: joint training did not move it."
 
 
 def test_a_bound_that_is_no_number_certifies_nothing() -> None:

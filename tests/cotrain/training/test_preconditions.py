@@ -302,6 +302,10 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
         (["train", "trainer.checkpoint_minutes=-1"], "trainer.checkpoint_minutes=-1: it must be at least 0"),
         (["generate", "policy.k=-1"], "policy.k=-1: it must be at least 0"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
+        *(
+            (["rollout", f"rollout.{setting}"], f"rollout.{setting}: the setting has no effect here: cotrain rollout")
+            for setting in ("train_temperatures=[0.3]", "temperatures=[0.3]", "rounds=2")
+        ),
         (["serve_check", "k=0"], "k=0: it must be at least 1"),
         (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: it must be from 0 to 1"),
     ):

@@ -18,7 +18,7 @@ from inference.output import PHASES
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.report.build import build, validate, write
-from inference.report.table import _speedup, table
+from inference.report.table import _speedup, _words, table
 from tests.inference.exactness.test_verdict_figures import CALLS, VERDICT
 from tests.inference.measure.test_timing_figures import timing
 from tests.tiny import near, tiny
@@ -229,6 +229,7 @@ def test_figures_of_a_report_are_those_of_the_timing() -> None:
 )
 def test_the_table_puts_an_interval_in_words(low: float, high: float, words_expected: str) -> None:
     whole = {"value": (low + high) / 2, "low": low, "high": high}
+    assert _words({"of": "a", "over": "b", "whole": {"value": 0.8, "low": None, "high": None}}) == []
     decode = {"value": 3.25, "low": 3.0, "high": 3.5}
     line, *words = _speedup({"speedup": {"of": "a", "over": "b", "whole": whole, "decode": decode}, "extra": {}}).split(
         "\n"

@@ -1,9 +1,13 @@
 """The client of OpenAI-compatible servers against one that looks like vLLM, and parity with a server's counters."""
 
+import io
 import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import fields
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -188,6 +192,22 @@ def test_what_goes_wrong_is_named(url: str) -> None:
         Client("http://127.0.0.1:9")
     with pytest.raises(ValueError, match="Sampling.banned"):
         Client(url).complete([[1]], 2, Sampling(banned=((1,),)), seeds=[1])
+
+
+def test_the_wait_and_the_key_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def refused(request: urllib.request.Request, timeout: float) -> None:
+        waits.append(timeout)
+        raise urllib.error.HTTPError(request.full_url, 401, "no", Message(), io.BytesIO(b"who are you"))
+
+    monkeypatch.setattr(urllib.request, "urlopen", refused)
+    client = Client.__new__(Client)
+    client.root, client.key, client.timeout = "http://server", None, 600.0
+    for body in (None, {"prompt": [1]}):
+        with pytest.raises(ConnectionError, match="answered 401: who are you; OPENAI_API_KEY in the environment"):
+            client._read("/v1/models", str, body)
+    assert waits == [30.0, 600.0]
 
 
 COUNTED = 'vllm:spec_decode_num_drafts_total{engine="0"} %s\n'
