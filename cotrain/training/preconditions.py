@@ -460,8 +460,8 @@ def fill_prompt_tokens(
         if room < 1:
             key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
             raise UserError(
-                f"{key}={after}: the target's context has {positions_of(target.config)} tokens, and prompts need some of "
-                "them: lower it"
+                f"{key}={after}: the target's context has {positions_of(target.config)} tokens, and prompts need some "
+                "of them: lower it"
             )
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
