@@ -303,8 +303,9 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
                          "unchanged")  # fmt: skip
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
-    rows, total = list[DataRow](), 0
+    rows, total, read = list[DataRow](), 0, set[str]()
     for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
+        read.add(place.rpartition(", ")[0])
         try:
             rows.append(reader.row(values, place))
         except ValueError as error:
@@ -326,6 +327,8 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         if not len(sources[split]):
             raise ValueError(f"data.path: no row of the split {split} can be read: {skipped.said()}")
     said = remarks(rows, reader, skipped, total)
+    if "" not in read and (unread := [name for name in files_of(data.path) if name not in read]):
+        said[0] += f"; files not read ({len(unread)}): {', '.join(unread[:3])}"
     if lost.reasons:
         said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
                     f"{lost.said()}")  # fmt: skip
