@@ -31,6 +31,7 @@ from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows
 from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
+from inference.drafts.weight_files import CONFIG
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
@@ -54,6 +55,8 @@ def files_of(path: str) -> dict[str, Path]:
     """
     place = Path(path)
     if place.is_dir():
+        if (place / CONFIG).is_file() and any(place.glob("*.safetensors")):
+            raise ValueError(f"data.path: {path} is the folder of a model, not of texts: name a file of texts")
         saved = any((place / name).is_file() for name in SAVED)
         matching_files = {str(file.relative_to(place)): file for file in sorted(place.rglob("*"))
                  if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")}  # fmt: skip
