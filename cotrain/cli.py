@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotrain import __version__
@@ -212,7 +213,7 @@ def quiet() -> None:
 def _refuse_paths(name: str, settings: Any) -> None:
     """Raise UserError for an output that overlaps with an input, and for a local path that does not exist."""
     from cotrain.config.settings import flat
-    from cotrain.run_folder import refuse_overlap
+    from cotrain.run_folder import refuse_overlap, refuse_unfinished
     from inference.drafts.bundled_target import refuse_missing
 
     values = settings.model_dump()
@@ -224,6 +225,8 @@ def _refuse_paths(name: str, settings: Any) -> None:
     for key, value in flat(values):
         if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
             continue
+        if key == "draft.path" and not any(map(os.path.isfile, (f"{value}/config.json", f"{value}/draft/config.json"))):
+            refuse_unfinished(key, Path(value))
         if not os.path.isabs(value) and not set(value) & set("*?["):  # others cannot be hub ids
             try:
                 refuse_missing(key, value, "file or folder" if key == "data.path" else "folder")

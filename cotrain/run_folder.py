@@ -253,6 +253,13 @@ def finished(path: str | Path) -> bool:
     return marker is not None and marker["state"] == "finished"
 
 
+def refuse_unfinished(key: str, path: Path) -> None:
+    """Raise UserError, naming the key, if the path is an unfinished run or lies in one."""
+    for run in (path, path.parent):
+        if (read_marker(run) or {}).get("state") == "unfinished":
+            raise UserError(f"{key}={path}: the run {run} is not finished: repeat its command")
+
+
 def _make(path: Path) -> None:
     _usable(path)
     _folder(path)

@@ -21,7 +21,7 @@ from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
-from cotrain.training.preconditions import outline, same_tokenizer, say_other_weights, size_of, sketch
+from cotrain.training.preconditions import outline, refuse_datastore, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
@@ -142,6 +142,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
         own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
         if draft is not None:
             kind.fits(draft, target, f"draft.path={draft_path}")
+            refuse_datastore(f"draft.path={draft_path}", draft, tokenizer)
     if own is not None:
         same_tokenizer(draft_path, tokenizer, own)
     if draft is not None and size_of(draft).active > size_of(target).active:

@@ -31,6 +31,7 @@ from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows
 from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
+from inference.drafts.weight_files import CONFIG
 
 LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
            ".txt": "text"}  # fmt: skip
@@ -54,6 +55,8 @@ def files_of(path: str) -> dict[str, Path]:
     """
     place = Path(path)
     if place.is_dir():
+        if (place / CONFIG).is_file() and any(place.glob("*.safetensors")):
+            raise ValueError(f"data.path: {path} is the folder of a model, not of texts: name a file of texts")
         saved = any((place / name).is_file() for name in SAVED)
         matching_files = {str(file.relative_to(place)): file for file in sorted(place.rglob("*"))
                  if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")}  # fmt: skip
@@ -303,8 +306,9 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
                          "unchanged")  # fmt: skip
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
-    rows, total = list[DataRow](), 0
+    rows, total, read = list[DataRow](), 0, set[str]()
     for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
+        read.add(place.rpartition(", ")[0])
         try:
             rows.append(reader.row(values, place))
         except ValueError as error:
@@ -326,6 +330,8 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         if not len(sources[split]):
             raise ValueError(f"data.path: no row of the split {split} can be read: {skipped.said()}")
     said = remarks(rows, reader, skipped, total)
+    if "" not in read and (unread := [name for name in files_of(data.path) if name not in read]):
+        said[0] += f"; files not read ({len(unread)}): {', '.join(unread[:3])}"
     if lost.reasons:
         said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
                     f"{lost.said()}")  # fmt: skip

@@ -15,7 +15,7 @@ from cotrain.config.drafts import DRAFTS
 from cotrain.config.settings import flat
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
-from cotrain.run_folder import read_marker
+from cotrain.run_folder import read_marker, refuse_unfinished
 from inference.drafts.weight_files import read_json
 
 FIGURES = "held_out.json"
@@ -71,6 +71,9 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """
     files = sorted(folder.rglob(FIGURES))
     if not files:
+        refuse_unfinished("folder", folder)
+        if not folder.exists():
+            raise UserError(f"folder={folder} does not exist: name a folder with runs of cotrain train")
         raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
     runs = [(read_json(file), _settings_of(file.parent)) for file in files]
     labelled = defaultdict(list)

@@ -153,7 +153,7 @@ def load(paths: Sequence[str]) -> list[LoadedRun]:
 
 def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
-        several = "several runs are typed one by one, as in run=a run=b" if str(path).startswith("[") else (
+        several = "several runs are typed one by one, as in run=a run=b" if set("[,") & set(str(path)) else (
             "name a folder that was output= of cotrain train or bench")  # fmt: skip
         raise UserError(f"run={path} does not exist: {several}")
     folder = path if path.is_dir() else path.parent

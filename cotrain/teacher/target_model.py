@@ -26,6 +26,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import refuse_missing, resolve
+from inference.drafts.compatibility import ADAPTER
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
@@ -149,7 +150,9 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         if not (Path(folder) / CONFIG).is_file():
-            raise ValueError(f"{key}: {path} is not a model folder: it has no {CONFIG}")
+            adapter = "; an adapter is named by target.adapter=, and its model by target.path="
+            raise ValueError(f"{key}: {path} is not a model folder: it has no {CONFIG}"
+                             f"{adapter * (Path(folder) / ADAPTER[0]).is_file()}")  # fmt: skip
     else:
         tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:

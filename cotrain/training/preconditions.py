@@ -44,7 +44,7 @@ from cotrain.training.optim import precision
 from cotrain.training.progress import LEAST, time_limited
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
-from inference.drafts.compatibility import tokenizer_problems
+from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
 from inference.drafts.weight_files import refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
@@ -52,6 +52,7 @@ from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import auto_class, layers_of, positions_of, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
+from inference.proposers.retrieval import Retrieval
 from inference.servers.openai_client import Client
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -356,6 +357,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
         draft = initial(cfg, target)
     if given:
         _draft_path(cfg, tokenizer)
+    refuse_datastore(f"draft.datastore={cfg.draft.datastore}", draft, tokenizer)
     if "vocab_size" in draft.config.get_text_config().to_dict():  # some kinds have none
         refuse_fewer(draft, ids_of(tokenizer), _size_settings(cfg))
     refuse_draft(cfg, draft, target)
@@ -392,6 +394,16 @@ def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
     """Raise UserError for a draft whose token ids are not the target's."""
     if problems := tokenizer_problems(tokenizer, own):
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
+
+
+def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Raise UserError, beginning with `where`, for a draft that looks up token ids of another tokenizer than the
+    target's."""
+    store = Retrieval.of_settings(getattr(draft.config, "lookup", None) or {}).datastore
+    if store and store.about.tokenizer not in (None, hash_tokenizer(tokenizer)):
+        raise UserError(f"{where}: its datastore was made with the tokenizer of target.path="
+                        f"{store.about.made.get('target')}, which is not the target's; make one with the target's "
+                        "tokenizer: cotrain datastore")  # fmt: skip
 
 
 def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:

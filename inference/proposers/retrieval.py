@@ -127,7 +127,10 @@ class Retrieval(Proposer):
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a datastore with ids that the target lacks; and the errors of
         `of_settings`."""
-        retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
+        try:
+            retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
+        except FileNotFoundError as error:
+            raise ValueError(f"{where}: its {CONFIG} names the datastore: {error}") from error
         retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod

@@ -35,3 +35,5 @@ def test_a_datastore_of_texts(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     for output, said in (("store", "has a datastore: name"), ("store/in", inside)):
         assert main([*command[:-1], f"output={tmp_path / output}"]) == 1
         assert f"cotrain datastore: output={tmp_path / output} {said}" in capsys.readouterr().err
+    assert main(["train", "check=true", "draft=retrieval", f"draft.datastore={tmp_path / 'store'}"]) == 1
+    assert f"its datastore was made with the tokenizer of target.path={target}, " in capsys.readouterr().err

@@ -194,17 +194,20 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
         ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers; the target has only 2"),
         ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
         ("eagle", {"max_position_embeddings": 15}, "bench.prompt_tokens, bench.new_tokens: .* which has 15 tokens"),
-        ("retrieval", {"lookup": {"datastore": "/none"}}, "/none is no datastore"),
+        ("retrieval", {"lookup": {"datastore": "/none"}}, "its config.json names the datastore: /none is no "),
+        ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],
-    ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "other store", "heads"],
+    ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "words", "other store", "heads"],
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(
     kind: str, values: dict[str, Any], message: str, place: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     Datastore.of([[1, 2, 3]], About(999, 8)).save(tmp_path / "store")
-    values = json.loads(json.dumps(values).replace("STORE", str(tmp_path / "store")))
+    Datastore.of([[1, 2, 3]], About(VOCABULARY, 8, tokenizer="another")).save(tmp_path / "words")
+    for name in ("store", "words"):
+        values = json.loads(json.dumps(values).replace(name.upper(), str(tmp_path / name)))
     path = changed(tmp_path / "draft", drafted(place, kind), **values)
     with pytest.raises(ValueError, match=message.replace("PATH", str(path))):
         ran(settings, "bench", path, tmp_path / "out")

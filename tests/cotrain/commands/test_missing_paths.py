@@ -13,6 +13,7 @@ from transformers import ViTConfig
 
 from cotrain.cli import main
 from cotrain.config.settings import SCHEMAS
+from cotrain.run_folder import claim
 from inference.drafts import bundled_target
 from inference.drafts.bundled_target import reach_hub, refuse_missing
 from inference.models.pretrained import auto_class
@@ -44,14 +45,24 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
 
 @pytest.mark.parametrize(("typed", "said"), [
     ("report run=[a,b]", "run=[a,b] does not exist: several runs are typed one by one, as in run=a run=b"),
+    ("report run=a,b", "run=a,b does not exist: several runs are typed one by one, as in run=a run=b"),
+    ("compare folder=none", "folder=none does not exist: "),
+    ("compare folder=run", "folder=run: the run run is not finished: repeat its command"),
+    ("generate draft.path=run prompt=x", "draft.path=run: the run run is not finished: repeat its command"),
+    ("bench draft.path=run/draft", "draft.path=run/draft: the run run is not finished: repeat its command"),
     ("export check=true", "check=true: name the folder that was written, as in check="),
+    ("train target.path=adapter", "it has no config.json; an adapter is named by target.adapter=, and its model by "),
+    ("train data.path=model", "data.path: model is the folder of a model, not of texts"),
     ("generate target.path=draft prompt=x", "target.path=draft is a draft folder, which draft.path= names"),
 ])  # fmt: skip
 def test_what_is_no_folder_of_this_kind_is_named(
     typed: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "draft").mkdir()
-    (here / "draft" / "cotrain.json").write_text("{}")
+    for file in ("draft/cotrain.json", "adapter/adapter_config.json", "model/config.json", "model/model.safetensors"):
+        (here / file).parent.mkdir(exist_ok=True)
+        (here / file).write_text("{}")
+    with claim(here / "run", settings={}):
+        pass
     assert main(typed.split()) == 1 and said in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import prompt_origin, read_rows, sources_of
-from cotrain.data.splits import SPLITS
+from cotrain.data.splits import ALL_ROWS, SPLITS
 from tests.folders import tokenizer
 
 
@@ -94,6 +94,8 @@ def test_a_folder_of_files_may_hold_splits(tmp_path: Path, folder: str) -> None:
     (place / "test.jsonl").write_text(lines("T"))
     (place / "README.md").write_text("# Ours\n")
     assert texts(place) == ["a", "b", "c"] and texts(place, split="test") == ["T"]
+    remarks = sources_of(given(place), (ALL_ROWS,), Template(tokenizer(), {}, ()), False)[ALL_ROWS].remarks
+    assert remarks[0] == "data.path: 3 of 3 rows are read, columns text; files not read (1): test.jsonl"
     with pytest.raises(ValueError, match="data.path: .* cannot be read: .*'?dev"):
         texts(place, split="dev")
 
