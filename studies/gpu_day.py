@@ -254,7 +254,7 @@ def verdict() -> dict[str, Any]:
     proposer = kinds.KINDS["eagle"].proposer(target)
     target.to(device())
     proposer.network.to(device())
-    sampling, new = Sampling(0.8), 24
+    sampling, new = Sampling(0.8), 6 if standin.HERE else 24
     engine = Engine(target, proposer, policy=Fixed(4), rows=gpu_counts.ROWS)
     arm = engine_arm("eagle", engine, sampling, new)
     found = check(
@@ -598,7 +598,7 @@ def run(asked: Asked) -> int:
 
 # --- the rehearsal
 
-ON_STANDIN = "dacbe"  # parts that must run to their end there too, in the order in which they do
+ON_STANDIN = "dabec"  # parts that must run to their end there too, in the order in which they do
 MINUTES = 5.0
 
 
