@@ -335,13 +335,13 @@ class DecodingRound:
         if inputs is None or inputs["start"].device != graphs.device:
             return None
 
-        def made() -> Callable[[Mapping[str, Tensor]], Any]:
+        def bound() -> Callable[[Mapping[str, Tensor]], Any]:
             run = make()
             return lambda here: run(self._on(here), here)
 
         # these change only when rows come or go
         steady = frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
-        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, made, reads=reads)
+        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, bound, reads=reads)
 
     def _inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
         """Return, by name, the tensors that distributions, draws and verification read in this round. Return None if a

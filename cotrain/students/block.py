@@ -91,8 +91,8 @@ class BlockStudent(EagleStudent):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
             if u is not None:
-                kept = u[anchors[columns]] < KEEP**depth
-                rows, columns = rows[kept], columns[kept]
+                drawn = u[anchors[columns]] < KEEP**depth
+                rows, columns = rows[drawn], columns[drawn]
             at = rows * ids.shape[1] + anchors[columns] + depth
             of_depth = states[sent(rows, device), sent(columns, device), depth]
             guesses.append(Guess(depth, at, of_depth, self.head, parameters, share, pruned))

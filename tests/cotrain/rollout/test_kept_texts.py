@@ -41,6 +41,10 @@ class Continues:
         return [[prompt[-1]] * new_tokens for prompt in prompts]
 
 
+def changed(data: Any, **values: Any) -> Any:
+    return data.model_copy(update=values)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
     rows = [{"text": text, "other": text[::-1]} for text in TEXTS]
@@ -73,7 +77,7 @@ def test_unchanged_they_are_used(data: Data, tmp_path: Path) -> None:
         return kept(network(), tokenizer(), copy.deepcopy(data), tmp_path / "texts")
 
     assert anew(made())[0] and anew(made()) == (False, "")
-    moved = replace(data, path=str(Path(str(data.path)).rename(tmp_path / "elsewhere")), block=64)
+    moved = changed(data, path=str(Path(str(data.path)).rename(tmp_path / "elsewhere")), block=64)
     assert anew(kept(network(), tokenizer(), moved, tmp_path / "texts")) == (False, "")
 
 
@@ -92,14 +96,14 @@ def grown(data: Data) -> Data:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: replace(d, column="other"), "source.column was 'text', now 'other'"),
-        (lambda d: replace(d, split="test"), "source.split was 'train', now 'test'"),
-        (lambda d: replace(d, template={"enable_thinking": False}), "source.template"),
-        (lambda d: replace(d, chat=True), "source.chat was None, now True"),
-        (lambda d: replace(d, streaming=True), "source.take was None, now 1000"),
+        (lambda d: changed(d, column="other"), "source.column was 'text', now 'other'"),
+        (lambda d: changed(d, split="test"), "source.split was 'train', now 'test'"),
+        (lambda d: changed(d, template={"enable_thinking": False}), "source.template"),
+        (lambda d: changed(d, chat=True), "source.chat was None, now True"),
+        (lambda d: changed(d, streaming=True), "source.take was None, now 1000"),
         (rewritten, "source.contents differs"),
         (grown, "source.contents differs"),
-        (lambda d: replace(d, path=None), "source.path was None, now 'embedded'"),
+        (lambda d: changed(d, path=None), "source.path was None, now 'embedded'"),
     ],
 )
 def test_of_other_data_they_are_not(data: Data, tmp_path: Path, change: Callable[[Data], Data], words: str) -> None:
