@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
-from cotrain.commands.shapes import shape_table, shapes
+from cotrain.commands.shapes import composed_shape, shape_table, shapes
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
@@ -109,9 +109,10 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
+    composed = [composed_shape(settings) for settings in cfg.shapes]  # wrong ones are named before any is timed
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
-        timed_shapes = shapes(cfg, target)
+        timed_shapes = shapes(cfg, composed, target)
         plan = _origin(cfg, {}) | {"shapes": timed_shapes, "seconds": time.monotonic() - began}
         _write(folder.path / PLAN, plan)
         folder.finish()

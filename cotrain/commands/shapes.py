@@ -45,15 +45,16 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
     return {"settings": settings, "kind": kind, "parameters": parameters, "rows": rows}
 
 
-def shapes(cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> list[dict[str, Any]]:
-    """Time the shapes of `cfg.shapes` with a target and its tokenizer, and return the `entry` of each. Raises UserError
-    for settings that are not those of `cotrain train`, and the errors of `assembly.initial`."""
-    # wrong ones are named before any is timed
-    composed = [(settings, _composed(settings)) for settings in cfg.shapes]
-    return [_timed(cfg, settings, config, pair) for settings, config in composed]
+def shapes(
+    cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> list[dict[str, Any]]:
+    """Time the shapes of `cfg.shapes`, `composed` each, with a target and its tokenizer, and return the `entry` of each.
+    Raises the errors of `assembly.initial`."""
+    return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
-def _composed(settings: str) -> TrainConfig:
+def composed_shape(settings: str) -> TrainConfig:
+    """Return the settings of a shape. Raises UserError if they are not those of `cotrain train`."""
     typed = quote(settings.split())
     try:
         cfg = checked("train", compose("train", overrides=typed))

@@ -125,7 +125,7 @@ def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [(["texts=2"], "texts=2: it must be at least 16"), (["batches=[]"], "batches=[]: name one or more"),
+    [(["texts=2"], "texts=2: it must be at least 16"), (["batches=[]"], "batches=[]: it must be a list of one or more"),
      (["batches=[0]"], "batches"), (["temperatures=[-1]"], "temperatures"),
      (["drafts=[nowhere]"], "nowhere"), (["bench.depths=[]"], "bench.depths"),
      (["costs=other.json", "measure=true"], "costs: "), (["costs=other.json"], "costs=other.json: ")],

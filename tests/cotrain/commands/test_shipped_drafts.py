@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +96,7 @@ class TestPrompts:
 
     def measured_on(self, folder: Path, path: str | None = None) -> Any:
         size: Any = SimpleNamespace(prompt_tokens=48, seed=0)
-        return prompts(replace(given(""), path=path), size, network(), tokenizer(), None, folder)
+        return prompts(given("").model_copy(update={"path": path}), size, network(), tokenizer(), None, folder)
 
     def test_all_of_a_folder_are_read(self, shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.own(shipped)
