@@ -48,8 +48,8 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
 def shapes(
     cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> list[dict[str, Any]]:
-    """Time the shapes of `cfg.shapes`, `composed` each, with a target and its tokenizer, and return the `entry` of each.
-    Raises the errors of `assembly.initial`."""
+    """Time the shapes of `cfg.shapes`, `composed` each, with a target and its tokenizer, and return the `entry` of
+    each. Raises the errors of `assembly.initial`."""
     return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
