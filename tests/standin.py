@@ -33,6 +33,8 @@ HERE: "Gpu | None" = None
 INSIDE = (
     "standin"  # what torch's own code sees: a backend in Python (PrivateUse1), which has a backward pass on a CPU build
 )
+# that CUDA computes for floating-point numbers alone
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"}
 READS = {
     "_local_scalar_dense",
     "nonzero",
@@ -410,6 +412,8 @@ class Gpu:
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{' and '.join(sorted({str(x.device) for x in flat}))}! (aten::{name})"
             )
+        if name in PRODUCTS and any(not x.dtype.is_floating_point and not x.dtype.is_complex for x in ours):
+            raise RuntimeError(f"\"{name}_cuda\" not implemented for '{ours[0].dtype}'")
         if name in READS and kwargs.get("output_size") is None:
             self.read()
         here = indices.pop() if indices else wanted

@@ -13,7 +13,8 @@ from inference import Engine, Sampling
 from inference.exactness.forced import rounds_along
 from inference.output import Emitted
 from inference.policy import Fixed
-from inference.proposers.base import Proposer
+from inference.proposers.base import Proposal, Proposer
+from inference.round import DecodingRound
 from tests import gpu_counts, kinds, standin
 from tests.tiny import tiny
 
@@ -87,6 +88,36 @@ def test_a_verdict_reads_the_same_drafts_from_recordings(kind: str, monkeypatch:
     """Texts end one after the other, so later rounds are shorter than those that are recorded."""
     monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
     torch.testing.assert_close(expected_calls(kind, "cuda"), expected_calls(kind, "cpu"))
+
+
+def drafts_of_turns(kind: str, device: str) -> list[tuple[Tensor, Tensor]]:
+    """The drafts of a short text, of one that needs more slots, and of another short one, with their distributions."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    with standin.device() if device == "cuda" else nullcontext():
+        engine = engine_on(kind, device)
+        propose = engine.propose
+
+        def watched(round: DecodingRound) -> Proposal:
+            proposal = propose(round)
+            k = proposal.k[0]
+            if proposal.q is not None and k:
+                seen.append((proposal.x[:1, :k].to("cpu").clone(), proposal.q[:1, :k].to("cpu").clone()))
+            return proposal
+
+        engine.propose = watched  # type: ignore[method-assign]
+        for length in (3, 30, 5):
+            prompt = [(7 * i + length) % 30 + 1 for i in range(length)]
+            engine.generate([prompt], max_new_tokens=8, sampling=Sampling(0.8), seed=2, ignore_eos=True)
+    return seen
+
+
+@pytest.mark.parametrize("kind", gpu_counts.KINDS)
+def test_no_recording_outlives_the_slots_that_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.graphs.FEWEST", 8)
+    for module in ("models.lm", "proposers.eagle"):
+        monkeypatch.setattr(f"inference.{module}.FIRST_SLOTS", 8)
+    torch.testing.assert_close(drafts_of_turns(kind, "cuda"), drafts_of_turns(kind, "cpu"))
 
 
 @pytest.mark.gpu

@@ -52,4 +52,5 @@ ROWS_OF_BUGS = [
     ('penalties_counted_twice_when_a_batch_is_made_again', 'inference/sampling/penalties.py', 'Penalties.__init__', '[len(row.text) for', '[row.prompt for', ['tests/inference/sampling/test_batched_settings.py::test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference[chain]'], 11),
     ('end_tokens_but_the_first_are_no_end', 'inference/request.py', 'ends_of', 'else ends)', 'else list(ends)[:1])', ['tests/inference/test_mixed_settings.py::test_every_row_has_its_own_text[None-None]'], 21),
     ('the_first_id_is_not_counted', 'inference/sampling/penalties.py', 'Penalties.count', '(newest >= 0)', '(newest > 0)', ['tests/inference/sampling/test_batched_settings.py::test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference[chain]'], 'token 0 is not penalised while a batch stays the same'),
+    ('a_timing_changes_the_numbers_of_a_gpu', 'inference/measure/arms.py', 'seeded', '[model.device] if model.device.type == "cuda" else []', '[]', ['tests/inference/measure/test_arms.py::test_the_generators_of_cpu_and_gpu_go_on_where_they_were'], 'draws repeat after each measurement'),
 ]

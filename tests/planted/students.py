@@ -92,4 +92,5 @@ ROWS_OF_BUGS = [
     ('a_parallel_markov_head_learns_nothing', 'cotrain/students/parallel.py', 'ParallelStudent.guesses', 'if markov is None', 'if True', ['tests/cotrain/students/test_parallel.py::test_guesses_have_the_term_of_the_token_before[None]'], 'what serves is not what was trained'),
     ('other_kinds_keep_a_markov_head', 'cotrain/students/independent.py', 'IndependentStudent.initial', '"markov" not in type(draft).model_fields', 'False', ['tests/cotrain/students/test_parallel.py::test_where_a_markov_head_comes_from'], 'weights that nothing reads or learns'),
     ('padding_counts_as_a_token_of_a_pruned_head', 'cotrain/students/base.py', 'Student.pruned_to', 'self.largest < size', 'self.largest <= size', ['tests/cotrain/students/test_every_student.py::test_a_pruned_head_with_padding_is_learnt_as_over_all_columns[independent, pruned-30]'], "an index is out of range with a draft that knows the first id of the target's padding"),
+    ('states_rest_on_the_gpu', 'cotrain/teacher/states_cache.py', 'MemoryCache._look_up', 'values.cpu()', 'values', ['tests/cotrain/teacher/test_memory_cache.py::test_records_rest_in_main_memory'], 'the memory of a GPU fills'),
 ]

@@ -6,6 +6,7 @@ from torch import Tensor
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_model import Record
+from tests import standin
 
 
 def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
@@ -57,3 +58,12 @@ def test_texts_padded_to_another_width_are_read_again() -> None:
     teacher.fill(long, torch.arange(6), batch=2)  # the first batch is known: the others are read all the same
     assert asked == [(2, 2), (2, 2), (2, 3), (2, 3), (2, 3)]
     assert torch.equal(teacher(long, torch.arange(6))[LAST][..., 0], long.float()) and len(asked) == 5
+
+
+def test_records_rest_in_main_memory() -> None:
+    with standin.device():
+        texts, keys = torch.arange(3)[:, None].repeat(1, 4), torch.arange(3)
+        teacher = MemoryCache(lambda ids, *_: {LAST: ids.unsqueeze(-1).float().to("cuda")}, limit=10**6)
+        teacher.fill(texts, keys)
+        assert teacher(texts.to("cuda"), keys)[LAST].device.type == "cuda"
+        assert {part.device.type for record in teacher.records.values() for part in record.values()} == {"cpu"}

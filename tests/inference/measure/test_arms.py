@@ -1,13 +1,14 @@
 """Arms of a timing on tiny models."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure.arms import ArmResult, engine_arm, transformers_arm
+from inference.measure.arms import ArmResult, engine_arm, seeded, transformers_arm
 from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -90,3 +91,14 @@ def test_transformers_samples_from_the_whole_distribution() -> None:
         logits = model(torch.tensor([[3, 5, *new]])).logits[0, 1:-1]
     ranks = (logits > logits.gather(1, torch.tensor(new).unsqueeze(1))).sum(1)
     assert len(new) == 40 and ranks.max() > 200 and (ranks >= 50).sum() > 20
+
+
+def test_the_generators_of_cpu_and_gpu_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"cuda": torch.arange(3)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: numbers[torch.device(device).type])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: numbers.update(cuda=state))
+    before = torch.get_rng_state()
+    with seeded(SimpleNamespace(device=torch.device("cuda", 0)), 5):  # type: ignore[arg-type]
+        numbers["cuda"] = torch.ones(3)
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(numbers["cuda"], torch.arange(3))
