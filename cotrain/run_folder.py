@@ -90,19 +90,19 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
                         "(overwrite=true replaces only folders of the same command)")  # fmt: skip
 
 
-def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "") -> None:
-    """Raise UserError if the output folder has files that this command did not write. The command's folders have a file
-    `name` that contains `text`, and files with the patterns `written`."""
+def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
+    """Raise UserError if the folder of the setting `key` has files that this command did not write. The command's
+    folders have a file `name` that contains `text`, and files with the patterns `written`."""
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
     if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"output={path} has files, but no {name} that this command wrote: name another folder (a "
+        raise UserError(f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
                         "command replaces only its own folders)")  # fmt: skip
     for entry in Path(path).iterdir():
         if not any(fnmatch(entry.name, pattern) for pattern in (name, *written)):
             raise UserError(f"{entry} was not written by this command, which would delete it: move it, or name another "
-                            "output=")  # fmt: skip
+                            f"{key}=")  # fmt: skip
 
 
 def _paths(value: object, absent: bool) -> list[str]:

@@ -11,6 +11,7 @@ import ast
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests import planted
@@ -46,9 +47,14 @@ class Mutant:
         return text
 
 
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def _span(text: str, function: str) -> tuple[int, int]:
     """Where the class or function of that qualified name stands in the text, decorators included; (0, 0) if absent."""
-    node: ast.AST = ast.parse(text)
+    node: ast.AST = _parsed(text)
     first = last = 0
     for name in function.split("."):
         bodies = [child for child in ast.walk(node) if getattr(child, "name", None) == name and child is not node]

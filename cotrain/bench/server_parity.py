@@ -4,6 +4,7 @@ A server samples the first token of a text in the prefill, without a round, so i
 this engine every token comes from a round. A server's counters give only the total of rounds of all texts.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
         raise ValueError(f"url: the server counted {counts}: its counters are of something else")
-    drafts = len(counted.by_depth) or round(counted.drafted / counted.rounds)
+    drafts = len(counted.by_depth) or max(k, math.ceil(counted.drafted / counted.rounds))  # rounds may be shorter
     if drafts != k:
         raise UserError(f"url: the server drafts {drafts} tokens a round, not {k}: set k={drafts}")
     own = plan.arms({"own": plan.engine(k, BATCH, proposer=draft)})

@@ -62,7 +62,12 @@ def run(cfg: ExportConfig) -> None:
     refuse_kind(cfg.engine, kind)
     refuse(cfg.draft.path, cfg.temperature)
     served = _served(cfg, metadata)
-    if cfg.k and gguf_file(served) is None and cfg.k >= (room := positions_of(load_config(served)[0])):
+    if (
+        cfg.k
+        and Path(served).is_dir()
+        and gguf_file(served) is None
+        and cfg.k >= (room := positions_of(load_config(served)[0]))
+    ):
         raise UserError(f"k={cfg.k}: the context of {served} has {room} tokens, for texts and drafts: set k= below it")
     plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
     if cfg.dtype != "auto" and not plain:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from cotrain.data.corpora import embedded, manifest
 from cotrain.data.sources import Blocks, embedded_texts, pack
 from cotrain.errors import UserError
+from cotrain.export.engines import FILES
 from cotrain.run_folder import claim, refuse_replaced, writable
 from cotrain.training import optim
 from cotrain.training.interrupts import read_saved
@@ -102,7 +103,7 @@ def main(arguments: list[str]) -> None:
 def run(cfg: Settings) -> None:
     """Train for one phase. After the last step, measure the target and, with `export=`, write its folder."""
     if cfg.export:
-        refuse_replaced(cfg.export, "card.json", key="export")
+        refuse_replaced(cfg.export, "card.json", (*FILES, "README.md"), key="export")
         writable("export", cfg.export)
     settle(cfg.pretraining.threads, cfg.pretraining.seed)
     with claim(cfg.output, command="pretrain") as folder:
