@@ -85,7 +85,7 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
 @contextmanager
 def seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
     """Let torch's generators, of the CPU and of the model's GPU, begin with a seed within the block."""
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed)
         yield
 

@@ -95,6 +95,8 @@ def test_transformers_samples_from_the_whole_distribution() -> None:
 
 def test_the_generators_of_cpu_and_gpu_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = {"cuda": torch.arange(3)}
+    # Another accelerator of the machine, or a stand-in that ran before in this process, is not asked.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: numbers[torch.device(device).type])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: numbers.update(cuda=state))
     before = torch.get_rng_state()
