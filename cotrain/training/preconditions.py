@@ -46,7 +46,7 @@ from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
-from inference.drafts.weight_files import refuse_other_sizes, weight_files
+from inference.drafts.weight_files import building, refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
@@ -143,11 +143,12 @@ def sketch(
     cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    if (folder / GENERATION).is_file():  # it names the ids that end a text
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     try:
+        model_class = auto_class(config)
+        with building(folder), torch.device("meta"):
+            model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+        if (folder / GENERATION).is_file():  # it names the ids that end a text
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         refuse_unsupported(model, model.config.get_text_config())
         if folder.is_dir() and quantisation_of(model.config) == "none":  # others are packed
             refuse_other_sizes(folder, model)
