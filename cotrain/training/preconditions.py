@@ -575,13 +575,18 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
         key, prompt = "bench.prompt_tokens", size.prompt_tokens
         if cfg.data.path:
             key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
-        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short), start)
+        fits(key, prompt, timed_by(size), timed(size), min(long, short), start)
 
 
 def timed(size: Bench) -> int:
     """Return how many tokens after a prompt a measurement needs room for. They are those of its text, or those of the
     texts on which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
+
+
+def timed_by(size: Bench) -> str:
+    """Return the keys that determine `timed`, for an error message."""
+    return "bench.new_tokens" + ", bench.depths" * (timed(size) > size.new_tokens)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:
