@@ -5,6 +5,7 @@ Hydra and the command's module are imported only if a command runs, so that `cot
 
 import difflib
 import importlib
+import linecache
 import os
 import re
 import shutil
@@ -312,10 +313,18 @@ def _full(error: BaseException, output: str | None) -> str:
 def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
-    where = "(COTRAIN_TRACEBACK=1 shows where)"
+    said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror} {where}"
-    return f"{' '.join(str(error).split()) or type(error).__name__} {where}"
+        said = f"{error.filename}: {error.strerror}"
+    return said + " (COTRAIN_TRACEBACK=1 shows where)" * (not _raised_here(error))
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Return whether a `raise` of these packages made the error. Its message is then for the user, and complete."""
+    for frame, line in list(traceback.walk_tb(error.__traceback__))[-1:]:
+        ours = frame.f_globals["__name__"].partition(".")[0] in ("cotrain", "inference")
+        return ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return False
 
 
 def _traced() -> bool:

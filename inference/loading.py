@@ -69,10 +69,7 @@ def load(
             move(target, settings.pop("device"))
     metadata = _with_defaults(metadata, served, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
-    try:
-        proposer_class = kind_of(kind or draft.kind)
-    except ValueError as error:
-        raise ValueError(f"{'load(kind=)' if kind else draft.path / METADATA}: {error}") from error
+    proposer_class = kind_of(kind or draft.kind)
     if metadata and metadata.tree and not proposer_class.drafts_trees:
         raise ValueError(
             f"{draft.path / METADATA}: tree must be null: a draft of kind {draft.kind!r} drafts chains, no trees"

@@ -16,7 +16,7 @@ from cotrain.page.html_page import written
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
-from cotrain.training.preconditions import fits, refuse_rounded, timed
+from cotrain.training.preconditions import fits, refuse_rounded, timed, timed_by
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Metadata
 from inference.models.quantisation import refuse_quantisation
@@ -32,9 +32,7 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     support its quantisation setting. It is called before weights are loaded."""
     refuse_rounded(kind, cfg.quantisation.kind, pair.target)
     size = cfg.bench
-    fits(
-        "bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room_of(pair), start_of(pair.target)
-    )
+    fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
     refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 

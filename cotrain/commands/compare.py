@@ -26,6 +26,6 @@ def run(cfg: CompareConfig) -> None:
         gains, absent = compare(runs, baseline), left_out(runs, baseline)
         report = {"environment": environment(), "baseline": baseline, "gains": [asdict(gain) for gain in gains]}
         report |= {"left_out": absent}
-        answer(report, "\n".join([table(gains, baseline), *(f"left out: {k}: {why}" for k, why in absent.items())]))
+        answer(report, table(gains, baseline, absent))
     if cfg.report:
         write_atomic(Path(cfg.report), json.dumps(report, indent=2) + "\n")

@@ -161,6 +161,8 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
         raise UserError("set either prompt= (the text) or prompts= (a file with one prompt per line), not both")
     if prompt is not None and not prompt:
         raise UserError("prompt= is empty: set it to the text that is to be continued")
+    if prompt == "null":  # as every other setting is unset
+        print("prompt=null: the text 'null' is continued; leave prompt= out to read standard input", file=sys.stderr)
     if prompt is not None:
         return [("prompt", {PROMPT: prompt})]
     if prompts is None and sys.stdin.isatty():

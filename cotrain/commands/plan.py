@@ -27,7 +27,7 @@ from cotrain.planning.timed import measured_table, timed_cells
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse
 from cotrain.training.job import models, settle
-from cotrain.training.preconditions import fits, timed
+from cotrain.training.preconditions import fits, timed, timed_by
 from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import PROMPTS, identity
@@ -183,7 +183,7 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
     draft_folder, outline = measured(path), refuse_pair(path, name, cfg.target.trust_remote_code)
     room, start = room_of(outline), start_of(outline.target)
-    fits("bench.prompt_tokens", size.prompt_tokens, "bench.new_tokens", timed(size), room, start)
+    fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room, start)
     given = prompts(cfg.data, size, outline.target, outline.tokenizer, None, draft_folder.path)
     metadata = draft_folder.metadata
     if metadata:

@@ -26,7 +26,7 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.weight_files import read_json, weight_files
+from inference.drafts.weight_files import building, read_json, weight_files
 from inference.models.pretrained import positions_of
 from inference.proposers import kind_of
 from inference.request import ends_of
@@ -156,10 +156,13 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
     the files are missing or invalid."""
     if network is None:
         return None
-    if network is CausalLM and not CausalLM.has_parts(config := AutoConfig.from_pretrained(path)):
-        return sketch(str(path), config, key="draft.path")
+    if network is CausalLM:
+        with building(path):
+            config = AutoConfig.from_pretrained(path)
+        if not CausalLM.has_parts(config):
+            return sketch(str(path), config, key="draft.path")
     weight_files(path)
-    with torch.device("meta"):
+    with building(path, network), torch.device("meta"):
         return network(network.config_class.from_pretrained(path))
 
 

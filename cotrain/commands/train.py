@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from cotrain.board import tags
 from cotrain.config.changes import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import FIGURES, compare, read
+from cotrain.evaluation.comparison import FIGURES, compare, left_out, read
 from cotrain.evaluation.comparison import table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
@@ -128,7 +127,4 @@ def swept(outputs: list[str]) -> None:
     if len(runs) < 2:
         return
     baseline = next(iter(runs))
-    try:
-        print(compared(compare(runs, baseline), baseline))
-    except UserError as error:
-        print(f"cotrain train: the sweep has no table: {error}", file=sys.stderr)
+    print(compared(compare(runs, baseline), baseline, left_out(runs, baseline)))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed, one_of
+from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Temperature, With, allowed, at_least, one_of
 
 ScratchSize = Annotated[Size | None, SCRATCH]
 NewSize = Annotated[Size | None, NEW]
@@ -56,7 +56,7 @@ class _Started(Draft):
 
 
 class _Headed(_Started):
-    vocabulary: Size | None = None
+    vocabulary: Annotated[int, at_least(2)] | None = None
     """The number of tokens that the head can draft; null: as in the target."""
     head_rank: Size | None = None
     """The rank of a head of two matrices; null: one matrix."""

@@ -245,7 +245,7 @@ class Joint(Settings):
     95 % confidence."""
     rank: Size = 8
     """Of the LoRA adapter in every projection of the target."""
-    lr: Positive = 1.0e-3
+    lr: Fraction = 1.0e-3
     """Learning rate of the adapter."""
     warm_steps: Count = 600
     """First steps: the draft learns alone from the original target; 0: draft.path= has learnt."""
@@ -275,7 +275,7 @@ class Optimizer(Settings):
     kind: Annotated[str, one_of("adamw", "muon")] = "adamw"
     """adamw, or muon: Muon (Jordan 2024) for the matrices of layers, AdamW for the rest; not with
     trainer.strategy=fsdp2."""
-    lr: Positive = 1.0e-3
+    lr: Fraction = 1.0e-3
     weight_decay: Least = 0.01
     betas: Annotated[list[Decay], allowed("two numbers, one per moment", lambda betas: len(betas) == 2)] = [0.9, 0.95]
     warmup: float = 0.02

@@ -120,7 +120,7 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
     return (
         _path_for_group(typed, keys)
         or _several(typed, command, keys, error)
-        or _unparsed(error)
+        or _unparsed(error, keys)
         or _no_option(error, keys)
         or _no_key(error, command, keys)
         or _first(error)
@@ -146,13 +146,17 @@ def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object],
     return None
 
 
-def _unparsed(error: Exception) -> str | None:
+def _unparsed(error: Exception, keys: Mapping[str, object]) -> str | None:
     from hydra.errors import OverrideParseException
 
     if not isinstance(error, OverrideParseException):
         return None
     if "=" not in error.override:
         return f"{error.override!r} is not a setting: write key=value"
+    key, _, value = error.override.partition("=")
+    if isinstance(keys.get(key), list) and "=" in value:  # settings in a list
+        quoted = ",".join(f'"{one}"' for one in re.split(r",(?=[\w.]+=)", value.removeprefix("[").removesuffix("]")))
+        return f"{error.override}: quote each value of the list: write '{key}=[{quoted}]'"
     return f"{error.override!r} cannot be read: {_first(error)}; quote the value, as in key='\"a, b\"'"
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,19 @@ class Template:
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
             raise ValueError("the target's chat template renders nothing for it")
+        if self.ignores_user:
+            raise ValueError("the target's chat template renders the same text whatever the user says: mend "
+                             "message.content in it")  # fmt: skip
         return text
+
+    @cached_property
+    def ignores_user(self) -> bool:
+        """Whether the template drops what a user says."""
+        try:
+            said, other = (self._rendered([{"role": "user", "content": one}], None, True) for one in ("a", "b"))
+        except ValueError:  # it needs more than a message
+            return False
+        return said == other
 
     def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
         fixed: dict[str, Any] = {}

@@ -104,7 +104,8 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
     """Return the labels that `compare` leaves out, each with the reason."""
-    base = [run["texts"] for run in runs[named(baseline, runs)]]
+    baseline = named(baseline, runs)
+    base = [run["texts"] for run in runs[baseline]]
     reasons = {}
     for label, mine in runs.items():
         texts = [run["texts"] for run in mine]
@@ -117,6 +118,11 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
                 f"it was evaluated at temperatures {sorted({t for one in texts for t in one})}, the baseline at "
                 f"{theirs}: set a common one in rollout.temperatures="
             )
+        elif not all(_rows(mine, runs[baseline], t)[1][0] for t in common):
+            reasons[label] = (
+                "it was evaluated on other texts than the baseline: set the same rollout.folder= in all runs, which "
+                "must be of the same target"
+            )
     return reasons
 
 
@@ -126,11 +132,13 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     Runs are paired with the baseline's by seed. If the two have no seed in common, they are paired in the order of
     their seeds. A pair is compared on the texts on which both were evaluated, and all pairs have equally many texts.
     Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
-    baseline is missing, or if runs have no text in common.
+    baseline is missing. Runs without a text of the baseline are left out, see `left_out`.
     """
     baseline = named(baseline, runs)
-    gains = []
+    gains, apart = [], left_out(runs, baseline)
     for label, mine in runs.items():
+        if label in apart:
+            continue
         every = [run["texts"] for run in (*mine, *runs[baseline])]
         for temperature in (t for t in mine[0]["texts"] if all(t in texts for texts in every)):
             for k in DEPTHS:
@@ -158,13 +166,7 @@ def _settings(label: str) -> set[str]:
 
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
-    pairs = [tuple(run["texts"][temperature] for run in pair) for pair in paired(mine, base)]
-    common = _aligned(pairs)
-    if not common[0]:
-        raise UserError(
-            f"{label}: it was evaluated on other texts than the baseline; set the same rollout.folder= in all runs, "
-            "which must be of the same target"
-        )
+    pairs, common = _rows(mine, base, temperature)
     lengths, ours, theirs = np.array([
         [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
         for (one, two), rows in zip(pairs, common, strict=True)
@@ -179,6 +181,14 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     return Gain(
         label, temperature, k, seeds, len(common[0]), **like, tau=tau, gain=gain, low=float(low), high=float(high)
     )
+
+
+def _rows(
+    mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str
+) -> tuple[list[tuple[Any, Any]], list[list[tuple[int, int]]]]:
+    """Return the pairs of figures at a temperature, and the rows of the texts that they have in common."""
+    pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in paired(mine, base)]
+    return pairs, _aligned(pairs)
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
@@ -219,8 +229,8 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
     return [(row, rows[text]) for row, text in enumerate(one["hashes"]) if text in rows]
 
 
-def table(gains: Sequence[Gain], baseline: str) -> str:
-    """Return aligned text with one line for each label, temperature and draft length."""
+def table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
+    """Return aligned text with a line for each label, temperature and draft length, and for each of `left_out`."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "
@@ -232,4 +242,4 @@ def table(gains: Sequence[Gain], baseline: str) -> str:
             f"{g.temperature:>4}  {g.k:>2}  {g.label:<{wide}} {g.seeds:>5} {g.texts:>5}  {g.alpha:.3f}  {g.kl:5.3f}"
             f"  {g.entropy:4.2f}  {g.calibration:.3f}  {g.tau:.3f}  {interval}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"left out: {label}: {why}" for label, why in absent.items())])

@@ -35,7 +35,7 @@ from inference.drafts.draft_folder import (
     read,
     write,
 )
-from inference.drafts.weight_files import CONFIG, load_weights, read_json, weight_files
+from inference.drafts.weight_files import CONFIG, building, load_weights, read_json, weight_files
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import auto_class
 from inference.proposers import kind_of
@@ -220,7 +220,7 @@ def check(folder: str | Path) -> list[str]:
     problems += _generation(path) + _weights(path, None if plain else network) + _tokenizer(path)
     if problem := other_report(path, draft.metadata):
         problems.append(problem)
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def _generation(path: Path) -> list[str]:
@@ -241,7 +241,9 @@ def _generation(path: Path) -> list[str]:
 def _weights(path: Path, network: Any) -> list[str]:
     """Problems with the tensors. network: the class of the model; None for that of transformers."""
     try:
-        _, problems, unexpected = load_weights(path, network=network or auto_class(AutoConfig.from_pretrained(path)))
+        with building(path):
+            config = None if network else AutoConfig.from_pretrained(path)
+        _, problems, unexpected = load_weights(path, network=network or auto_class(config))
     except (OSError, ValueError) as error:
         return [str(error).splitlines()[0]]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]

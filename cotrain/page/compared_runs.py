@@ -8,8 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cotrain.errors import UserError
-from cotrain.evaluation.comparison import Gain, compare
+from cotrain.evaluation.comparison import Gain, compare, left_out
 from cotrain.page.loaded_run import LoadedRun, Number
 from cotrain.page.rendering import Chart, Section, Series, drawn, escaped, interval, joined, number, numbered, table
 from cotrain.page.run_charts import SeriesOf, depths, speedups
@@ -106,12 +105,13 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
         labels[f"{run.name} ({run.number + 1})"].append(run.documents["held_out"])
     baseline = next(iter(labels))
     try:
-        gains = compare(dict(labels), baseline)
-    except (UserError, KeyError) as error:
+        gains, absent = compare(dict(labels), baseline), left_out(dict(labels), baseline)
+    except KeyError as error:
         return Markup('<p class="note">No paired gains: {}.</p>').format(escaped(error))
+    notes = (Markup('<p class="note">No paired gains of {}: {}.</p>').format(*one) for one in absent.items())
     rows: list[list[object]] = [_row(gain) for gain in gains if gain.label != baseline]
     head: list[object] = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]
-    return table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals")
+    return table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals") + Markup("").join(notes)
 
 
 def _row(gain: Gain) -> list[object]:

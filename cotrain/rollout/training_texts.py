@@ -24,6 +24,7 @@ from cotrain.rollout import samplers
 from cotrain.run_folder import numbered
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
+from inference.drafts.weight_files import read_json
 from inference.request import ends_of, source_limits
 
 
@@ -190,9 +191,11 @@ class Sampled:
                             "first token; look at what it answers to one of the prompts")  # fmt: skip
         if keep and beside(path, "parquet").is_file():
             earlier = numbered(path, ".parquet")
-            for ending in ("parquet", "json"):
+            there = [ending for ending in ("parquet", "json") if beside(path, ending).is_file()]
+            for ending in there:
                 beside(path, ending).rename(beside(earlier, ending))
-            print(f"the texts of other settings that {path} had are kept as {beside(earlier, 'parquet')}")
+            whose = "of other settings" if "json" in there else "without a .json, which says what they are,"
+            print(f"the texts {whose} that {path} had are kept as {beside(earlier, 'parquet')}")
         save_rows(rows, path, wanted if sampled < len(mine) else _whole(wanted))
         partial.unlink()
         return path
@@ -277,9 +280,9 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest in path.json, None if there is no such file."""
+    """The manifest in path.json, None if it or the texts beside it are missing. Raises ValueError if it is broken."""
     file = beside(path, "json")
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_json(file) if file.is_file() and beside(path, "parquet").is_file() else None
 
 
 def read_rows(path: Path) -> datasets.Dataset:

@@ -46,7 +46,7 @@ from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
-from inference.drafts.weight_files import refuse_other_sizes, weight_files
+from inference.drafts.weight_files import building, refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
@@ -143,11 +143,12 @@ def sketch(
     cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    if (folder / GENERATION).is_file():  # it names the ids that end a text
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     try:
+        model_class = auto_class(config)
+        with building(folder), torch.device("meta"):
+            model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+        if (folder / GENERATION).is_file():  # it names the ids that end a text
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         refuse_unsupported(model, model.config.get_text_config())
         if folder.is_dir() and quantisation_of(model.config) == "none":  # others are packed
             refuse_other_sizes(folder, model)
@@ -574,13 +575,18 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
         key, prompt = "bench.prompt_tokens", size.prompt_tokens
         if cfg.data.path:
             key, prompt = "rollout.prompt_tokens", ask.prompt_tokens
-        fits(key, prompt, "bench.new_tokens", timed(size), min(long, short), start)
+        fits(key, prompt, timed_by(size), timed(size), min(long, short), start)
 
 
 def timed(size: Bench) -> int:
     """Return how many tokens after a prompt a measurement needs room for. They are those of its text, or those of the
     texts on which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
+
+
+def timed_by(size: Bench) -> str:
+    """Return the keys that determine `timed`, for an error message."""
+    return "bench.new_tokens" + ", bench.depths" * (timed(size) > size.new_tokens)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:

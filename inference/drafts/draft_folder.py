@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -31,7 +32,9 @@ from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.weight_files import CONFIG, load_weights, named, read_json, require_finite, weight_files
+from inference.drafts.weight_files import CONFIG, building, load_weights, named, read_json, require_finite, weight_files
+from inference.models.quantisation import QUANTISATIONS
+from inference.sampling.parameters import Sampling
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
 
@@ -113,6 +116,10 @@ class ServedAs:
 
     def __post_init__(self) -> None:
         rule_of(self.verify)
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype: no {self.dtype!r}; there are auto, float32, bfloat16, float16")
+        if self.quantisation not in QUANTISATIONS:
+            raise ValueError(f"quantisation: no {self.quantisation!r}; there are {', '.join(QUANTISATIONS)}")
 
     @classmethod
     def read(cls, values: Any) -> "ServedAs":
@@ -176,6 +183,10 @@ class Metadata:
             raise ValueError(f"int8 must be true or false, not {self.int8!r}")
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
+        try:
+            Sampling(**self.regime)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"regime: {error}") from error
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
         """Return a copy in which the given values replace the present ones.
@@ -344,6 +355,8 @@ def read(folder: str | Path) -> Folder:
 
 
 def _metadata(file: Path) -> Metadata:
+    from inference.proposers.kinds import kind_of  # its package imports this module
+
     values = read_json(file)
     names = {item.name for item in fields(Metadata)} ^ {"origin", "made"}
     try:
@@ -355,8 +368,9 @@ def _metadata(file: Path) -> Metadata:
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
         read = Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
+        kind_of(read.kind)
         return _located(file, read)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -443,11 +457,7 @@ def require_class(draft: Folder, network: Any) -> None:
 
     if draft.metadata is None:
         return
-    try:
-        own = kind_of(draft.kind).network_class
-    except ValueError as error:
-        raise ValueError(f"{draft.path / METADATA}: {error}") from error
-    if own is not network:
+    if (own := kind_of(draft.kind).network_class) is not network:
         raise ValueError(
             f"{draft.path / METADATA}: kind is {draft.kind!r}, whose folder holds {named(own)}, not {named(network)}"
         )
@@ -462,8 +472,10 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         if name.endswith(".json") and (path / name).is_file():
             read_json(path / name)
     values = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
-    # transformers warns about an unknown type of model, which the tokenizer does not need
-    config = None if values.get("model_type", "") in CONFIG_MAPPING or "auto_map" in values else PretrainedConfig()
+    config = PretrainedConfig()  # of an unknown type of model, for which transformers warns
+    if values.get("model_type", "") in CONFIG_MAPPING or "auto_map" in values:
+        with building(path):
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(
             path, config=config, local_files_only=True, trust_remote_code=trust_remote_code

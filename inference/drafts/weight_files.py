@@ -3,6 +3,8 @@ that config.json states. The ids of a pruned head must be ids of the target.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def building(path: Path, network: Any = AutoModelForCausalLM) -> Iterator[None]:
+    """Raise ValueError, naming the config.json of a folder, if the block fails to make its model. Errors of files and
+    of memory are raised as they are."""
+    try:
+        yield
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # by key: KeyError, TypeError, ZeroDivisionError, those of huggingface_hub, ...
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        raise ValueError(f"{path / CONFIG}: this config cannot build {named(network)}: {reason}") from error
+
+
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
@@ -37,7 +52,7 @@ def load_weights(
     Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
     """
     files = weight_files(path)
-    try:
+    with building(path, network):
         loaded: Any = network.from_pretrained(
             path,
             dtype=dtype or "auto",
@@ -47,9 +62,6 @@ def load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG}: this config cannot build {named(network)}: {reason}") from error
     model, info = loaded
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]

@@ -19,6 +19,7 @@ from transformers import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
@@ -65,7 +66,7 @@ def _auto_class_at(path: str, trust_remote_code: bool) -> Any:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that makes the language model of a config. Raises ValueError for a config of
-    another model, such as one of images."""
+    another model, such as one of images, or an encoder that sees later tokens, such as BERT."""
     spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     sequences = AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
     model_class: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
@@ -74,6 +75,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     ):
         raise ValueError(f"{config.name_or_path} is a model of type {config.model_type}, which writes no text: name a "
                          "causal language model, or an encoder-decoder that writes text")  # fmt: skip
+    encoder = model_class is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
+    if encoder and getattr(config, "is_decoder", True) is False:
+        raise ValueError(f"{config.name_or_path} is a masked language model ({config.model_type} with is_decoder "
+                         "false in its config.json), whose tokens see later ones: name a causal language "
+                         "model")  # fmt: skip
     return model_class
 
 

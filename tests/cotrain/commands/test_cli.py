@@ -310,6 +310,16 @@ def test_a_failure_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_a_message_of_these_packages_is_complete(
+    ran: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        Sampling(temperature=-1)
+    monkeypatch.setitem(sys.modules, "cotrain.commands.bench", SimpleNamespace(run=lambda _: Sampling(temperature=-1)))
+    assert main(["bench"]) == 1
+    assert capsys.readouterr().err == f"cotrain bench: {raised.value}\n"
+
+
 def test_a_full_disk_that_nobody_named_is_one_of_those_that_are_listed(
     ran: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

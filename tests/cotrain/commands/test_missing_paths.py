@@ -5,11 +5,12 @@ import socket
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 
 import pytest
 from huggingface_hub import constants
-from transformers import ViTConfig
+from transformers import BartConfig, BertConfig, ElectraConfig, RobertaConfig, ViTConfig, XLMConfig
 
 from cotrain.cli import main
 from cotrain.config.settings import SCHEMAS
@@ -127,3 +128,11 @@ def test_a_model_of_images_is_named_in_short() -> None:
     with pytest.raises(ValueError, match="is a model of type vit, which writes no text: name a causal") as refused:
         auto_class(ViTConfig())
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("config", [BertConfig, RobertaConfig, ElectraConfig])
+def test_an_encoder_is_refused_unless_it_decodes(config: Any) -> None:
+    with pytest.raises(ValueError, match="is a masked language model .* is_decoder false .*: name a causal"):
+        auto_class(config())
+    for causal in (config(is_decoder=True), XLMConfig(), BartConfig()):
+        assert auto_class(causal)

@@ -44,6 +44,8 @@ def test_rows_are_read_as_for_training(
     asked = ["<user>p<assistant>", "<user>t<assistant>", "<user>q<assistant>"] if chat else ["p", "t", "q"]
     assert shown == [asked[0], "<user>u<assistant>a<user>u<assistant>", asked[1], *[asked[2]] * 9]
     assert "1 rows are skipped: 1, the first " in (said := capsys.readouterr().err) and "own.jsonl, line 13" in said
+    assert main([*command[:2], "prompt=null"]) == 0 and read[-1] == "null"
+    assert capsys.readouterr().err.startswith("prompt=null: the text 'null' is continued; leave prompt= out")
     for rows, reason in (
         ("plain\ntext\n", "it is no JSON object"),
         ('{"x": 1}\n', "but x: rename the one that holds the prompts\n"),

@@ -45,6 +45,7 @@ def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureF
     ("settings", "says"),
     [(['shapes=["draft=nope"]'], "shapes: 'draft=nope': draft=nope: draft is one of block, "),
      (['shapes=["draft.layer=1"]'], "'draft.layer=1': no key 'draft.layer'; the nearest is 'draft.layers'"),
+     (["shapes=[draft=eagle,init.layers=[0,1]]"], """: write 'shapes=["draft=eagle","init.layers=[0,1]"]'"""),
      (['shapes=["lr=1"]'], "shapes: 'lr=1': no key 'lr'; the setting is optimizer.lr="),
      (['shapes=["draft.layers=1"]'], "draft.layers=1: the setting has no effect here: independent drafts read it only"),
      (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"), ([], "draft.path="),

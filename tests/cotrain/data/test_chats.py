@@ -191,6 +191,7 @@ def test_prompt_and_response_are_rendered_or_without_a_template_taken_as_they_ar
         ("", chat("Hi", "Yes?"), "the target's chat template renders nothing"),
         ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
         ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
+        (PLAIN.replace("m.content", "m.contnt"), chat("Hi", "Yes?"), ".* the same text whatever the user says: mend"),
         (None, chat("Hi", "Yes?", "More", "No"), "without a chat template"),
         (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot' is none of system"),
         (PLAIN, {"messages": ["Hi"]}, "it holds no list of messages"),

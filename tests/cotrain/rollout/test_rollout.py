@@ -148,6 +148,11 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     stored.write_bytes(before[: len(before) // 2])
     with pytest.raises(ValueError, match=f"{stored} cannot be read: delete it and {path.name}.json"):
         whole.sample("train", WARM, cast(Any, None), quiet, keep=True)
+    path.with_name(f"{path.name}.json").unlink()
+    assert whole.sample("train", WARM, prompts, quiet, keep=True) == path and whole._fits(path, "train", WARM, WHOLE)
+    assert kept.with_name(f"{kept.name}.parquet").is_file()
+    stored.unlink()
+    assert not whole._fits(path, "train", WARM, WHOLE)
 
 
 def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausalLM, tmp_path: Path) -> None:
