@@ -242,8 +242,8 @@ def _weights(path: Path, network: Any) -> list[str]:
     """Problems with the tensors. network: the class of the model; None for that of transformers."""
     try:
         with building(path):
-            config = None if network else AutoConfig.from_pretrained(path)
-        _, problems, unexpected = load_weights(path, network=network or auto_class(config))
+            network = network or auto_class(AutoConfig.from_pretrained(path))
+        _, problems, unexpected = load_weights(path, network=network)
     except (OSError, ValueError) as error:
         return [str(error).splitlines()[0]]
     problems += [f"{path}: tensor {name} is not in the model of {CONFIG}" for name in unexpected]
