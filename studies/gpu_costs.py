@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,11 +140,9 @@ def pass_seconds(
     store_prompts(lm, 0, [[0] * context for _ in range(rows)])
     ids = torch.zeros(rows, max(numbers), dtype=torch.int64, device=target.device)
 
-    def run(n: int) -> None:
-        lm.forward(ids[:, :n], [context - 1] * rows)
-        lm.wait()
-
-    return interleaved({n: lambda n=n: run(n) for n in numbers}, REPEATS, WARMUP)  # type: ignore[misc]
+    start = [context - 1] * rows
+    tasks = {n: partial(lm.forward, ids[:, :n], start) for n in numbers}
+    return interleaved(tasks, REPEATS, WARMUP, lm.device)
 
 
 # --- forecast

@@ -96,6 +96,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, SHIPPED = ROOT / "outputs" / "results", ROOT / "data" / "drafts" / "smollm2"
 PIECE = 15 * 2**20  # bytes of a file that comes back
 ENDED, OVER = "ended", "the time was over"
+ON_THE_HOST = ("command, datastore", "command, export", "carried off")  # steps that launch nothing on a device
 TEMPLATE = "{% for one in messages %}[{{ one.content }}]{% endfor %}"
 
 
@@ -109,6 +110,11 @@ class Asked:
     small: bool = False
     standin: bool = False
     rehearse: Path | None = None
+
+
+def launches() -> int:
+    """Launches on the stand-in so far; 0 without it."""
+    return sum(standin.HERE.launches.values()) if standin.HERE else 0
 
 
 class Day:
@@ -145,7 +151,7 @@ class Day:
     def step(self, name: str, task: Callable[..., Any], *given: Any) -> None:
         """Run a task and keep its result; past the deadline, note that it was not run. An error is kept, and the next
         step runs."""
-        began = time.monotonic()
+        began, launched = time.monotonic(), launches()
         if self.left <= 0:
             found: dict[str, Any] = {"not_run": OVER}
         else:
@@ -156,6 +162,8 @@ class Day:
             except Exception as error:
                 traceback.print_exc()
                 found = {"error": f"{type(error).__name__}: {error}"}
+        if standin.HERE and "result" in found and name not in ON_THE_HOST and launches() == launched:
+            found = {"error": "nothing ran on the device"}
         self.report["steps"][name] = found | {"seconds": round(time.monotonic() - began, 2)}
         self.write()
         short = next(iter(found.items()))
@@ -242,10 +250,9 @@ def gpu_tests(day: Day, seconds: float) -> dict[str, Any]:
 
 def counts_of(name: str) -> dict[str, Any]:
     """A round of a setting, on a GPU beside the stand-in's."""
-    if device() != "cuda":
-        return gpu_counts.counted(name, "sm90")
-    known = json.loads((RESULTS / "gpu_counts.json").read_text())["after"]
-    return {"gpu": gpu_counts.counted_on_gpu(name), "standin": known[name]["sm90"]}
+    known = json.loads((RESULTS / "gpu_counts.json").read_text())["after"][name]["sm90"]
+    found = gpu_counts.counted_on_gpu(name) if device() == "cuda" else gpu_counts.counted(name, "sm90")
+    return {device(): found, "standin": known}
 
 
 def verdict() -> dict[str, Any]:
@@ -318,10 +325,8 @@ def every_command(day: Day, name: str) -> str:
 
 def step_counts(kind: str) -> dict[str, Any]:
     """A training step of a kind, on a GPU beside the stand-in's."""
-    if device() != "cuda":
-        return gpu_counts.training_counts(kind)
-    known = json.loads((RESULTS / "gpu_counts.json").read_text())["training"]["kinds"]
-    return {"gpu": gpu_counts.training_counts(kind, real=True), "standin": known[kind]}
+    known = json.loads((RESULTS / "gpu_counts.json").read_text())["training"]["kinds"][kind]
+    return {device(): gpu_counts.training_counts(kind, real=device() == "cuda"), "standin": known}
 
 
 def health(day: Day) -> None:

@@ -141,8 +141,8 @@ class Training:
     def __init__(self, kind: str, place: Path, callbacks: tuple[Callback, ...] = (), device: str = "cuda") -> None:
         target = student_kinds.target()
         student: Student = student_kinds.STUDENTS[kind](target)  # made on the CPU: random numbers of a GPU are others
-        for model in (target, student.network):
-            model.float().to(device)  # type: ignore[arg-type]
+        student.network.float()  # on the CPU until the trainer moves it, as in a run
+        target.float().to(device)  # type: ignore[arg-type]
         cfg, self.target = recipe(), target
         ids = torch.randint(1, 32, (TEXTS, 24), generator=torch.Generator().manual_seed(0))
         texts = Texts(ids, torch.arange(TEXTS) + 2, torch.arange(TEXTS) + 18, ["a", "b"] * (TEXTS // 2))

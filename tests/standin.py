@@ -128,6 +128,7 @@ class Cuda(Tensor):
         with torch.inference_mode(self.is_inference()):  # else torch calls the types of the two incompatible
             Tensor.data.__set__(self, Cuda(new.raw, new.card))
         self.raw, self.card = new.raw, new.card
+        HERE and HERE.held(self)
 
     def __format__(self, spec):
         return format(self.cpu() if self.dim() else self.item(), spec)
@@ -161,14 +162,19 @@ class Graph:
     def __init__(self, keep_graph=False):
         self.ops, self.index, self.pool_id = [], None, None
         self.fresh = False  # whether its results were computed and may be read
+        self.made, self.read = set(), {}  # storages: its own, and those of others with the operation that reads each
 
     def replay(self):
         gpu = HERE
+        for key, name in self.read.items():
+            if key not in gpu.storages:  # CUDA would have given this memory to others
+                raise RuntimeError(f"aten::{name} was recorded with memory that is free by now")
         for other in gpu.pools[self.pool_id]:  # memory is shared: a replay may overwrite what others returned
             if other.fresh and other is not self:
                 other.poison()
         self.fresh = True
         gpu.launches[gpu.phase] += 1  # one cudaGraphLaunch
+        gpu.pending = True
         gpu.replays[gpu.phase] += 1
         gpu.inside[gpu.phase] += len(self.ops)
         with _OnRaw():
@@ -218,6 +224,8 @@ class _Capture:
         gpu, gpu.graph = HERE, None
         if gpu.destroyed:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        pool = set().union(*(other.made for other in gpu.pools[self.graph.pool_id]))
+        self.graph.read = {key: name for key, name in self.graph.read.items() if key not in pool}
         if not self.graph.ops:
             warnings.warn("The CUDA Graph is empty: captured on another device or stream?", stacklevel=2)
         self.graph.poison()
@@ -280,13 +288,14 @@ class Gpu:
     """launches, h2d, d2h, moved (bytes read and written), by phase; blocking: copies to the device that are waited for,
     since what is copied is not pinned or the copy is not asked to run by itself; sites: (kind, place) -> how often."""
 
+    storages: dict[int, list] = {}  # in use, also those of an earlier device: caches hold them
+
     def __init__(self, arch: str = "sm80", devices: int = 2):
         self.arch, self.devices, self.current, self.phase = arch, devices, 0, "-"
         self.graph = None
         self.recordings = 0
         self.destroyed = False  # whether a graph was destroyed during the current capture
         self.pools: dict[object, weakref.WeakSet[Graph]] = {}
-        self.storages: dict[int, list] = {}
         self.pinned: dict[int, weakref.ref] = {}
         self.live = self.peak = 0
         self.clear()
@@ -297,6 +306,7 @@ class Gpu:
         self.ops, self.sites = defaultdict(Counter), Counter()
         self.attention = Counter()
         self.waits = self.blocking = 0
+        self.pending = False  # whether something was launched after the last wait or read
 
     # memory
     def held(self, tensor):
@@ -321,6 +331,7 @@ class Gpu:
         if self.graph is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.waits += 1
+        self.pending = False
 
     def index(self, device) -> int | None:
         """Of a device argument; None for the CPU."""
@@ -348,6 +359,7 @@ class Gpu:
         if self.graph is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.d2h[self.phase] += 1
+        self.pending = False
         self.site("d2h")
 
     def sent(self):
@@ -435,6 +447,10 @@ class Gpu:
         if name in MAKES and outs_raw is not None:
             _poison(outs_raw)
         outs = [] if outs_raw is None else _tensors(outs_raw)
+        if recorded:
+            before = {x.untyped_storage()._cdata for x in ins}
+            self.graph.read |= dict.fromkeys(before - self.graph.read.keys(), name)
+            self.graph.made |= {x.untyped_storage()._cdata for x in outs} - before
         views = bool(outs) and not written and _are_views(outs, ins)
         free = (
             views
@@ -448,6 +464,7 @@ class Gpu:
             else:
                 size = sum(x.numel() * x.element_size() for x in (*ins, *outs))
                 self.launches[self.phase] += 1
+                self.pending = True
                 self.ops[self.phase][name] += 1
                 self.moved[self.phase] += size
         elif recorded and not views and outs:
@@ -677,6 +694,8 @@ def device(arch: str = "sm80", devices: int = 2, fused: bool = True):
         (torch.cuda, "synchronize"): gpu.synchronise,
         (torch.cuda, "max_memory_allocated"): lambda *_: gpu.peak,
         (torch.cuda, "mem_get_info"): lambda *_: (2**33, 2**33),
+        (torch.cuda, "get_rng_state"): lambda *_: torch.get_rng_state(),  # numbers come from the generator of the CPU
+        (torch.cuda, "set_rng_state"): lambda state, *_: torch.set_rng_state(state),
         (torch.cuda, "Stream"): _Stream,
         (torch.cuda, "current_stream"): lambda *_: _Stream(),
         (torch.cuda, "stream"): stream,

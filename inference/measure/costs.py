@@ -39,6 +39,7 @@ from inference.verify.rules import RULES
 Key = TypeVar("Key", bound=Hashable)
 LEAST, MOST = 2, 5  # timed calls at each draft length
 SPANS = (2, 8)  # draft lengths that are timed, see `spans_of`; the others are on the line through them
+CPU = torch.device("cpu")
 SPREAD = 7  # tokens between the lengths of one text and the next
 
 
@@ -131,7 +132,7 @@ def measure_costs(
             SourcedText(text, any_source(target.model, source or context, seed)) for seed, text in enumerate(texts)
         ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
-    seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup)
+    seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup, target.device)
     first, step = line({span: seconds["draft", span] for span in spans})
     return Costs(
         never_falling([seconds["target", n] for n in range(1, K + 2)]),
@@ -169,15 +170,18 @@ def interleaved(
     tasks: Mapping[Key, Callable[[], object]],
     repeats: int = 9,
     warmup: int = 2,
+    device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, float]:
-    """Return the median seconds of each task. Each repeat runs every task once, so that drift of the machine affects
-    all tasks."""
+    """Return the median seconds of each task, up to the end of the work that it launched on the device. Each repeat
+    runs every task once, so that drift of the machine affects all tasks."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
+    wait_for(device)
     for repeat in range(warmup + repeats):
         for key, task in tasks.items():
             start = clock()
             task()
+            wait_for(device)
             if repeat >= warmup:
                 seconds[key].append(clock() - start)
     return {key: median(values) for key, values in seconds.items()}
@@ -205,39 +209,21 @@ def _tasks(
     drafting = {k: copy(proposer) for k in lengths}  # copies on the same slots, each of which drafts only one length
 
     def drafts(k: int) -> None:
-        proposal = drafting[k].propose(decoding_round(k))
-        wait_for(proposal.x.device)
+        drafting[k].propose(decoding_round(k))
         drafting[k].commit(outcome)
 
     spans = dict(enumerate(lengths, 2))
-    tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): _pass(target, ids[:, :1], at)}
+    tasks: dict[tuple[str, int], Callable[[], object]] = {("before", 1): partial(target.forward, ids[:, :1], at)}
     for n in range(1, max(K + 1, *spans) + 1):
         if n > 1:
             tasks["draft" if n in spans else "before", spans.get(n, n)] = partial(drafts, spans.get(n, lengths[0]))
         if n <= K + 1:
-            tasks["target", n] = _pass(target, ids[:, :n], at)
+            tasks["target", n] = partial(target.forward, ids[:, :n], at)
             tasks["rest", n - 1] = _rest(decoding_round, logits[:, :n], ids[:, : n - 1])
     if target.encodes:
-        tasks["encoder", 1] = _encoder(target, texts)
+        sources = [source for text in texts if (source := source_of(text)) is not None]
+        tasks["encoder", 1] = partial(target.encode, 0, sources)
     return tasks
-
-
-def _encoder(lm: LM, texts: list[list[int]]) -> Callable[[], object]:
-    sources = [source for text in texts if (source := source_of(text)) is not None]
-
-    def run() -> None:
-        lm.encode(0, sources)
-        lm.wait()
-
-    return run
-
-
-def _pass(lm: LM, ids: Tensor, at: list[int]) -> Callable[[], object]:
-    def run() -> None:
-        lm.forward(ids, at)
-        lm.wait()
-
-    return run
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:

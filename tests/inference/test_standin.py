@@ -4,6 +4,7 @@ few."""
 from itertools import product
 
 import pytest
+import torch
 
 import inference.models.graphs as capture
 import inference.models.lm as target_module
@@ -93,3 +94,16 @@ def test_a_round_waits_seldom() -> None:
             counts = sum(gpu.launches.values()), sum(gpu.h2d.values()), sum(gpu.d2h.values())
             least = counts if least is None else min(least, counts)
     assert least[1] <= 14 and least[2] <= 5, (least, gpu.sites)
+
+
+def test_a_recording_does_not_hold_what_it_reads() -> None:
+    """Neither its inputs nor weights that were replaced; what it made itself it has."""
+    with standin.device() as gpu:
+        made = {"x": torch.ones(3, device="cuda")}
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            result = (made["x"] + 1) * 2
+        graph.replay()
+        assert result.tolist() == [4.0] * 3 and gpu.recordings
+        del made["x"]
+        with pytest.raises(RuntimeError, match="add was recorded with memory that is free by now"):
+            graph.replay()

@@ -76,15 +76,18 @@ def test_a_loss_that_is_not_finite_ends_the_training_at_a_logged_step_and_is_nev
 
 
 def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of the prompts are sampled as texts of temperature 0, which a loss treats otherwise."""
+    """Half of the prompts are sampled as texts of temperature 0, which a loss treats otherwise. The same command goes
+    on from its checkpoint, which is read to the CPU."""
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl", 60)
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]
     sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=8
-    rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.steps=2 trainer.batch=2 trainer.validations=1
+    rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.batch=2 trainer.validations=1
     draft=eagle draft.depths=2 measure=false""".split()
     with standin.device() as gpu:
-        assert main(["train", *paths, *sizes, f"output={tmp_path / 'run'}"]) == 0
+        for steps in (2, 4):
+            whole = [*sizes, f"trainer.steps={steps}", "trainer.ema=0.9", f"output={tmp_path / 'run'}"]
+            assert main(["train", *paths, *whole]) == 0
         assert (
             main(["generate", paths[0], f"draft.path={tmp_path / 'run' / 'draft'}", "prompt=abc", "max_new_tokens=4"])
             == 0

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from inference.models.lm import LM
 from inference.output import Stats
 from inference.policy import Fixed
 from inference.proposers import Independent, eagle
+from tests import standin
 from tests.inference.test_stats import stats
 from tests.kinds import KINDS
 from tests.tiny import near, tiny
@@ -121,6 +123,23 @@ def test_interleaved_costs_are_medians_of_a_round_robin():
 
     result = interleaved({"a": task("a"), "b": task("b")}, repeats=3, warmup=1, clock=lambda: now)
     assert result == {"a": 2, "b": 7} and order == ["a", "b"] * 4
+
+
+@pytest.mark.parametrize("kind", ["independent", "medusa"])
+def test_no_task_is_timed_by_its_launches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the clock is read, the device has done all that it was given."""
+    read = []
+
+    def clock() -> float:
+        assert not gpu.pending
+        read.append(gpu.waits)
+        return float(len(read))
+
+    monkeypatch.setattr("inference.measure.costs.interleaved", partial(interleaved, clock=clock))
+    with standin.device() as gpu:
+        target = tiny().to("cuda")
+        measure_costs(LM(target, rows=2), KINDS[kind].proposer(target), K=2, context=8, repeats=1, warmup=1)
+    assert len(set(read)) > 10
 
 
 def test_a_round_is_the_sum_of_its_parts():

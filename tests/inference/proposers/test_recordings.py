@@ -13,7 +13,7 @@ import inference.models.lm as lm_module
 from inference import Engine, Sampling
 from inference.models.graphs import GraphForward, Graphs
 from inference.policy import Fixed
-from inference.proposers import Independent, NGram, Parallel
+from inference.proposers import Independent, NGram, Parallel, trees
 from inference.proposers.base import Host, Proposal, Proposer
 from inference.proposers.hybrid import PartialRound
 from inference.round import DecodingRound
@@ -148,3 +148,21 @@ def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.Mo
     wanted = accepted("cpu")
     with standin.device():
         assert accepted("cuda") == wanted
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_recordings_of_one_tree_outlive_those_of_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of two shapes in turn: what the first one's recordings read is still there."""
+    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+
+    def texts(device: str) -> list[list[int]]:
+        target = tiny(layers=2, hidden=8).to(device)
+        engines = [
+            Engine(target, kind(name, shape)(target), verify="tree", policy=Fixed(2), rows=2, compile=device != "cpu")
+            for shape in ((-1, -1, 0), (-1, 0, 0))
+        ]
+        return [engine.generate(PROMPTS, max_new_tokens=3, seed=2).tokens for engine in (*engines, engines[0])]
+
+    wanted = texts("cpu")
+    with standin.device() as gpu:
+        assert texts("cuda") == wanted and gpu.recordings
