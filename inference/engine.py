@@ -29,7 +29,7 @@ from inference.models.cache import spare_slots
 from inference.models.graphs import Graphs
 from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
-from inference.models.pretrained import load_model, move
+from inference.models.pretrained import load_model
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
@@ -96,9 +96,7 @@ class Engine:
         if isinstance(target, str | PathLike):
             path = resolve(fspath(target))
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
-            target = load_model(path, dtype)
-            if device is not None:
-                move(target, device)
+            target = load_model(path, dtype, device=device)
         elif dtype is not None or device is not None and torch.device(device).type != target.device.type:
             raise ValueError(
                 f"{'dtype' if dtype is not None else 'device'}: a model is used unchanged ({target.dtype} on "

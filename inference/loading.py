@@ -21,7 +21,6 @@ from inference.drafts.draft_folder import (
     read,
 )
 from inference.engine import Engine
-from inference.models.pretrained import move
 from inference.models.quantisation import load_as
 from inference.policy import Fixed
 from inference.proposers import kind_of
@@ -61,12 +60,10 @@ def load(
         tokenizer = tokenizer or load_tokenizer(Path(path))
         dtype = settings.pop("dtype", None) or (None if served.dtype == "auto" else served.dtype)
         try:
-            target = load_as(path, served.quantisation, dtype)
+            target = load_as(path, served.quantisation, dtype, settings.pop("device", None))
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise OSError(f"{draft.path}: its target {path} cannot be loaded, give target=: {reason}") from error
-        if "device" in settings:
-            move(target, settings.pop("device"))
     metadata = _with_defaults(metadata, served, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
     proposer_class = kind_of(kind or draft.kind)

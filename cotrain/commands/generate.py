@@ -17,6 +17,7 @@ from cotrain.errors import UserError, user_errors
 from cotrain.teacher.target_model import load_config, load_pair
 from inference import Engine, load
 from inference.adaptive_policy import Adaptive
+from inference.measure.environment import device
 from inference.models.pretrained import positions_of
 from inference.output import Event, pieces
 from inference.policy import Fixed
@@ -146,7 +147,7 @@ def _engine(cfg: GenerateConfig) -> Engine:
             settings["policy"] = Fixed(cfg.policy.k)
         elif cfg.policy.file is not None:
             settings["policy"] = Adaptive.load(cfg.policy.file)
-        engine = load(cfg.draft.path, cfg.target.path, **settings)
+        engine = load(cfg.draft.path, cfg.target.path, device=device(), **settings)
         if cfg.policy.k is not None and engine.proposer and cfg.policy.k > (most := engine.proposer.depths or inf):
             raise UserError(f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} tokens a round")
         return engine

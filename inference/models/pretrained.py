@@ -38,14 +38,25 @@ TIED = "tied"  # a key of quantization_config: tie_word_embeddings before quanti
 
 
 def load_model(
-    path: str, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False, **options: Any
+    path: str,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | str | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """Return a causal LM or an encoder-decoder from a folder or hub id, from safetensors only. dtype: None for the
-    checkpoint's own, or float32, see `widened`. options: further arguments of `from_pretrained`. Raises ValueError for
-    a dtype that torch does not have."""
+    checkpoint's own, or float32, see `widened`. device: None for the CPU. options: further arguments of
+    `from_pretrained`. Raises ValueError for a dtype that torch does not have, and for a device that this machine
+    lacks."""
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
     model_class = _auto_class_at(path, trust_remote_code)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+        options["device_map"] = device
     try:
         model: PreTrainedModel = model_class.from_pretrained(
             path, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code, **options
@@ -124,15 +135,6 @@ def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
-
-
-def move(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """Move the model itself to a device, and return it. Raises ValueError, with torch's reason, for a device that this
-    machine lacks."""
-    try:
-        return model.to(torch.device(device))  # type: ignore[arg-type]
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -46,12 +46,17 @@ def unpack(model: PreTrainedModel) -> None:
             setattr(module, PACKS, False)
 
 
-def load_as(path: str, quantisation: str, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+def load_as(
+    path: str,
+    quantisation: str,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> PreTrainedModel:
     """Return `load_model` of a path in a quantisation; a checkpoint that is quantised itself is loaded as it is. Raises
     ValueError for a quantisation that is unknown or needs bitsandbytes."""
     if quantisation == "none" or quantised(config := AutoConfig.from_pretrained(path)):
-        return load_model(path, dtype)
+        return load_model(path, dtype, device=device)
     refuse_quantisation(path, quantisation, config)
-    model = load_model(path, dtype, **options_of(quantisation))
+    model = load_model(path, dtype, device=device, **options_of(quantisation))
     unpack(model)
     return in_int8_rows(model) if quantisation == INT8_ROWS else model

@@ -88,11 +88,9 @@ def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.Capt
         for steps in (2, 4):
             whole = [*sizes, f"trainer.steps={steps}", "trainer.ema=0.9", f"output={tmp_path / 'run'}"]
             assert main(["train", *paths, *whole]) == 0
-        assert (
-            main(["generate", paths[0], f"draft.path={tmp_path / 'run' / 'draft'}", "prompt=abc", "max_new_tokens=4"])
-            == 0
-        )
-        assert gpu.recordings
+        gpu.clear()
+        words = ["generate", paths[0], f"draft.path={tmp_path / 'run' / 'draft'}", "prompt=abc", "max_new_tokens=4"]
+        assert main(words) == 0 and sum(gpu.launches.values()) > 100 and gpu.recordings
     assert "error" not in capsys.readouterr().err
 
 
