@@ -29,7 +29,7 @@ from inference.drafts.compatibility import same_sizes
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
-from inference.models.forward import additive, attention, origin_of, picked, visible
+from inference.models.forward import SHORT, additive, attention, origin_of, picked, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
 from inference.models.pretrained import layers_of, widened
@@ -552,8 +552,8 @@ class Eagle(Proposer):
         if shape:
             longest, wanted = min(longest, shape.depth), min(wanted, shape.depth)
         assert self.host is not None
-        short = max(lacking) <= self.longest + 1 and self.replay.takes(len(k), self.host.rows)
-        replay = self.replay if short else self.plain
+        short = max(lacking) <= (self.longest + 1 if self.replay.fixed else SHORT)
+        replay = self.replay if short and self.replay.takes(len(k), self.host.rows) else self.plain
         width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
         given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))
         name = type(self).__name__, self.vocabulary
