@@ -41,7 +41,7 @@ ROWS_OF_BUGS = [
     ('copies_not_summed', 'inference/models/lm.py', 'LM.__init__', 'values=copies)', 'values=False)', ['tests/inference/models/test_stale.py::test_an_engine_has_the_weights_as_they_are'], 53),
     ('dropout_while_serving', 'inference/models/lm.py', 'LM.stale', 'self.model.eval()', 'pass', ['tests/inference/models/test_stale.py::test_an_engine_has_the_weights_as_they_are'], 53),
     ('rows_share_a_write_position', 'inference/models/lm.py', 'LM._window', 'at.unsqueeze(1', 'torch.full((len(start), 1), first', ['tests/inference/models/test_cache.py::test_ragged_rows_read_their_own_past'], 14),
-    ('padded_vocabulary_keeps_its_mass', 'inference/models/lm.py', 'LM._fitted', '[..., : self.vocabulary]', '', ['tests/inference/test_rounds.py::test_padded_vocabulary_rows_have_no_mass_on_either_side'], 22),
+    ('padded_vocabulary_keeps_its_mass', 'inference/models/lm.py', 'fitted', '[..., :vocabulary]', '', ['tests/inference/test_rounds.py::test_padded_vocabulary_rows_have_no_mass_on_either_side'], 22),
     ('draft_meets_ids_it_has_no_row_for', 'inference/models/lm.py', 'LM._known', '.clamp(max=self.size - 1)', '', ['tests/inference/test_rounds.py::test_a_draft_with_another_vocabulary[False-20]'], 22),
     ('quantised_weights_named_by_their_products', 'inference/models/lm.py', 'LM.__init__', ' if quantisation == "none" else f"{quantisation}, {dtype}"', '', ['tests/studies/test_floor.py::test_bytes_are_those_that_are_stored_however_weights_are_quantised[nf4]'], 'a target in 4 bits is said to be in bfloat16'),
     ('lean_not_checked', 'inference/models/lm.py', 'LM._forward', ' and lean_agrees(self.model, self.context)', '', ['tests/inference/models/test_selfcheck.py::test_a_model_that_fails_runs_through_transformers'], 39),
