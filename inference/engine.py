@@ -26,10 +26,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.bundled_target import resolve
 from inference.models.cache import spare_slots
-from inference.models.graphs import Graphs
 from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
 from inference.models.pretrained import load_model
+from inference.models.replay import replay_of
 from inference.output import Event, Output, RequestError
 from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
@@ -39,7 +39,7 @@ from inference.sampling import Sampling
 from inference.sampling.parameters import is_whole
 from inference.scheduler import Call, Slots
 from inference.trace import RoundRecorder
-from inference.verification import RoundResult, reason, verify, verify_by_graph
+from inference.verification import RoundResult, reason, verify
 from inference.verify.rules import Rule, rule_of
 
 
@@ -54,7 +54,7 @@ class Engine:
     `verify.rules.RULES`, or a custom rule. rows: number of prompts that are decoded together; the others wait (see
     `scheduler`). context: the largest number of tokens per row. template: arguments of the chat template that renders
     messages, such as enable_thinking. compile: whether to compile the target's short passes
-    (see `compiled`), or on a GPU to record them as CUDA graphs (see `graphs`); None for only on a GPU. The first
+    or on a GPU to record them as CUDA graphs (see `replay`); None for only on a GPU. The first
     compiled passes take seconds. record: receives the rounds of each call, with p, q and u of each draft (see
     `report.replay`).
 
@@ -110,7 +110,7 @@ class Engine:
     def _open(self) -> None:
         """Prepare the target with its present weights, and allocate new slots."""
         self.target = self._new_target(vocabulary=vocabulary_of(self._new_target.args[0], self.tokenizer))
-        self.graphs = Graphs(self.target.device) if self.target.uses_graphs else None
+        self.replay = replay_of(self.target.model, self.target.uses_graphs)
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
         pads, encoder = pads_of(self.target.model, self.tokenizer), source_limits(self.target.model)
         self.reader = PromptReader(self.target, self.ends, self.tokenizer, pads, encoder, self.template)
@@ -225,10 +225,7 @@ class Engine:
         with call.stats.clock("target"):
             logits, states = self.target_pass(round, proposal)
         with call.stats.clock("verify"):
-            asked, result = round.length(proposal.k), None
-            if self.graphs:
-                result = verify_by_graph(self.graphs, round, logits, proposal, asked, traced)
-            result = result or verify(round, logits, proposal, asked, traced)
+            result = verify(self.replay, round, logits, proposal, round.length(proposal.k), traced)
             states = self.rollback(round, states, result.path)
             table = result.table.tolist()  # the one read from the device
         with call.stats.clock("other"):

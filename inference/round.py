@@ -6,18 +6,18 @@ the coupled rule is keyed by position. Each round has one copy from the host to 
 one read back (the table of `verification.RoundResult`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.models.graphs import Graphs
+from inference.models.replay import Pure
+from inference.models.step import Tempered
 from inference.policy import Decisions
-from inference.proposers.base import MakeRun, Numbers, Siblings
+from inference.proposers.base import Numbers, Siblings
 from inference.request import Request
 from inference.sampling.distributions import Regimes, draw, one_hot
 from inference.sampling.noise import (
@@ -216,14 +216,6 @@ class DecodingRound:
         """Return whether the settings of each row read the text."""
         return [needs_history(row.sampling) for row in self.rows]
 
-    def by_temperature(self, greedy: bool) -> bool | None:
-        """Return whether all drafts are the likeliest tokens, or all are drawn by a temperature alone; None if neither.
-        greedy: the proposer drafts the likeliest tokens."""
-        temperatures = self.batch.regimes.temperatures
-        greedy = greedy or not any(temperatures)
-        alone = not (self.rule.shared or self.batch.penalties or self.batch.regimes.cut)
-        return greedy if alone and (greedy or all(temperatures)) else None
-
     @property
     def temperature(self) -> Tensor:
         """Return the temperature of each row (A,). The tensor is a new one when rows come or go."""
@@ -269,10 +261,6 @@ class DecodingRound:
         best, certain = _likeliest(scores, probs, m)
         greedy = regimes.greedy.view(-1, 1, 1)
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
-
-    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Return the uniforms (A, depths) of the drafts and the temperatures (A,)."""
-        return self._streams(depths)[0], self.temperature
 
     def inner(self, depths: int) -> Tensor | None:
         """Return uniforms (3, A, depths) for rounds that a proposer verifies itself. They are keyed by the start of
@@ -324,38 +312,32 @@ class DecodingRound:
     def _branches(self) -> Tensor:
         return self.batch.branch_states(self.noise.seed)
 
-    # The round as a function of tensors, for graphs
+    # The round as a function of tensors, see `models.replay`
 
-    def replayed(
-        self, graphs: Graphs, name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
-        reads: object = None,
-    ) -> Any:  # fmt: skip
-        """Return what run(round, given) returns, from a graph, or None, see `base.Round.replayed`."""
-        inputs = self._inputs(trees)
-        if inputs is None or inputs["start"].device != graphs.device:
-            return None
-
-        def bound() -> Callable[[Mapping[str, Tensor]], Any]:
-            run = make()
-            return lambda here: run(self._on(here), here)
-
-        # these change only when rows come or go
-        steady = frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
-        return graphs((*name, type(self), self.rule, self.batch.key), {**inputs, **given}, steady, bound, reads=reads)
-
-    def _inputs(self, trees: bool = False) -> dict[str, Tensor] | None:
-        """Return, by name, the tensors that distributions, draws and verification read in this round. Return None if a
-        row has processors, which read more than tensors. trees: also return the tensors that draw children."""
+    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
+        """Return the round as a function of tensors, or None, see `base.Round.pure`."""
+        regimes, penalties = self.batch.regimes, self.batch.penalties
+        if simple:
+            greedy = greedy or not any(regimes.temperatures)
+            if self.rule.shared or penalties or regimes.cut or not (greedy or all(regimes.temperatures)):
+                return None
+            tensors = {"u": self._streams(depths)[0], "temperature": self.temperature}
+            return Pure(tensors, partial(_tempered, greedy=greedy), greedy)
         if self.batch.own:
             return None
-        sent = self.send()
-        tensors = self.batch.tensors | {"start": sent["start"], "uniforms": self._numbers}
-        tensors |= {"tails": sent["tails"]} if self.batch.penalties else {}
+        sent, numbers = self.send(), self._numbers
+        numbers = numbers if depths <= numbers.shape[-1] else self._streams(depths)
+        tensors = self.batch.tensors | {"start": sent["start"], "uniforms": numbers}
+        tensors |= {"tails": sent["tails"]} if penalties else {}
         tensors |= {"branches": self._branches} if trees else {}
-        return tensors | ({"states": self._states} if self.rule.shared else {})
+        tensors |= {"states": self._states} if self.rule.shared else {}
+        # these change only when rows come or go
+        steady = frozenset({*self.batch.tensors, "states", "branches"} - {"penalties.generated"})
+        return Pure(tensors, self._on, (type(self), self.rule, self.batch.key), steady)
 
     def _on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
-        """Return the same round, but reading `tensors`: other tensors with the names and shapes of `_inputs`."""
+        """Return the same round, but reading `tensors`: other tensors with the names and shapes of those of
+        `pure`."""
         batch = self.batch.on(tensors)
         round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths
@@ -366,6 +348,10 @@ class DecodingRound:
         if "branches" in tensors:
             round._branches = tensors["branches"]
         return round
+
+
+def _tempered(tensors: Mapping[str, Tensor], greedy: bool) -> Tempered:
+    return Tempered(tensors["u"], tensors["temperature"], greedy)
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inference.models.graphs import Graphs
+from inference.models.replay import Replay
 from inference.proposers.base import Proposal
 from inference.round import DecodingRound
 from inference.sampling.distributions import is_missing, wide
@@ -36,10 +36,25 @@ class RoundResult(NamedTuple):
 
 
 def verify(
-    round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
+    replay: Replay, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
     """Verify the drafts of a round, given target logits (A, N+1, V). asked (A,): drafts per row. traced: append the
     columns of `trace.trace` to the table."""
+    tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
+    given |= {} if proposal.q is None else {"q": proposal.q}
+
+    def run(round: DecodingRound, given: Mapping[str, Any], _: int) -> RoundResult:
+        return verified(round, given["logits"], Proposal(given["x"], given.get("q"), k, tree), given["length"], traced)
+
+    name = "verify", traced, None if tree is None else tree.shape
+    result: RoundResult = replay.of_round(round, name, given, run, reads={"tree": tree})
+    return result
+
+
+def verified(
+    round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
+) -> RoundResult:
+    """Return the result of `verify`, as a function of tensors."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -90,19 +105,3 @@ def column_of(path: Tensor | None, slot: int, n: int) -> int:
     """Return the column of the target pass at the last of the n accepted drafts of row `slot`. This reads from the
     device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1
-
-
-def verify_by_graph(
-    graphs: Graphs, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool
-) -> RoundResult | None:
-    """Run `verify` as one CUDA graph. Returns None if a row has processors, or once recording has
-    failed."""
-    tree, given = proposal.tree, {"logits": logits, "x": proposal.x, "length": asked}
-    given |= {} if proposal.q is None else {"q": proposal.q}
-
-    def run(round: DecodingRound, here: Mapping[str, Tensor]) -> RoundResult:
-        return verify(round, here["logits"], Proposal(here["x"], here.get("q"), [], tree), here["length"], traced)
-
-    name = traced, None if tree is None else tree.shape
-    result: RoundResult | None = round.replayed(graphs, name, given, lambda: run, reads=tree)
-    return result

@@ -41,7 +41,7 @@ def check_text_on_a_device(
     """Text on the stand-in device is that of the host, by replayed rounds too; slots grow under them. proposer: made
     for a target; whole: the other arguments of `Engine.generate`."""
     monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
 
     def output(device: str) -> Any:
         target = tiny().to(device)

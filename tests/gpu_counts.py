@@ -45,7 +45,7 @@ from cotrain.training.interrupts import Signals
 from cotrain.training.progress import Clock
 from inference import Engine, Sampling
 from inference.measure.environment import environment
-from inference.models import graphs
+from inference.models import replay as graphs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import kinds, standin, student_kinds

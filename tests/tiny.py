@@ -23,7 +23,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     shows there; code for this machine, which takes many times as long, is generated where a test has `compiles`."""
     torch._dynamo.utils.counters.clear()  # of graphs of earlier tests
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("inference.models.compiled.CompiledModules.failed", False)
+    monkeypatch.setattr("inference.models.replay.Compiled.failed", False)
 
 
 def tiny(

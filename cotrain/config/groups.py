@@ -366,7 +366,7 @@ class Bench(Settings):
     draft_int8: bool | None = True
     """On a CPU, serve the draft with 8-bit weights; null: as the folder was measured, else true."""
     compile: bool = False
-    """Compile the short passes of both models, see inference/models/compiled.py."""
+    """Compile the short passes of both models, see inference/models/replay.py."""
     seed: int = 0
     trees: Nodes = 0
     """Most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder."""

@@ -129,11 +129,8 @@ class ForcedRound(DecodingRound):
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
         self.drawn, self.scored, self.close, self.offered = {}, {}, {}, {}
 
-    def by_temperature(self, greedy: bool) -> None:
-        """Return None, so that every draw goes through `draw`."""
-
-    def replayed(self, *_: Any) -> None:
-        """Return None: a graph would not record what is drawn."""
+    def pure(self, *_: Any, **__: Any) -> None:
+        """Return None, so that every draw goes through `draw`: a recording would not note what is drawn."""
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         scores = super().scores(logits, drafted)

@@ -25,7 +25,7 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Return the largest number of ids per row in passes that are compiled or run as CUDA graphs."""
+    """Return the largest number of ids per row in passes that are replayed."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -232,8 +232,9 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked(states: Tensor, only: Tensor) -> Tensor:
-    """Return the values (A, n, ...) of column `only` (A,) of each row -> (A, 1, ...)."""
-    return states[torch.arange(len(only), device=only.device), only].unsqueeze(1)
+    """Return the values (A, n, ...) of columns `only` (A,) or (A, m) of each row -> (A, 1 or m, ...)."""
+    only = only.view(len(only), -1)
+    return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:

@@ -4,7 +4,9 @@ are stored in them, and the sources of an encoder-decoder.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +15,13 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
-from inference.models.compiled import CompiledForward
 from inference.models.encoder_decoder import Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
-from inference.models.graphs import GraphForward
 from inference.models.llama import applies, can_round
-from inference.models.markov import Term
 from inference.models.passes import ALONE, Layers, Pass, States
 from inference.models.pretrained import layers_of, positions_of, quantisation_of, refuse_unsupported
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
-from inference.models.step import Drafts, Draws, Masked
+from inference.models.step import Drafts, Replayed, Run
 from inference.source import Source, source_of
 from inference.verify.tree import Tree
 
@@ -44,8 +43,8 @@ class LM:
     Ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`. stock: always run
-    transformers' own forward, even if `llama` supports the model. compile: compile short passes (`compiled`), or on a
-    GPU record them as CUDA graphs (`graphs`); None for only on a GPU. int8: round weights to 8 bits; this is for a
+    transformers' own forward, even if `llama` supports the model. compile: compile short passes, or on a GPU
+    record them as CUDA graphs (`replay`); None for only on a GPU. int8: round weights to 8 bits; this is for a
     draft, since a rounded target has another distribution. A model of `llama.in_int8_rows`, which is rounded already,
     is run with int8 weights if it can be. spare: number of slots after those of the rows, for waiting
     prompts. cache: the cache of a larger LM whose first layers are this model; both use the same keys and values.
@@ -108,12 +107,12 @@ class LM:
     @property
     def compiled(self) -> bool:
         """Return whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
-        return isinstance(self.run, GraphForward | CompiledForward)
+        return isinstance(self.run, Replayed)
 
     @property
     def uses_graphs(self) -> bool:
         """Return whether short passes are CUDA graphs."""
-        return isinstance(self.run, GraphForward)
+        return isinstance(self.run, Replayed) and self.run.replay.fixed
 
     def _ones(self, rows: int, width: int) -> Tensor:
         with torch.inference_mode(False):  # written to in inference mode and outside it
@@ -128,8 +127,9 @@ class LM:
         on_gpu = self.model.device.type == "cuda"
         compile = on_gpu if compile is None else compile
         if not stock and applies(self.model) and lean_agrees(self.model, self.context):
-            fast = GraphForward if on_gpu else CompiledForward
-            return fast(self.model, self.cache, int8, self.rows) if compile else Lean(self.model, self.cache, int8)
+            if compile:
+                return Replayed(self.model, self.cache, int8, self.rows)
+            return Lean(self.model, self.cache, int8)
         if int8:
             raise ValueError(f"{type(self.model).__name__}: int8 weights need `llama`'s forward, which cannot run it")
         if compile and not stock:
@@ -190,54 +190,26 @@ class LM:
         of_each = only if ids.shape[1] > 1 else None  # with one id per row there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
         output = self.run.forward(self._known(ids), window, of_each, self.check.states(states))
-        return Pass(self._fitted(output.logits), output.states)
+        return Pass(fitted(output.logits, self.vocabulary), output.states)
 
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """Fit logits (..., size) of the model to the vocabulary -> (..., V)."""
-        missing = self.vocabulary - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        return logits[..., : self.vocabulary]
+    def drafts(
+        self, round: Any, name: tuple[Any, ...], run: Run, given: Mapping[str, Tensor], ids: Tensor, limit: int,
+        K: int, greedy: bool,
+    ) -> Drafts | None:  # fmt: skip
+        """Return K drafts per row and their distributions in one call. Return None if it cannot be replayed: passes are
+        neither compiled nor recorded, the round cannot be, or drafts may be ids that the model lacks. The next call may
+        overwrite the results.
 
-    def draft(
-        self,
-        tails: Tensor,
-        ends: Sequence[int],
-        u: Tensor,
-        temperature: Tensor,
-        greedy: bool = False,
-        at: Tensor | None = None,
-    ) -> Drafts | None:
-        """Return all drafts of a round in one call, for settings that consist of a temperature alone. Return None if
-        passes are neither compiled nor CUDA graphs.
-
-        tails (A, n): the last one or two ids of the texts in slots [0, A), which have ends_b tokens; their other ids
-        are stored. u (A, k): uniforms. temperature (A,): above 0. greedy: draft the likeliest tokens, with one-hot
-        distributions. at (A,): `ends` as a tensor, if it is already on the device. Returns drafts (A, k) and their
-        distributions (A, k, V). If passes are CUDA graphs, the next call overwrites the results.
+        run: drafts with passes of the model, a function of tensors. name: everything that it depends on but `given`.
+        ids (A, n): what its first pass reads in slots [0, A). limit: slots that its passes read. greedy: it drafts the
+        likeliest tokens.
         """
-        if not isinstance(self.run, CompiledForward | GraphForward) or self.vocabulary != self.size:
+        if not isinstance(self.run, Replayed) or self.vocabulary > self.size:
             return None
-        at = torch.tensor(ends, device=self.device) if at is None else at
-        window = self._draft_window(ends, at, u.shape[1])
-        even = u.reshape(-1).view(u.shape)  # one stride, however many uniforms there are
-        return self.run.draft(tails, at, even, temperature, greedy, window)
-
-    def draft_for(
-        self, draws: Draws, k: int, greedy: bool, tails: Tensor, ends: Sequence[int], at: Tensor
-    ) -> Drafts | None:
-        """Return all k drafts of a round like `draft`, but for any sampling settings: with the round's own
-        distributions and draws. Return None if passes are no CUDA graphs, or if drafts may be ids that the model lacks.
-        """
-        if not isinstance(self.run, GraphForward) or self.vocabulary > self.size:
-            return None
-        return self.run.draft_for(draws, k, greedy, tails, at, self._draft_window(ends, at, k), self._fitted)
-
-    def _draft_window(self, ends: Sequence[int], at: Tensor, k: int) -> Window:
-        """Return the window for drafting k tokens after texts of `ends` tokens."""
-        window = Window(0, len(ends), at.unsqueeze(1), None, max(ends) + k - 1)
+        window = Window(0, len(ids), ids, None, limit)
         self.cache.aim(window)
-        return window
+        fit = partial(fitted, vocabulary=self.vocabulary)
+        return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """Run `forward` without the head. This stores prompts, and returns states but no logits."""
@@ -272,7 +244,7 @@ class LM:
 
     def head(self, states: Tensor) -> Tensor:
         """Return logits (..., V) of the vocabulary for states (..., D) after the final norm."""
-        return self._fitted(self.run.head(states.to(self.dtype)))
+        return fitted(self.run.head(states.to(self.dtype)), self.vocabulary)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the model's embeddings (..., D) of ids (...)."""
@@ -330,21 +302,12 @@ class LM:
             self.run.cross.clear(slot)
 
 
-def at_once(
-    lm: LM, draws: Draws, masked: Masked, begins: list[int], k: int, greedy: bool, term: Term | None = None
-) -> Drafts | None:
-    """Return the drafts of a round from one pass over masks, in one call. The round's `send` must have been called.
-    begins: `masked.begins` on the host. term: as in `in_order`, a function of the LM's own modules.
-
-    Return None if passes are neither compiled nor CUDA graphs, or if rows are too long for these. Return None too if
-    passes are compiled and distributions depend on more than a temperature.
-    """
-    if isinstance(lm.run, GraphForward) and lm.vocabulary <= lm.size:
-        window = lm._aimed(masked.ids, begins, 0, masked.begins)
-        return lm.run.draft_masked(draws, masked, k, greedy, window, term, lm._fitted)
-    if isinstance(lm.run, CompiledForward) and lm.vocabulary == lm.size:
-        return lm.run.draft_masked(draws, masked, k, greedy, lm._aimed(masked.ids, begins, 0, masked.begins), term)
-    return None
+def fitted(logits: Tensor, vocabulary: int) -> Tensor:
+    """Fit logits (..., size) of a model to a vocabulary -> (..., V)."""
+    missing = vocabulary - logits.shape[-1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+    return logits[..., :vocabulary]
 
 
 def store_prompts(

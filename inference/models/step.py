@@ -1,75 +1,130 @@
 """Passes of a model, and all drafts of a round, as functions of tensors. They can be compiled or recorded as CUDA
-graphs.
+graphs, see `replay`.
 
-`Step` is one pass. `Drafting` makes the drafts of a round one after the other. `OnePass` makes them all in one pass. A
-rows, n ids per row, k drafts, V vocabulary.
+`Step` is one pass, `Drafting` the drafts of a round. `Replayed` is the forward of a model whose short passes are
+replayed. A rows, n ids per row, k drafts, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from inference.models import llama
-from inference.models.forward import additive, attention, picked, scaled, seen_from, seen_on_paths
+from inference.models.cache import SlotCache, Window, move_path
+from inference.models.forward import (
+    SHORT,
+    Lean,
+    additive,
+    attention,
+    most_ids,
+    picked,
+    scaled,
+    seen_from,
+    seen_on_paths,
+)
 from inference.models.markov import Term
-from inference.models.passes import LAST, Branches, Layers
-from inference.sampling import certain, draw, one_hot, probs_at, wide
+from inference.models.passes import LAST, Branches, Layers, Pass
+from inference.models.replay import Inputs, Replay, replay_of
+from inference.sampling import certain, draw, probs_at, wide
+from inference.verify.tree import MOST_NODES, Tree
 
 # logits (A, V) and the earlier drafts (A,) each -> the next drafts (A,) and their distributions (A, V)
 Choose = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 Drafts = tuple[Tensor, Tensor]  # ids (A, k), and the distributions (A, k, V) that they were drawn from
+# (a pass, a round, the inputs, the number of drafts) -> the drafts. The pass maps ids (A, n), the position (A,) of the
+# first and perhaps the columns (A, m) that are wanted to logits (A, n or m, V)
+Run = Callable[[Callable[..., Tensor], Any, Inputs, int], Drafts]
+WIDTHS = (1, 2, 3, 5, 9, SHORT)  # ids a row of a recorded pass: an anchor and 0, 1, 2, 4, 8 drafts, or more
+TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's
 
 
-class Draws(Protocol):
-    """The part of a decoding round that models use. It has distributions and draws, and the tensors that these read."""
-
-    def probs(self, logits: Tensor, drafted: list[Tensor], /) -> Tensor:
-        """Return the distributions (A, V) under each row's sampling settings. logits (A, V): after `drafted`, ids (A,)
-        per draft."""
-
-    def draw(self, probs: Tensor, depth: int, /) -> Tensor:
-        """Return ids (A,) drawn from distributions (A, V) with the noise of this depth (0-based)."""
-
-    def by_temperature(self, greedy: bool, /) -> bool | None:
-        """Return whether all drafts are the likeliest tokens, or all are drawn by a temperature alone; None if neither.
-        greedy: the likeliest tokens are drafted, whatever the settings are."""
-
-    def uniforms(self, depths: int, /) -> tuple[Tensor, Tensor]:
-        """Return the uniforms (A, depths) and temperatures (A,), on the device."""
-
-    def replayed(
-        self, graphs: Any, name: tuple[Any, ...], given: Mapping[str, Tensor], make: Callable[[], Any], /
-    ) -> Any:
-        """Return what run(draws, given) returns, from a graph, or None if there is none. make: returns `run`, for a new
-        graph. name: everything that it depends on but tensors."""
-
-
-def by_round(draws: Draws, greedy: bool) -> Choose:
-    """Return a function that makes each draft by the round's own distributions and draws, under any settings. greedy:
-    it makes the likeliest token, with a one-hot distribution."""
+def by_round(round: Any, greedy: bool) -> Choose:
+    """Return a function that makes each draft by the round's distributions and draws. greedy: it makes the likeliest
+    token, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        probs = draws.probs(logits, drafts)
+        probs = round.probs(logits, drafts)
         probs = certain(probs) if greedy else probs
-        return draws.draw(probs, len(drafts)), probs
+        return round.draw(probs, len(drafts)), probs
 
     return choose
 
 
-def by_temperature(u: Tensor, temperature: Tensor, greedy: bool) -> Choose:
-    """Return a function that makes drafts by a temperature alone. temperature (A,): above 0. u (A, k): uniforms.
-    greedy: it makes the likeliest tokens, with one-hot distributions."""
+class Tempered:
+    """A round whose drafts depend on a temperature alone, as a function of tensors. u (A, k): uniforms. temperature
+    (A,): above 0, unless `greedy`: then all drafts are the likeliest tokens."""
 
-    def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        if greedy:
-            ids = logits.argmax(-1)
-            return ids, one_hot(ids, logits)
-        probs = probs_at(logits, temperature)
-        return draw(probs, u[:, len(drafts)]), probs
+    def __init__(self, u: Tensor, temperature: Tensor, greedy: bool) -> None:
+        self.u, self.temperature, self.greedy = u, temperature, greedy
 
-    return choose
+    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
+        return certain(wide(logits)) if self.greedy else probs_at(wide(logits), self.temperature)
+
+    def draw(self, probs: Tensor, depth: int) -> Tensor:
+        return probs.argmax(-1) if self.greedy else draw(probs, self.u[:, depth])
+
+    def goes_on(self, depth: int) -> bool:
+        return True
+
+
+class Nodes(NamedTuple):
+    """The drafts that one pass reads. All of them have one depth.
+
+    depth: 1 or more. above (1, n): for each node, the index of its parent among the nodes of the previous pass;
+    None if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    """
+
+    depth: int
+    above: Tensor | None = None
+    tree: Tree | None = None
+
+    def of_parents(self, values: Tensor) -> Tensor:
+        """Return the values (A, n, ...) of these nodes' parents, from the values (A, m, ...) of the nodes of the
+        previous pass."""
+        if self.above is None:
+            return values
+        return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
+
+
+# ids (A, n) of nodes -> logits (A, n, V) after them; called level after level
+Follow = Callable[[Tensor, Nodes], Tensor]
+
+
+def one_by_one(
+    K: int, logits: Tensor, follow: Follow, choose: Choose, goes_on: Callable[[int], bool] = lambda depth: True
+) -> Drafts:
+    """Draft a chain, one token after the other. Returns drafts (A, K) and the distributions (A, K, V) they were drawn
+    from. logits (A, V): after the texts. goes_on: see `Round.goes_on`; fewer tokens are drafted if it returns False."""
+    drafts: list[Tensor] = []
+    distributions: list[Tensor] = []
+    for depth in range(K):
+        if depth and not goes_on(depth - 1):
+            break
+        last = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
+        ids, probs = choose(last, drafts)
+        drafts.append(ids)
+        distributions.append(probs)
+    return torch.stack(drafts, 1), torch.stack(distributions, 1)
+
+
+def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
+    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass.
+    Entry j is for all nodes of depth j. anchor (A,): the tokens before the first drafts. term: added to the logits of
+    each node, for the token before it; None if no draft changes the logits of another."""
+
+    def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+        of_depth = logits[:, nodes.depth : nodes.depth + 1]
+        return of_depth.expand(-1, ids.shape[1], -1) if term is None else of_depth + term(ids)
+
+    return logits[:, 0] if term is None else logits[:, 0] + term(anchor), follow
+
+
+def behind(anchors: Tensor, k: int) -> Tensor:
+    """Return the columns (A, k) of the anchors (A,) and the k - 1 columns after each."""
+    return anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
 
 
 class Step(nn.Module):
@@ -109,18 +164,22 @@ class Step(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
         only: Tensor | None = None,
-        branches: Branches | None = None,
+        anchor: Tensor | None = None,
+        nodes: Tensor | None = None,
+        seen: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return logits (A, n, V), or (A, 1, V) of `only` (A,), and states (A, n, W) of the layers.
+        """Return logits (A, n, V), or those of columns `only` (A,) or (A, m), and states (A, n, W) of the layers.
 
         ids, positions (A, n). cos, sin (S, D): of all positions. slots (L,): 0 .. L - 1, the slots to read. keys,
-        values (rows, G, S, D): per layer. branches: of a tree's columns. scale (rows, D): of the states that the head
-        reads, see `LM`.
+        values (rows, G, S, D): per layer. anchor, nodes, seen: the `Branches` of a tree's columns. scale (rows, D): of
+        the states that the head reads, see `LM`.
         """
         A, L = ids.shape[0], slots.shape[0]
-        seen = seen_from(positions, slots) if branches is None else seen_on_paths(positions, slots, branches)
-        mask, written = additive(seen, self.shape.held), positions if branches is None else branches.slots
+        written, visible = positions, None
+        if anchor is not None and nodes is not None and seen is not None:
+            written, visible = nodes, seen_on_paths(positions, slots, Branches(anchor, nodes, seen))
+        mask = additive(seen_from(positions, slots) if visible is None else visible, self.shape.held)
         cos, sin = (part[positions].unsqueeze(2) for part in (cos, sin))
         row = torch.arange(A, device=ids.device).unsqueeze(1)
         weights = self._tensors(self.weights)
@@ -139,126 +198,131 @@ class Step(nn.Module):
         return [weights.head(scaled(last, scale)), *states]
 
 
-class Drafting(Step):
-    """All drafts of a round as one function: `k` passes of a draft model with the distributions and draws between them.
-    Separate launches of a small model would take longer than its computation. greedy: draft the likeliest token each
-    time, with a one-hot distribution."""
+class Drafting(nn.Module):
+    """All drafts of a round as a function of tensors. run: drafts with passes of the model. Separate launches of a
+    small model would take longer than its computation. fit: converts logits of the model to the round's vocabulary."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False) -> None:
-        super().__init__(weights, shape)
-        self.k, self.greedy = k, greedy
+    def __init__(self, step: Step, run: Run, fit: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step, self.run, self.fit = step, run, fit
 
-    def forward(  # type: ignore[override]
-        self,
-        tails: Tensor,
-        ends: Tensor,
-        u: Tensor,
-        temperature: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        scale: Tensor | None = None,
-    ) -> Drafts:
-        """Return the drafts of a round. tails (A, n): the last ids of texts of `ends` (A,) tokens, whose earlier ids
-        are stored. u (A, k): uniforms. temperature (A,): above 0. Other arguments as for a pass."""
-        choose = by_temperature(u, temperature, self.greedy)
-        return self.drafts(choose, tails, ends, scale, cos, sin, slots, keys, values)
+    def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
+        """Return K drafts per row. given: the inputs of `run`, and what `Step` reads."""
+        stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
+
+        def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
+            logits, *_ = self.step(ids, behind(start, ids.shape[1]), only=only, **stored)
+            return self.fit(logits)
+
+        return self.run(read, round, given, K)
+
+
+class Replayed(Lean):
+    """The forward of `Lean` with replayed short passes over the first slots, see `replay_of`. Their logits, states,
+    drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as they are.
+
+    A recorded pass has as many rows, ids per row and slots as the next of a few sizes. Recordings read keys and values
+    of the cache, and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the
+    old memory can be freed.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
+        self.rows = rows
+        self.stored: dict[str, Any] = {}  # what passes read where it is
+        self.replay: Replay = replay_of(model, True, int8)
+        super().__init__(model, cache, int8)
+        cache.before_growth(self._drop)
+
+    def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
+        # of one id and with states, as at a text's end, where no draft is left: compiling would not pay
+        alone = layers and ids.shape[1] == 1 and not self.replay.fixed
+        results = None if alone else self._pass(ids, window, only, layers)
+        if results is None:
+            return super().forward(ids, window, only, layers)
+        return Pass(results[0], dict(zip(layers, results[1:], strict=True)))
+
+    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
+        results = self._pass(ids, window, None, (depth,), head=False)
+        return super().hidden(ids, window, depth) if results is None else results[0]
+
+    def _pass(
+        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
+    ) -> list[Tensor] | None:
+        """Return what a `Step` with these layers and head returns, or None if the pass is not replayed."""
+        if not self._fits(ids, window):
+            return None
+        inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
+        widths = WIDTHS if branches is None else TREE_WIDTHS
+        if branches is not None:
+            inputs |= {"nodes": branches.slots, "seen": branches.seen, "anchor": branches.anchor}
+        inputs |= {} if only is None else {"only": only}
+        name, reads = ("pass", layers, head), self._reads(window.limit)
+        results: list[Tensor] | None = self.replay(name, inputs, lambda: self._step(layers, head), reads,
+                                                   rows=self.rows, widths=widths)  # fmt: skip
+        return results
 
     def drafts(
-        self,
-        choose: Choose,
-        tails: Tensor,
-        ends: Tensor,
-        scale: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> Drafts:
-        """Return the drafts of a round, each made by `choose`, which reads logits in float32 or wider. Other arguments
-        as in `forward`."""
+        self, round: Any, name: tuple[Any, ...], run: Run, given: Inputs, ids: Tensor, window: Window, K: int,
+        greedy: bool, fit: Callable[[Tensor], Tensor],
+    ) -> Drafts | None:  # fmt: skip
+        """Return all K drafts of a round, see `LM.drafts`. Return None if they are not replayed. window.limit: the
+        slots of the longest text with its drafts."""
+        if not self._fits(ids, window):
+            return None
 
-        def after(ids: Tensor, start: Tensor) -> Tensor:
-            positions = start.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-            logits, *_ = super(Drafting, self).forward(ids, positions, cos, sin, slots, keys, values, scale=scale)
-            return wide(logits[:, -1])
+        def make() -> Drafting:
+            return Drafting(self._step((), True), run, fit)
 
-        drafts: list[Tensor] = []
-        distributions: list[Tensor] = []
-        logits = after(tails, ends - tails.shape[1])
-        for depth in range(self.k):
-            ids, probs = choose(logits, drafts)
-            drafts.append(ids)
-            distributions.append(probs)
-            if depth + 1 < self.k:
-                logits = after(drafts[-1].unsqueeze(1), ends + depth)
-        return torch.stack(drafts, 1), torch.stack(distributions, 1)
+        reads = self._reads(window.limit)
+        drafts: Drafts | None = self.replay.replayed(round, name, given, make, K, reads, greedy=greedy)
+        return drafts
 
+    def keep(self, start: Tensor, path: Tensor) -> None:
+        def make() -> Callable[..., Tensor]:
+            def run(start: Tensor, path: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+                move_path([*keys, *values], start, path)
+                return path
 
-class Masked(NamedTuple):
-    """The inputs of a pass over masks. ids (A, n): the ids of the text that a slot lacks, then masks. begins (A,): the
-    position of the first id. anchors (A,): the column of the text's last token."""
+            return run
 
-    ids: Tensor
-    begins: Tensor
-    anchors: Tensor
+        reads = {name: self._reads(1)[name] for name in ("keys", "values")} if self.replay.fixed else {}
+        inputs, still = {"start": start, "path": path}, {"start": start, "path": torch.full_like(path, -1)}
+        # recording runs the move more than once
+        if not reads or self.replay("keep", inputs, make, reads, rows=self.rows, first=still) is None:
+            super().keep(start, path)
 
-    @property
-    def last(self) -> Tensor:
-        """Return the texts' last tokens (A,)."""
-        return self.ids.gather(1, self.anchors.unsqueeze(1)).squeeze(1)
+    def _fits(self, ids: Tensor, window: Window) -> bool:
+        """Return whether a pass can be replayed. This also reads changed weights and computes angles for new slots;
+        both drop the recordings."""
+        if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
+            return False
+        if not self.replay.takes(len(ids), self.rows):
+            return False
+        self.refresh(window.limit)
+        return True
 
+    def _step(self, layers: Layers, head: bool) -> Step:
+        return Step(llama.weights_of(self.model) if self.replay.freezes else self.weights, self.shape, layers, head)
 
-class OnePass(Step):
-    """All drafts of a round in one pass, by temperature alone. It uses the distributions at the anchor and at the masks
-    after it. greedy: draft the likeliest tokens, with one-hot distributions. term: as in `in_order`."""
+    def _reads(self, limit: int) -> dict[str, Any]:
+        """Return what passes read where it is: angles of all positions, the slots to read, keys and values, the
+        scale."""
+        if not self.stored:
+            keys, values = self.cache.stored(self.rows)
+            cos, sin = self.angles
+            self.stored = {"cos": cos, "sin": sin, "keys": keys, "values": values, "scale": self.scale}
+            with torch.inference_mode(False):  # as the angles
+                self.numbers = torch.arange(self.cache.slots, device=self.model.device)
+        return self.stored | {"slots": self.numbers[: self.replay.slots(limit, self.cache.slots)]}
 
-    def __init__(
-        self, weights: llama.Weights, shape: llama.ModelShape, k: int, greedy: bool = False, term: Term | None = None
-    ) -> None:
-        super().__init__(weights, shape, (LAST,), head=False)
-        self.k, self.greedy, self.term = k, greedy, term
+    def _read_weights(self) -> None:
+        super()._read_weights()
+        self.replay.origin = self.origin
 
-    def forward(  # type: ignore[override]
-        self, ids: Tensor, begins: Tensor, anchors: Tensor, u: Tensor, temperature: Tensor, *stored: Any
-    ) -> Drafts:
-        """Return the drafts of a round. ids, begins, anchors: see `Masked`. u (A, k): uniforms. temperature (A,): above
-        0. stored: angles, slots, keys and values, as for a pass."""
-        masked = Masked(ids, begins, anchors)
-        logits = self.logits(masked, *stored)
-        if self.term is not None:
-            return in_order(by_temperature(u, temperature, self.greedy), logits, masked.last, self.term)
-        if self.greedy:
-            likeliest = logits.argmax(-1)
-            return likeliest, one_hot(likeliest, logits)
-        distributions = probs_at(logits, temperature)
-        return draw(distributions, u), distributions
+    def _compute_angles(self) -> None:
+        self._drop()  # recordings read the angles and the weights, and both are replaced here
+        super()._compute_angles()
 
-    def logits(self, masked: Masked, *stored: Any) -> Tensor:
-        """Return the logits (A, k, V) at the anchor and the k - 1 masks after it, float32 at least."""
-        positions = masked.begins.unsqueeze(1) + torch.arange(masked.ids.shape[1], device=masked.ids.device)
-        (states,) = super().forward(masked.ids, positions, *stored)
-        return wide(self._tensors(self.weights).head(behind(states, masked.anchors, self.k)))
-
-
-def behind(values: Tensor, anchors: Tensor, k: int) -> Tensor:
-    """Return the values (A, n, ...) in the column of the anchor (A,) and the k - 1 columns after it -> (A, k, ...)."""
-    columns = anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
-    return values[torch.arange(len(anchors), device=anchors.device).unsqueeze(1), columns]
-
-
-def in_order(choose: Choose, logits: Tensor, anchor: Tensor, term: Term | None = None) -> Drafts:
-    """Return drafts made one after the other, from logits (A, k, V) of one pass. anchor (A,): the tokens before the
-    first drafts. term: adds a term for the token before each draft to its logits; None if no draft changes the logits
-    of another. Settings that read history may make a distribution depend on earlier drafts."""
-    drafts: list[Tensor] = []
-    distributions: list[Tensor] = []
-    for one in logits.unbind(1):
-        before = drafts[-1].to(one.device) if drafts else anchor
-        ids, probs = choose(one if term is None else one + term(before), drafts)
-        drafts.append(ids)
-        distributions.append(probs)
-    return torch.stack(drafts, 1), torch.stack(distributions, 1)
+    def _drop(self) -> None:
+        self.replay.drop()
+        self.stored = {}

@@ -1,6 +1,6 @@
 """The interface between drafting and the engine. It defines what a proposer receives and what it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,11 +14,9 @@ from inference.models.passes import States
 from inference.verify.tree import Tree
 
 if TYPE_CHECKING:
-    from inference.models.graphs import Graphs
     from inference.models.lm import LM
+    from inference.models.replay import Pure
 
-
-MakeRun = Callable[[], Callable[[Any, Mapping[str, Tensor]], Any]]  # () -> (round, tensors) -> tensors
 Numbers = Sequence[int] | Sequence[list[int]]  # for each row one number, or a list of equal length
 
 
@@ -127,14 +125,6 @@ class Round(Protocol):
         (A,).
         """
 
-    def by_temperature(self, greedy: bool) -> bool | None:
-        """Return whether all drafts are the likeliest tokens, with one-hot distributions, or all are drawn from
-        softmax(logits / temperature) by the inverse CDF. Return None if distributions or draws are others. greedy: the
-        proposer drafts the likeliest tokens, whatever the settings are."""
-
-    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
-        """Return the uniforms of the drafts (A, depths) and the temperatures (A,), on the device."""
-
     @property
     def temperature(self) -> Tensor:
         """Return the temperature of each row (A,), on the device, whatever the other settings are. The tensor is a new
@@ -167,16 +157,11 @@ class Round(Protocol):
         tests and its last tokens. No other draw or test of the row uses them. Call `send` first. Return None if draws
         share the noise of the target's tokens, as these rounds then do."""
 
-    def replayed(
-        self, graphs: "Graphs", name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
-        reads: object = None,
-    ) -> Any:  # fmt: skip
-        """Return what run(round, given) returns, from a graph. run: what `make` returns, a function of the tensors that
-        the round reads and of `given`, made if there is no graph yet. name: everything else that it depends on. trees:
-        whether it draws children. reads: see `Graphs`.
-
-        Return None if the round reads more than tensors of the graphs' device, or once recording has failed.
-        """
+    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> "Pure | None":
+        """Return the round as a function of the tensors that it reads, or None if it reads more. simple: as one whose
+        drafts depend on a temperature alone (or are the likeliest tokens), with as many uniforms as `depths`, or None
+        if distributions or draws are others. greedy: the proposer drafts the likeliest tokens, whatever the settings
+        are. trees: it draws children."""
 
 
 class RoundView:
@@ -195,12 +180,6 @@ class RoundView:
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         return self.round.send(k, **numbers)
-
-    def by_temperature(self, greedy: bool) -> bool | None:
-        return self.round.by_temperature(greedy)
-
-    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
-        return self.round.uniforms(depths)
 
     @property
     def temperature(self) -> Tensor:
@@ -222,11 +201,8 @@ class RoundView:
     def inner(self, depths: int) -> Tensor | None:
         return self.round.inner(depths)
 
-    def replayed(
-        self, graphs: "Graphs", name: tuple[Any, ...], given: Mapping[str, Tensor], make: MakeRun, trees: bool = False,
-        reads: object = None,
-    ) -> Any:  # fmt: skip
-        return self.round.replayed(graphs, name, given, make, trees, reads)
+    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> "Pure | None":
+        return self.round.pure(depths, greedy, simple, trees)
 
 
 class Proposer:

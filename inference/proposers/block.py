@@ -28,8 +28,19 @@ from torch import Tensor, nn
 from inference.models.cache import Window
 from inference.models.forward import picked
 from inference.models.markov import MarkovHead
-from inference.proposers.base import Round
-from inference.proposers.eagle import Attend, Eagle, EagleConfig, FeatureNetwork, Gated, Norm, output_layers, rotated
+from inference.models.step import Drafts, behind
+from inference.proposers.eagle import (
+    Attend,
+    Eagle,
+    EagleConfig,
+    EagleDrafting,
+    FeatureNetwork,
+    Gated,
+    Norm,
+    PairSlots,
+    output_layers,
+    rotated,
+)
 from inference.proposers.trees import TreeShape, from_one_pass
 
 ARCHITECTURES = ["DFlashDraftModel"]
@@ -133,6 +144,37 @@ class _Attention(nn.Module):
         return rotated(self.k_norm(k), cos, sin), v
 
 
+class BlockDrafting(EagleDrafting):
+    """The drafts of a round from one pass over a block."""
+
+    def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        slots, limit, network = self.slots(given), given["slots"].shape[0], self.network
+        self.layer(slots, ids, features, Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit))
+        anchor = picked(ids, only)[:, 0]
+        x = network.queries(self.embedding(anchor).to(features.dtype), masks_of(network, K))
+        positions = behind(pairs + only + 1, x.shape[1])
+        window = ends = Window(0, len(ids), positions, None, limit)
+        if not network.config.causal:
+            ends = replace(window, positions=positions[:, -1:].expand_as(positions))
+        mask = slots.mask(ends)
+        attends = [slots.attend(layer, window, mask) for layer in range(len(network.layers))]
+        states = network.states(x, *slots.angles(positions), attends)[:, 1 : K + 1]
+        logits, term = network.head(states, self.vocabulary), network.term(self.vocabulary)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
+
+    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
+        """Store keys and values of tokens with the features (A, n, H). Their ids do not matter."""
+        for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
+            slots.store(layer, window, k, v)
+        return features
+
+
+def masks_of(network: BlockNetwork, K: int) -> int:
+    """Return the number of masks in a pass that drafts K tokens."""
+    return K if network.config.causal else network.config.depths
+
+
 class Block(Eagle):
     """A proposer that drafts k tokens from one pass over a block of masks. It drafts for the target that its network
     was trained for.
@@ -144,6 +186,7 @@ class Block(Eagle):
 
     network_class = BlockNetwork
     network: BlockNetwork
+    drafting = BlockDrafting
     compiles = False
 
     def __init__(
@@ -157,35 +200,5 @@ class Block(Eagle):
     def asks(self) -> bool:
         return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
 
-    def _masks(self, K: int) -> int:
-        """Return the number of masks in a pass that drafts K tokens."""
-        return K if self.network.config.causal else self.network.config.depths
-
     def _room_for(self, K: int) -> int:
-        return 1 + self._masks(K)
-
-    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        tokens = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-        self._layer(ids, features, Window(0, len(ids), tokens, None, slots))
-        anchor = picked(ids, only)[:, 0]
-        x = self.network.queries(self.embedding(anchor).to(features.dtype), self._masks(K))
-        positions = (pairs + only + 1).unsqueeze(1) + torch.arange(x.shape[1], device=ids.device)
-        window = Window(0, len(ids), positions, None, slots)
-        ends = (
-            window if self.network.config.causal else replace(window, positions=positions[:, -1:].expand_as(positions))
-        )
-        assert self.slots is not None
-        mask = self.slots.mask(ends)
-        attends = [self.slots.attend(layer, window, mask) for layer in range(len(self.network.layers))]
-        states = self.served.states(x, *self.slots.angles(positions), attends)[:, 1 : K + 1]
-        logits = self.served.head(states, self.vocabulary)
-        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.served.term(self.vocabulary))
-
-    def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Store keys and values of tokens with the features (A, n, H). Their ids do not matter."""
-        assert self.slots is not None
-        context = self.served.context(features, *self.slots.angles(window.positions))
-        for layer, (k, v) in enumerate(context):
-            self.slots.store(layer, window, k, v)
-        return features
+        return 1 + masks_of(self.network, K)

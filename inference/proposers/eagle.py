@@ -17,7 +17,6 @@ per row, K drafts per round.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,20 +29,17 @@ from inference.drafts.compatibility import same_sizes
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
-from inference.models.compiled import CompiledModules
-from inference.models.forward import additive, attention, origin_of, picked, visible
-from inference.models.graphs import Graphs
+from inference.models.forward import SHORT, additive, attention, origin_of, picked, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
 from inference.models.pretrained import layers_of, widened
+from inference.models.replay import Replay, replay_of
 from inference.models.small_heads import fill, projection, refuse_ids, spread, spread_probs
-from inference.models.step import Drafts, by_round, by_temperature
+from inference.models.step import Drafts, Nodes, Tempered, behind, by_round, one_by_one
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import Follow, Nodes, TreeShape, one_by_one, trees_of
-from inference.sampling import wide
+from inference.proposers.trees import StaticTrees, TreeShape, trees_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
-Head = Callable[[Tensor], Tensor]  # output (A, n, H) of the last layer -> logits (A, n, V)
 
 ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
@@ -348,69 +344,57 @@ class PairSlots(NamedTuple):
             slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
 
 
-PairPass = Callable[
-    [Tensor, Tensor, Window], Tensor
-]  # ids (A, n), features (A, n, H), their window -> output (A, n, H)
-
-
-def passes(network: EagleNetwork, embedding: nn.Module, slots: PairSlots) -> PairPass:
-    """Return the pass of a network's layer over pairs. It writes to the window's slots and reads the slots up to its
-    limit."""
-
-    def run(ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        attend = slots.attend(0, window, slots.mask(window))
-        return network.layer(embedding(ids).to(features.dtype), features, *slots.angles(window.positions), attend)
-
-    return run
-
-
-def levels(run: PairPass, head: Head, given: Mapping[str, Tensor], limit: int) -> tuple[Tensor, Follow]:
-    """Return the logits (A, V) after the texts, and the `Follow` of later levels. given: see `Eagle._given`. limit:
-    number of slots to read."""
-    ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-    positions, anchor = pairs.unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device), pairs + only
-    above = picked(run(ids, features, Window(0, len(ids), positions, None, limit)), only)  # output at that level
-
-    def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-        nonlocal above
-        above = run(ids, nodes.of_parents(above), draft_window(anchor, nodes, ids.shape[1], limit))
-        return head(above)
-
-    return head(above)[:, 0], follow
-
-
-class Chains(nn.Module):
-    """The drafts of a round as a function of tensors, which can be compiled. It makes K drafts per row by temperature
-    alone. Drafts are drawn among the tokens of the draft's vocabulary. greedy: draft the likeliest tokens, with one-hot
-    distributions."""
+class EagleDrafting(nn.Module):
+    """The drafts of a round as a function of tensors. branching: the trees to draft, None for chains."""
 
     def __init__(
-        self, network: EagleNetwork, embedding: nn.Module, shape: llama.ModelShape, vocabulary: int, K: int,
-        greedy: bool,
+        self, network: Any, embedding: nn.Module, shape: llama.ModelShape, vocabulary: int,
+        branching: StaticTrees | None, greedy: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         self.network, self.embedding, self.shape = network, embedding, shape
-        self.vocabulary, self.K, self.greedy = vocabulary, K, greedy
+        self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
 
-    def forward(
-        self, ids: Tensor, features: Tensor, pairs: Tensor, only: Tensor, u: Tensor, temperature: Tensor,
-        slots: Tensor, cos: Tensor, sin: Tensor, keys: list[Tensor], values: list[Tensor],
-    ) -> Drafts:  # fmt: skip
-        """Return drafts (A, K) and their distributions (A, K, V). ids .. only: see `Eagle._given`. u (A, K): uniforms.
-        temperature (A,): above 0. slots (L,): 0 .. L - 1, the slots to read. Other arguments: see `PairSlots`."""
-        given = {"lacking": ids, "features": features, "pairs": pairs, "only": only}
-        network, choose = self.network, by_temperature(u, temperature, self.greedy)
-        run = passes(network, self.embedding, PairSlots(self.shape, cos, sin, keys, values))
+    def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
+        """Return the drafts of K depths and their distributions. given: see `Eagle._given` and `Eagle._reads`. If
+        drafts depend on a temperature alone, they are drawn among the tokens of the draft's vocabulary."""
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
+        window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
+        above = picked(self.layer(slots, ids, features, window), only)  # output at that level
+        own, choose = isinstance(round, Tempered), by_round(round, self.greedy)
 
-        def head(output: Tensor) -> Tensor:
-            return network.own_logits(network.norm(output), self.vocabulary)
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            nonlocal above
+            window = draft_window(anchor, nodes, ids.shape[1], limit)
+            above = self.layer(slots, ids, nodes.of_parents(above), window)
+            return self.logits(above, own)
 
-        def drawn(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
-            ids, probs = choose(wide(logits), drafts)
-            return network.target_ids(ids), probs
+        def chosen(logits: Tensor, drafts: list[Tensor]) -> Drafts:
+            ids, probs = choose(logits, drafts)
+            return self.network.target_ids(ids), probs
 
-        x, q = one_by_one(self.K, *levels(run, head, given, slots.shape[0]), drawn)
-        return x, network.target_probs(q, self.vocabulary)
+        logits = self.logits(above, own)[:, 0]
+        if self.branching:
+            return self.branching.grown(round, K, logits, follow, self.greedy)
+        x, q = one_by_one(K, logits, follow, chosen if own else choose, round.goes_on)
+        return x, self.network.target_probs(q, self.vocabulary) if own else q
+
+    def slots(self, given: Mapping[str, Any]) -> PairSlots:
+        return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
+
+    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
+        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). This writes to the
+        window's slots and reads the slots up to its limit."""
+        attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
+        output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
+        return output
+
+    def logits(self, output: Tensor, own: bool = False) -> Tensor:
+        """Return logits (A, n, V) for outputs (A, n, H) of the layer. own: those (A, n, Vd) of the draft's tokens."""
+        head = self.network.own_logits if own else self.network.head
+        logits: Tensor = head(self.network.norm(output), self.vocabulary)
+        return logits
 
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
@@ -430,6 +414,7 @@ class Eagle(Proposer):
     network_class: Any = EagleNetwork
     drafts_trees = True
     network: Any
+    drafting: type[EagleDrafting] = EagleDrafting
     compiles = True  # whether rounds can be compiled on a CPU
 
     def __init__(
@@ -461,7 +446,7 @@ class Eagle(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and self.modules is None and self.replays is None
+        return self.branching is None and not self.replay.replays
 
     @property
     def weights(self) -> str:
@@ -483,8 +468,8 @@ class Eagle(Proposer):
                                      self.network.scale, config.rms_norm_eps, held)  # fmt: skip
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
+            self.plain, self.replay, self.module = Replay(self.network), self._replay(host), self._module(self.served)
             self._forget()
-            self.modules = self._compiled_modules(host)
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
 
@@ -495,20 +480,27 @@ class Eagle(Proposer):
         return llama.packed_copy(self.network) if packs else self.network
 
     def _forget(self) -> None:
-        """Drop slots, angles and CUDA graphs, which depend on the number of slots."""
-        self.slots: PairSlots | None = None
-        replayed = self.host is not None and self.host.target.uses_graphs and self.compile is not False
-        self.replays = Graphs(self.features_device) if replayed else None
+        """Drop slots, angles and recordings, which depend on the number of slots."""
+        self.slots: dict[str, Any] = {}
+        self.replay.drop()
 
-    def _compiled_modules(self, host: Host) -> CompiledModules | None:
-        """Return the compiled rounds of the network, or None if rounds are not compiled."""
-        compile = host.target.compiled if self.compile is None else self.compile
-        if not (compile and self.compiles and self.features_device.type == "cpu" and self.branching is None):
-            return None
-        modules = CompiledModules(self.network, self.cache, self.int8, host.rows)
+    def _replay(self, host: Host) -> Replay:
+        """Return how rounds run."""
+        compile = host.target.uses_graphs and self.compile is not False
+        if self.compiles and self.features_device.type == "cpu" and self.branching is None:
+            compile |= host.target.compiled if self.compile is None else self.compile
+        replay = replay_of(self.network, compile, self.int8)
         embedding = [(weight.data_ptr(), changes([weight])) for weight in self.embedding.parameters()]
-        modules.origin = origin_of(self.network), embedding
-        return modules
+        replay.origin = (origin_of(self.network), embedding) if replay.replays else None
+        return replay
+
+    def _module(self, network: Any) -> EagleDrafting:
+        return self.drafting(network, self.embedding, self.shape, self.vocabulary, self.branching, self.greedy)
+
+    def _fresh(self) -> EagleDrafting:
+        """Return a module to compile: it may outlive the network."""
+        alone = self.served is self.network and not self.replay.fixed
+        return self._module(llama.sharing_copy(self.network) if alone else self.served)
 
     @property
     def features_device(self) -> torch.device:
@@ -523,8 +515,9 @@ class Eagle(Proposer):
         for begin in range(0, width, CHUNK):
             part = slice(begin, begin + CHUNK)
             here = torch.tensor([one[part] for one in ids], device=features.device)
-            limit = self._slots(begin + here.shape[1])
-            self._layer(here, features[:, part], Window(low, low + A, every[:, part], None, limit))
+            limit = begin + here.shape[1]
+            slots, window = self._reads(limit), Window(low, low + A, every[:, part], None, limit)
+            self.module.layer(self.module.slots(slots), here, features[:, part], window)
         last = torch.tensor([max(len(prompt) - 2, 0) for prompt in prompts], device=features.device)
         self.features[low : low + A, 0] = picked(features, last)[:, 0] if width else 0.0
 
@@ -555,21 +548,17 @@ class Eagle(Proposer):
         self.longest = max(self.longest, *k)
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
-        shape, short = self.branching, max(lacking) <= self.longest + 1
-        fixed = self.replays is not None and short
-        wanted = min(max(k), shape.depth) if shape else max(k)
-        K, width = (self.longest, self.longest + 1) if fixed else (wanted, max(*lacking, 1))
-        K = min(K, shape.depth) if shape else K
-        greedy = round.by_temperature(self.greedy)
-        compiled = self.modules is not None and greedy is not None
-        if compiled:  # a number of drafts has a graph of its own, and so has a width of one
-            K, width = self.longest, max(width, 2)
-        given = self._given(round, k, lacking, width)
-        limit = max(self.stored) + width + self._room_for(K)
-        drafts = self._replayed(round, given, limit, K) if fixed else None
-        if greedy is not None and compiled:
-            drafts = self._compiled(round, given, limit, K, greedy)
-        x, q = self._drafted(round, given, self._slots(limit), wanted) if drafts is None else drafts
+        shape, longest, wanted = self.branching, self.longest, max(k)
+        if shape:
+            longest, wanted = min(longest, shape.depth), min(wanted, shape.depth)
+        assert self.host is not None
+        short = max(lacking) <= (self.longest + 1 if self.replay.fixed else SHORT)
+        replay = self.replay if short and self.replay.takes(len(k), self.host.rows) else self.plain
+        width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
+        given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))
+        name = type(self).__name__, self.vocabulary
+        x, q = replay.of_round(round, name, given, self.module, wanted, K, reads, self._fresh, greedy=self.greedy,
+                               trees=bool(shape))  # fmt: skip
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
@@ -589,76 +578,27 @@ class Eagle(Proposer):
         given = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return given | {"features": self.features[: len(k), :width]}
 
-    def _replayed(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int) -> tuple[Tensor, Tensor] | None:
-        """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None if distributions
-        read more than tensors."""
-        slots = self._slots(1 << (limit - 1).bit_length())
-        if self.replays is None:
-            return None
-        name, make = ("eagle", K, slots), lambda: partial(self._drafted, slots=slots, K=K)
-        drafts: tuple[Tensor, Tensor] | None = round.replayed(self.replays, name, given, make, bool(self.branching))
-        return drafts
-
-    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        """Return the drafts of K depths and the distributions they were drawn from, as a function of tensors."""
-        logits, follow = levels(self._layer, self._logits, given, slots)
-        if self.branching:
-            return self.branching.grown(round, K, logits, follow, self.greedy)
-        return one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on)
-
-    def _compiled(self, round: Round, given: Mapping[str, Tensor], limit: int, K: int, greedy: bool) -> Drafts | None:
-        """Return what `_drafted` returns, from a compiled `Chains`. greedy: see `Round.by_temperature`. Return None if
-        the batch is not full, if rows are too long, or if compiling has failed."""
-        modules, read = self.modules, self._slots(limit)
-        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        if modules is None or not modules.fits(ids, Window(0, len(ids), pairs.unsqueeze(1), None, read)):
-            return None
-        u, temperature = round.uniforms(K)
-        u, features = (part.reshape(-1).view(part.shape) for part in (u, features))  # strides follow from shapes
-
-        def run() -> Drafts:
-            assert self.slots is not None
-            slots, cos, sin = torch.arange(read, device=ids.device), self.slots.cos, self.slots.sin
-            inputs = (ids, features, pairs, only, u, temperature, slots, cos, sin, *modules.keys_and_values())
-            dynamic = [(ids, 1), (features, 1), (slots, 0), (cos, 0), (sin, 0)]
-            name = ("chains", K, greedy, self.vocabulary)
-            drafts: Drafts = modules.call(modules.compiled(name, make), name, inputs, dynamic)
-            return drafts
-
-        def make() -> Chains:
-            copied = self.served is not self.network
-            network = self.served if copied else llama.sharing_copy(self.network)  # it may outlive the network
-            return Chains(network, self.embedding, self.shape, self.vocabulary, K, greedy)
-
-        return modules.uncompiled_on_error(run)
-
-    def _logits(self, output: Tensor) -> Tensor:
-        """Return logits (A, n, V) for outputs (A, n, H) of the layer."""
-        return self.served.head(self.served.norm(output), self.vocabulary)
-
     @property
     def vocabulary(self) -> int:
         assert self.host is not None
         return self.host.vocabulary
 
-    def _slots(self, limit: int) -> int:
-        """Make room for `limit` slots, and return how many of them to read."""
+    def _reads(self, limit: int) -> dict[str, Any]:
+        """Make room for `limit` slots. Return what rounds read where it is: the slots to read, angles of all positions,
+        keys and values."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
-        if self.slots is None or len(self.slots.cos) < self.cache.slots:  # new slots; a copy is not told
+        if not self.slots or len(self.slots["cos"]) < self.cache.slots:  # new slots; a copy is not told
             with torch.inference_mode(False), torch.no_grad():
-                cos, sin = self.network.angles(torch.arange(self.cache.slots, device=self.features_device))
+                numbers = torch.arange(self.cache.slots, device=self.features_device)
+                cos, sin = self.network.angles(numbers)
             groups, size, stores = self.shape.groups, self.shape.size, self.cache.stores
             like = torch.empty(1, groups, 0, size, dtype=self.shape.held, device=self.features_device)
             for store in stores:
                 if not store.is_initialized:  # in the mode of the passes, as when slots are added
                     store.lazy_initialization(like, like)
-            self.slots = PairSlots(self.shape, cos, sin, [one.keys for one in stores], [one.values for one in stores])
-        return min(limit, self.cache.slots)
-
-    def _layer(self, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H), see `passes`."""
-        assert self.slots is not None
-        return passes(self.served, self.embedding, self.slots)(ids, features, window)
+            keys, values = [one.keys for one in stores], [one.values for one in stores]
+            self.slots = {"cos": cos, "sin": sin, "keys": keys, "values": values, "slots": numbers}
+        return self.slots | {"slots": self.slots["slots"][: self.replay.slots(limit, self.cache.slots)]}
 
     def commit(self, outcome: Outcome) -> None:
         new = self._features(outcome.states)

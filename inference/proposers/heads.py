@@ -10,7 +10,6 @@ K heads or drafts, L blocks of each head, D width of the target's states, N stat
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
 from inference.models.checksum import Stamp
-from inference.models.graphs import Graphs
 from inference.models.markov import MarkovHead
 from inference.models.passes import LAST, States
 from inference.models.pretrained import widened
-from inference.models.step import by_round
+from inference.models.replay import Replay, replay_of
+from inference.models.step import Follow, Nodes, after_anchor, by_round, one_by_one
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import Follow, Nodes, TreeShape, after_anchor, one_by_one, trees_of
+from inference.proposers.trees import TreeShape, trees_of
 
 Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids after them
 
@@ -167,7 +166,7 @@ class DraftHeads(Proposer):
         self.blank: list[bool] = []  # rows without a state
         self.host: Host
         self.stamp: Stamp  # of the network that recordings read
-        self.replays: Graphs | None = None
+        self.replay, self.opened = Replay(network), False  # as it is until it is open
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
@@ -182,7 +181,7 @@ class DraftHeads(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and self.replays is None
+        return self.branching is None and not self.replay.replays
 
     @property
     def weights(self) -> str:
@@ -195,13 +194,13 @@ class DraftHeads(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         self.network.fits(target.model, type(self).__name__)
-        again = self.replays is not None and self.host == host and self.stamp.holds(self.network)
+        again = self.opened and self.host == host and self.stamp.holds(self.network)
         self.host, self.blank = host, []
         self.newest = target.no_states(host.rows + host.spare, (LAST,))[LAST].new_zeros(
             host.rows + host.spare, self.network.config.hidden_size
         )
         if not again:  # CUDA graphs run the head of the target that they were recorded with
-            self.replays = Graphs(target.device) if target.uses_graphs else None
+            self.replay, self.opened = replay_of(target.model, target.uses_graphs), True
             self.stamp = Stamp(self.network, addresses=True, values=False)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
@@ -224,7 +223,8 @@ class DraftHeads(Proposer):
         shape = self.branching
         sent = round.send(shape.nodes(k) if shape else k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
-        x, q = self._replayed(round, given, K) or self._drafted(round, given, K)
+        x, q = self.replay.of_round(round, ("heads",), given, self._drafted, K, K, greedy=self.greedy,
+                                    trees=bool(shape))  # fmt: skip
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
@@ -237,15 +237,6 @@ class DraftHeads(Proposer):
         """Return the logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both
         are functions of tensors alone."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
-
-    def _replayed(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor] | None:
-        """Return what `_drafted` returns, from a CUDA graph recorded for these shapes. Return None without graphs, or
-        if distributions and draws read more than tensors."""
-        if self.replays is None:
-            return None
-        name, make = ("drafts", K, self.greedy), lambda: partial(self._drafted, K=K)
-        drafts: tuple[Tensor, Tensor] | None = round.replayed(self.replays, name, given, make, bool(self.branching))
-        return drafts
 
     def commit(self, outcome: Outcome) -> None:
         rows = torch.arange(len(outcome.accepted), device=self.newest.device)

@@ -1,6 +1,6 @@
 """An independent draft. A small causal LM drafts with one pass per token, or makes all drafts in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.lm import CHUNK, LM, padded, store_prompts, store_tails, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
+from inference.models.step import Drafts, Nodes, Run, by_round, one_by_one
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
-from inference.proposers.trees import Nodes, StaticTrees, TreeShape, trees_of
-from inference.sampling import certain
+from inference.proposers.trees import StaticTrees, TreeShape, trees_of
 from inference.source import like
 
 GAP = 16  # ids that a slot lacks before it is filled by passes of its own
@@ -32,8 +32,8 @@ class Independent(Proposer):
     and its encoder does not run.
 
     model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
-    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled (see
-    `compiled`) or CUDA graphs (see `graphs`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
+    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled
+    or CUDA graphs (see `replay`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
     see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
     (see `StaticTrees`); they are verified by tree, traversal or coupled. None for chains. own_encoder:
     run the draft's encoder even if it is equal to the target's.
@@ -146,21 +146,15 @@ class Independent(Proposer):
             return at_once
         follows = self._lacking(round.texts, k)["follows"]
         logits = self._catch_up(round, k)
-        drafted: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for depth in range(K):
-            probs = round.probs(logits, drafted)
-            distributions.append(certain(probs) if self.greedy else probs)
-            drafted.append(round.draw(distributions[-1], depth))
-            if depth + 1 < K and not round.goes_on(depth):
-                K = depth + 1
-                break
-            if depth + 1 < K:
-                ids, at = self._on_device(drafted[-1].unsqueeze(1), round.send()["follows"] + depth)
-                logits = self.lm.forward(ids, [end + depth for end in follows], at=at).logits[:, -1]
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            ids, at = self._on_device(ids, round.send()["follows"] + (nodes.depth - 1))
+            return self.lm.forward(ids, [end + nodes.depth - 1 for end in follows], at=at).logits
+
+        x, q = one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on)
         rows = zip(round.texts, k, self.stored, strict=True)
-        self.stored = [len(text) + K - 1 if wanted else stored for text, wanted, stored in rows]
-        return Proposal(torch.stack(drafted, 1), torch.stack(distributions, 1), k)
+        self.stored = [len(text) + x.shape[1] - 1 if wanted else stored for text, wanted, stored in rows]
+        return Proposal(x, q, k)
 
     def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
         """Store the ids that slots lack, but for the last one of each text, where these are many: a prompt that was not
@@ -211,28 +205,22 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts from one call of a compiled model. Return None if the model has no such call, or if texts
-        are near the end of its context. Return None too if distributions need more than a temperature and passes are no
-        CUDA graphs."""
+        """Return all drafts from one call of a compiled model. Return None if they cannot be replayed, see `LM.drafts`,
+        or if texts are near the end of its context."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
         if not fits:
-            return None
-        greedy = round.by_temperature(self.greedy)
-        if greedy is None and not self.lm.uses_graphs:
             return None
         # if single steps follow, they need no further copy
         lacking = self._lacking(round.texts, k)
         sent = self.sent = round.send(k, last=[text[-self.tail :] for text in round.texts], ends=ends, **lacking)
         if any(wanted and end - stored > self.tail for end, stored, wanted in rows):
             self._catch_up(round, k)  # after rounds in which another part drafted
-        drafts, (last, at) = None, self._on_device(sent["last"], sent["ends"])
-        if greedy is not None:
-            u, temperature = self._on_device(*round.uniforms(self.longest))
-            drafts = self.lm.draft(last, ends, u, temperature, greedy, at)
-        if drafts is None:
-            drafts = self.lm.draft_for(round, self.longest, self.greedy, last, ends, at)
+        last, at = self._on_device(sent["last"], sent["ends"])
+        limit = max(ends) + self.longest - 1
+        drafts = self.lm.drafts(round, ("chain",), chain(self.greedy), {"last": last, "ends": at}, last, limit,
+                                self.longest, self.greedy)  # fmt: skip
         if drafts is None:
             return None
         # for a row without drafts, no draft counts as stored (another part may draft for it), and a gap stays a gap
@@ -257,6 +245,22 @@ class Independent(Proposer):
             self.lm.clear(source)  # it may contain NaN past the text
             self.stored[target] = self.stored[source]
         self.stored.pop()
+
+
+def chain(greedy: bool) -> Run:
+    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. Its inputs are last (A, n):
+    the last ids of texts of `ends` (A,) tokens, whose earlier ids are stored."""
+
+    def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
+        last, ends = given["last"], given["ends"]
+
+        def follow(ids: Tensor, nodes: Nodes) -> Tensor:
+            return read(ids, ends + (nodes.depth - 1))
+
+        logits = read(last, ends - last.shape[1])[:, -1]
+        return one_by_one(K, logits, follow, by_round(round, greedy))
+
+    return run
 
 
 def _load(path: str) -> PreTrainedModel:

@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 from inference.models.cache import Window
 from inference.models.forward import picked
 from inference.models.markov import MarkovHead
-from inference.models.step import behind
-from inference.proposers.base import Round
-from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork
+from inference.models.step import Drafts, behind
+from inference.proposers.eagle import Eagle, EagleConfig, EagleDrafting, EagleNetwork
 from inference.proposers.trees import TreeShape, from_one_pass
 
 
@@ -58,6 +57,22 @@ class PEagleNetwork(EagleNetwork):
         return features
 
 
+class PEagleDrafting(EagleDrafting):
+    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them."""
+
+    def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
+        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
+        anchor = picked(ids, only)[:, 0]  # the last pair's second token
+        columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
+        text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text
+        ids = pad(ids, (0, K - 1)).masked_fill(~text, self.network.mask)
+        features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.network.mask_features())
+        window = Window(0, len(ids), pairs.unsqueeze(1) + columns, None, given["slots"].shape[0])
+        output = self.layer(self.slots(given), ids, features, window)
+        logits, term = self.logits(picked(output, behind(only, K))), self.network.term(self.vocabulary)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
+
+
 class PEagle(Eagle):
     """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
@@ -69,6 +84,7 @@ class PEagle(Eagle):
 
     network_class = PEagleNetwork
     network: PEagleNetwork
+    drafting = PEagleDrafting
     compiles = False
 
     def __init__(
@@ -81,18 +97,3 @@ class PEagle(Eagle):
     @property
     def asks(self) -> bool:
         return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
-
-    def _drafted(self, round: Round, given: Mapping[str, Tensor], slots: int, K: int) -> tuple[Tensor, Tensor]:
-        anchor = picked(given["lacking"], given["only"])[:, 0]  # the last pair's second token
-        logits = self._masked(given, slots, K)
-        return from_one_pass(round, logits, self.branching, self.greedy, anchor, self.served.term(self.vocabulary))
-
-    def _masked(self, given: Mapping[str, Tensor], slots: int, K: int) -> Tensor:
-        """Return the logits (A, K, V) at the text's last pair and the K - 1 masks after it. given: see `_given`."""
-        ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
-        text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text
-        ids = pad(ids, (0, K - 1)).masked_fill(~text, self.mask)
-        features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.served.mask_features())
-        window = Window(0, len(ids), pairs.unsqueeze(1) + columns, None, slots)
-        return self._logits(behind(self._layer(ids, features, window), only, K))

@@ -1,6 +1,6 @@
 """A parallel draft. A small causal LM predicts all tokens of a round in one pass, at masks after the text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inference.models.graphs import WIDTHS
-from inference.models.lm import LM, at_once
+from inference.models.forward import picked
+from inference.models.lm import LM
 from inference.models.markov import Term, term_of
-from inference.models.step import Masked, behind
+from inference.models.step import WIDTHS, Drafts, Run, behind
 from inference.proposers.base import Host, Outcome, Proposal, Round
 from inference.proposers.independent import Independent
-from inference.proposers.trees import TreeShape, from_one_pass
+from inference.proposers.trees import StaticTrees, TreeShape, from_one_pass
 
 MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; the drafts per round in training
 
@@ -63,17 +63,19 @@ class Parallel(Independent):
         self._fill_gaps(round.texts, k)
         depths, shape = self.longest if self.lm.compiled else K, self.branching
         sent = round.send(shape.nodes(k) if shape else k, **self._masked(round.texts, k, depths))
-        masked, begins = Masked(*self._on_device(sent["masked"], sent["begins"], sent["anchors"])), list(self.stored)
+        given = {name: sent[name].to(self.lm.device) for name in ("masked", "begins", "anchors")}
+        ids, begins, run = given["masked"], list(self.stored), masks(self.greedy, self.term, shape)
         self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
-        drafts = None if shape else at_once(self.lm, round, masked, begins, depths, self.greedy, self.term)
-        x, q = drafts or from_one_pass(
-            round, self._logits(masked, begins, K), shape, self.greedy, masked.last, self.term
-        )
-        return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
+        drafts = None
+        if not shape:
+            limit = max(begins) + ids.shape[1]
+            drafts = self.lm.drafts(round, ("masks",), run, given, ids, limit, depths, self.greedy)
 
-    def _logits(self, masked: Masked, begins: list[int], k: int) -> Tensor:
-        """Return the logits (A, k, V) at the anchor and the k - 1 masks after it."""
-        return behind(self.lm.forward(masked.ids, begins, at=masked.begins).logits, masked.anchors, k)
+        def read(ids: Tensor, at: Tensor, only: Tensor) -> Tensor:
+            return picked(self.lm.forward(ids, begins, at=at).logits, only)
+
+        x, q = drafts or run(read, round, given, K)
+        return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
 
     def commit(self, outcome: Outcome) -> None:
         """Commit without a path. Slots hold only text, since no pass reads nodes."""
@@ -89,6 +91,19 @@ class Parallel(Independent):
             width = min((wide for wide in WIDTHS if wide >= width), default=width)
         masked = [tail + [self.mask] * (width - len(tail)) for tail in tails]
         return {"masked": masked, "begins": list(self.stored), "anchors": [len(tail) - 1 for tail in tails]}
+
+
+def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
+    """Return a function of tensors that drafts with one pass over masks, see `LM.drafts`. Its inputs are masked (A, n):
+    the ids of the text that a slot lacks, then masks. begins (A,): the position of the first id. anchors (A,): the
+    column of the text's last token."""
+
+    def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
+        ids, anchors = given["masked"], given["anchors"]
+        logits = read(ids, given["begins"], behind(anchors, K))
+        return from_one_pass(round, logits, shape, greedy, picked(ids, anchors)[:, 0], term)
+
+    return run
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:

@@ -6,79 +6,21 @@ which nodes and children each row has.
 A rows, n nodes of a level, C children, N nodes, D levels, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inference.models.markov import Term
-from inference.models.step import Choose, by_round, in_order
+from inference.models.step import Follow, Nodes, after_anchor, by_round, one_by_one
 from inference.proposers.base import Proposal, Round, Siblings
 from inference.verify.tree import Tree, depths_of, levels, ranks_of
 
 
-class Nodes(NamedTuple):
-    """The drafts that one pass reads. All of them have one depth.
-
-    depth: 1 or more. above (1, n): for each node, the index of its parent among the nodes of the previous pass;
-    None if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
-    """
-
-    depth: int
-    above: Tensor | None = None
-    tree: Tree | None = None
-
-    def of_parents(self, values: Tensor) -> Tensor:
-        """Return the values (A, n, ...) of these nodes' parents, from the values (A, m, ...) of the nodes of the
-        previous pass."""
-        if self.above is None:
-            return values
-        return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
-
-
-# ids (A, n) of nodes -> logits (A, n, V) after them; called level after level
-Follow = Callable[[Tensor, Nodes], Tensor]
-
-
-def one_by_one(
-    K: int, logits: Tensor, follow: Follow, choose: Choose, goes_on: Callable[[int], bool] = lambda depth: True
-) -> tuple[Tensor, Tensor]:
-    """Draft a chain, one token after the other. Returns drafts (A, K) and the distributions (A, K, V) they were drawn
-    from. logits (A, V): after the texts. goes_on: see `Round.goes_on`; fewer tokens are drafted if it returns False."""
-    drafts: list[Tensor] = []
-    distributions: list[Tensor] = []
-    for depth in range(K):
-        if depth and not goes_on(depth - 1):
-            break
-        last = logits if depth == 0 else follow(drafts[-1].to(logits.device).unsqueeze(1), Nodes(depth))[:, 0]
-        ids, probs = choose(last, drafts)
-        drafts.append(ids)
-        distributions.append(probs)
-    return torch.stack(drafts, 1), torch.stack(distributions, 1)
-
-
-def of_depths(logits: Tensor, term: Term | None = None) -> Follow:
-    """Return a `Follow` for logits (A, K, V) of one pass. Entry j is for all nodes of depth j; the term of each node is
-    added."""
-
-    def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-        of_depth = logits[:, nodes.depth : nodes.depth + 1]
-        return of_depth.expand(-1, ids.shape[1], -1) if term is None else of_depth + term(ids)
-
-    return follow
-
-
-def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass.
-    anchor (A,): the tokens before the first drafts."""
-    first = logits[:, 0]
-    return first if term is None else first + term(anchor.unsqueeze(1))[:, 0], of_depths(logits, term)
-
-
 def from_one_pass(
-    round: Round, logits: Tensor, shape: "StaticTrees | None", greedy: bool,
+    round: Any, logits: Tensor, shape: "StaticTrees | None", greedy: bool,
     anchor: Tensor, term: Term | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return drafts and the distributions they were drawn from, given logits (A, K, V) of one pass. They are trees of a
@@ -86,7 +28,7 @@ def from_one_pass(
     its logits."""
     if shape:
         return shape.grown(round, logits.shape[1], *after_anchor(logits, anchor, term), greedy)
-    return in_order(by_round(round, greedy), logits, anchor, term)
+    return one_by_one(logits.shape[1], *after_anchor(logits, anchor, term), by_round(round, greedy))
 
 
 TreeShape = Sequence[int] | None

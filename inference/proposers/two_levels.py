@@ -20,6 +20,7 @@ from torch import Tensor
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.lm import LM, padded
+from inference.models.replay import Pure
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
 from inference.proposers.independent import Independent
 from inference.proposers.quantised import Quantised
@@ -255,10 +256,6 @@ class InnerRound(RoundView):
         columns = self.done.unsqueeze(1) * width + torch.arange(width, device=self.done.device)
         return None if uniforms is None else uniforms.gather(2, columns.expand(3, -1, -1))
 
-    def uniforms(self, depths: int) -> tuple[Tensor, Tensor]:
-        assert self.streams is not None, "the noise is shared, so drafts are drawn by `draw`"
-        return self.streams[DRAWS, :, :depths], self.temperature
-
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return distributions without the settings that read the text. The small draft guesses nothing for rows that
         have such settings."""
@@ -271,8 +268,13 @@ class InnerRound(RoundView):
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])
 
-    def replayed(self, *_: Any) -> None:
-        """Return None, since a CUDA graph cannot read the progress of each row."""
+    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
+        """Return the round with the uniforms of this inner round, and None unless it is `simple`: a recording cannot
+        read the progress of each row."""
+        pure = self.round.pure(depths, greedy, simple) if simple else None
+        if pure is None or self.streams is None:
+            return None
+        return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})
 
     def length(self, k: list[int]) -> Tensor:
         """Return the number of guesses of each row (A,), on the device."""

@@ -1,6 +1,7 @@
 """All drafts of a round in one call: the same text as step by step."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,12 +9,13 @@ import torch
 
 from inference import Engine, Sampling
 from inference.measure.costs import measure_costs
-from inference.models.compiled import CompiledModules
 from inference.models.lm import LM
-from inference.models.step import Drafting
+from inference.models.replay import Compiled, Pure, _Bound
+from inference.models.step import Tempered
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Host
+from inference.proposers.independent import chain
 from inference.sampling import draw
 from tests.tiny import compiles, near, tiny
 
@@ -36,15 +38,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
 
     def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            if isinstance(module, Drafting):
-                lengths.append(module.k)
-            return module(*inputs)
+        def run(**inputs: Any) -> Any:
+            if isinstance(module, _Bound):
+                lengths.append(module.K)
+            return module(**inputs)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     return lengths
 
 
@@ -103,6 +105,12 @@ def test_shared_noise_is_drawn_step_by_step(calls: list[int]) -> None:
     assert not calls
 
 
+def simple_round(u: torch.Tensor, temperature: torch.Tensor, greedy: bool = False) -> Any:
+    """A round whose drafts depend on a temperature alone."""
+    pure = Pure({"u": u, "temperature": temperature}, lambda x: Tempered(x["u"], x["temperature"], greedy), greedy)
+    return SimpleNamespace(pure=lambda *_, **__: pure)
+
+
 @compiles
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
     """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
@@ -112,10 +120,10 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
     proposer.admit(0, prompts, {})
     u = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        drafts = proposer.lm.draft(
-            torch.tensor([[3, 4], [6, 7]]), [4, 3], u, torch.tensor([0.7, 1.0], dtype=torch.float64)
-        )
-        assert drafts is not None and not CompiledModules.failed
+        last, temperature = torch.tensor([[3, 4], [6, 7]]), torch.tensor([0.7, 1.0], dtype=torch.float64)
+        given = {"last": last, "ends": torch.tensor([4, 3])}
+        drafts = proposer.lm.drafts(simple_round(u, temperature), ("chain",), chain(False), given, last, 5, 2, False)
+        assert drafts is not None and not Compiled.failed
         x, q = drafts
         assert torch.equal(x, draw(q, u))
         distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]

@@ -37,7 +37,7 @@ def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.Monke
     """One pinned copy to the device, which nothing waits for, and one read, whatever the settings."""
     monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
     monkeypatch.setattr(gpu_counts, "FIRST", 2)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
     counts = gpu_counts.counted(name, "sm80")["worst"]
     assert (counts["copies"], counts["blocking"], counts["reads"]) == (1, 0, 1)
     assert counts["launches"] <= MOST[name]

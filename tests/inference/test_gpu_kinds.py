@@ -64,7 +64,7 @@ ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one tem
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
     one, other = (decoded(kind, device, SETTINGS[settings]) for device in ("cpu", "cuda"))
     assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
     assert sum(other.stats.accepted)
@@ -86,7 +86,7 @@ DRAWN = [kind for kind in gpu_counts.KINDS if kinds.KINDS[kind].drawn and kind n
 @pytest.mark.parametrize("kind", DRAWN)
 def test_a_verdict_reads_the_same_drafts_from_recordings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts end one after the other, so later rounds are shorter than those that are recorded."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
     torch.testing.assert_close(expected_calls(kind, "cuda"), expected_calls(kind, "cpu"))
 
 
@@ -113,8 +113,8 @@ def drafts_of_turns(kind: str, device: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("kind", gpu_counts.KINDS)
 def test_no_recording_outlives_the_slots_that_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
-    monkeypatch.setattr("inference.models.graphs.FEWEST", 8)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.FEWEST", 8)
     for module in ("models.lm", "proposers.eagle"):
         monkeypatch.setattr(f"inference.{module}.FIRST_SLOTS", 8)
     torch.testing.assert_close(drafts_of_turns(kind, "cuda"), drafts_of_turns(kind, "cpu"))

@@ -54,9 +54,9 @@ def test_drafts_by_temperature_alone_are_for_rows_with_nothing_else(name: str) -
     """A compiled draft reads temperatures alone; it must not be used for any other setting."""
     row, cpu = Request(0, 0, [1, 2], 9, only(name), frozenset()), torch.device("cpu")
     rounds = {rule: DecodingRound([row], [2], RULES[rule], Uniforms(0, cpu), V, cpu) for rule in ("token", "coupled")}
-    assert rounds["token"].by_temperature(False) is (False if name == "temperature" else None)
-    assert rounds["token"].by_temperature(True) is (True if name == "temperature" else None)
-    assert rounds["coupled"].by_temperature(False) is None
+    assert (pure := rounds["token"].pure(1, False, simple=True)) is None or pure.key is False
+    assert (pure is None) == (rounds["token"].pure(1, True, simple=True) is None) == (name != "temperature")
+    assert rounds["coupled"].pure(1, False, simple=True) is None
 
 
 def test_noise_of_rows_is_of_the_seed_that_is_asked_for() -> None:

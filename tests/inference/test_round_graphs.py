@@ -3,13 +3,14 @@ nothing stale."""
 
 import gc
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.models.graphs import Graph, Graphs, pool_for
+from inference.models.replay import Graph, Recorded, pool_for
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import standin
@@ -24,7 +25,7 @@ EACH_ITS_OWN = [CUTS[5], *OTHERS]
 
 @pytest.fixture(autouse=True)
 def not_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)  # what one writes shows in test_standin.py
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)  # what one writes shows in test_standin.py
 
 
 def texts(device: str, rule: str, sampling: object, draft_device: str = "", **settings: object) -> list[list[int]]:
@@ -70,25 +71,26 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
     def broken(*_: object, **__: object) -> object:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("inference.models.graphs.Graphs._record", broken)
+    monkeypatch.setattr("inference.models.replay.Recorded._record", broken)
     with standin.device(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert texts("cuda", "token", Sampling(0.8)) == wanted
-    assert [one for one in map(str, (one.message for one in said)) if "run without" in one] == [
-        "CUDA graphs of distributions and draws failed; they run without: out of memory"
-    ]
+    found = [one for one in map(str, (one.message for one in said)) if "run without" in one]
+    # of the target's passes, of the draft's, and of the verification
+    assert found == 3 * ["LlamaForCausalLM: CUDA graphs failed; passes run without: out of memory"]
 
 
 @torch.inference_mode()
 def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes share memory, a larger one moves it, a steady input is copied when it is another tensor alone."""
-    monkeypatch.setattr("inference.models.graphs.MOST", 3)
+    monkeypatch.setattr("inference.models.replay.MOST", 3)
     with standin.device() as gpu:
-        replays = Graphs(torch.device("cuda", 0))
+        device: Any = SimpleNamespace(device=torch.device("cuda", 0))
+        replays, one = Recorded(device), torch.ones(1, dtype=torch.int64, device="cuda")
 
         def summed(x: torch.Tensor, by: torch.Tensor) -> float:
-            make = lambda: lambda given: (given["x"] * given["by"]).sum()  # noqa: E731
-            return float(replays("sum", {"x": x, "by": by}, frozenset({"by"}), make))
+            make = lambda: lambda x, by, one: (one * x * by).sum()  # noqa: E731
+            return float(replays("sum", {"x": x, "by": by, "one": one}, make, {}, steady=frozenset({"by"})))
 
         two, five = (torch.tensor(by, device="cuda") for by in (2.0, 5.0))
         x = torch.arange(8.0).to("cuda")

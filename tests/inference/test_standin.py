@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-import inference.models.graphs as capture
 import inference.models.lm as target_module
+import inference.models.replay as capture
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
@@ -25,7 +25,7 @@ FULL = Sampling(
 @pytest.fixture(autouse=True)
 def warmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a warm-up run writes shows after one."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
 
 
 def engine(device: str, kind: str, rule: str, rows: int, compile: bool | None) -> Engine:

@@ -117,7 +117,7 @@ def test_a_chain_is_a_tree(rule: str) -> None:
 
 def test_text_on_a_device_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes, paths and verdicts recorded there."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     host, whole = tiny(), {"max_new_tokens": 5, "sampling": SAMPLING[:2], "ids": range(2)}
     wanted = Engine(host, drafts(host), verify="tree", rows=2, policy=Fixed(2)).generate(PROMPTS[:2], **whole)
     with standin.device():

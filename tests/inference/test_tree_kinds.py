@@ -90,7 +90,7 @@ def test_coupled_text_is_plain_text(kind: str) -> None:
 @each_kind
 def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes, drafts and verdicts recorded there, in two calls of other rows and another seed."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     host, outs = tiny(), []
     calls: list[dict[str, Any]] = [{"sampling": SAMPLING[:3], "seed": n, "ids": range(n, n + 3)} for n in (0, 5)]
     engine = Engine(host, drafts(kind, host), verify="tree", rows=2, policy=Fixed(2))

@@ -20,18 +20,18 @@ from cotrain.students.quantised import projections, refuse_unknown
 from inference import Engine, Sampling, load, proposers
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
-from inference.models.compiled import CompiledModules
-from inference.models.lm import LM, at_once
+from inference.models.lm import LM
 from inference.models.markov import put_markov_head, term_of
-from inference.models.step import Masked, OnePass
+from inference.models.replay import Compiled, _Bound
 from inference.policy import Fixed
 from inference.proposers.base import Host
+from inference.proposers.parallel import masks
 from inference.sampling import draw, one_hot
 from tests import standin
 from tests.draft_folders import bare, draft_folder
 from tests.dropped_starts import check_dropped_starts
 from tests.folders import target_folder
-from tests.inference.test_drafting import PROMPTS, REGIMES
+from tests.inference.test_drafting import PROMPTS, REGIMES, simple_round
 from tests.kinds import chained, masked, parallel, small
 from tests.tiny import compiles, tiny
 
@@ -53,15 +53,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     passes: list[int] = []
 
     def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            if isinstance(module, OnePass):
-                passes.append(inputs[0].shape[1])
-            return module(*inputs)
+        def run(**inputs: Any) -> Any:
+            if isinstance(module, _Bound):
+                passes.append(inputs["masked"].shape[1])
+            return module(**inputs)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     return passes
 
 
@@ -91,13 +91,12 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(markov:
     prompts = [[1, 2, 3, 4], [5, 6, 7]]
     proposer.admit(0, prompts, {})
     u = torch.rand(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    round: Any = type(
-        "Turn", (), {"by_temperature": lambda self, greedy: greedy, "uniforms": lambda self, k: (u[:, :k], temperature)}
-    )()
-    masks = Masked(torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]]), torch.tensor([2, 2]), torch.tensor([1, 0]))
+    round, ids = simple_round(u, temperature, greedy), torch.tensor([[3, 4, 31, 31], [7, 31, 31, 31]])
+    given = {"masked": ids, "begins": torch.tensor([2, 2]), "anchors": torch.tensor([1, 0])}
+    run = masks(greedy, proposer.term, None)
     with torch.inference_mode():
-        drafts = at_once(proposer.lm, round, masks, [2, 2], 3, greedy, proposer.term)
-        assert drafts is not None and not CompiledModules.failed
+        drafts = proposer.lm.drafts(round, ("masks",), run, given, ids, 6, 3, greedy)
+        assert drafts is not None and not Compiled.failed
         x, q = drafts
         assert torch.equal(x, q.argmax(-1) if greedy else draw(q, u))
         for row, prompt in enumerate(prompts):
@@ -115,7 +114,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(markov:
 def test_on_a_device_a_round_is_one_replay_one_copy_and_one_read(
     sampling: Sampling, markov: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     target = tiny()
     draft: Any = chained(masked(target)) if markov else masked(target)
     expected = texts(proposers.Parallel(draft), target, sampling).tokens

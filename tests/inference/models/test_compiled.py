@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._inductor import cpp_builder
 
-from inference.models.compiled import CompiledForward, CompiledModules, quote_libraries, reason
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
-from inference.models.step import Step
+from inference.models.replay import Compiled, quote_libraries, reason
+from inference.models.step import Replayed
 from inference.verify.tree import Tree
 from tests.inference.models import test_trees as trees
 from tests.inference.models.test_llama import build, passes
@@ -19,8 +19,8 @@ from tests.tiny import compiles, tiny, traced
 
 
 def graphs(lm: LM) -> Any:
-    assert isinstance(lm.run, CompiledForward) and not CompiledModules.failed
-    return lm.run.graphs
+    assert isinstance(lm.run, Replayed) and not Compiled.failed
+    return lm.run.replay.graphs
 
 
 @compiles
@@ -57,7 +57,7 @@ def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: 
             found.append(one.forward(ids[:, 3:], [3] * 3, states=(1,)))
     torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0].states[1], found[1].states[1], rtol=1e-4, atol=1e-4)
-    assert [key[1] for key in graphs(lm)] == [True]  # that of several ids
+    assert [key[2] for key in graphs(lm)] == [True]  # that of several ids
 
 
 def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +68,11 @@ def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         same = {"states": (1, LAST), "tree": Tree([-1])}  # which the tree's graph serves as well
         stock = LM(lm.model, 3, stock=True)
         trees.check(lm, stock, [trees.PARENTS] * 3, Tree(trees.PARENTS), 1e-4, same)
-    assert len([key for key in graphs(lm) if "tree" in key]) == 1
+    assert len([key for key in graphs(lm) if "nodes" in key[1]]) == 1
 
 
 def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     model = tiny()
     lm = LM(model, 3, compile=True)
 
@@ -83,7 +83,7 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: py
     with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
         logits = passes(lm)
     torch.testing.assert_close(logits, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
-    assert CompiledModules.failed
+    assert Compiled.failed
 
 
 def test_libraries_in_a_path_with_a_space_reach_the_compiler_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_failed_compilation_says_its_last_line() -> None:
 
 def module_of(model: Any, rows: int) -> Any:
     run: Any = LM(model, rows, compile=True).run
-    return run.module("pass", Step)
+    return run.replay.compiled("pass", lambda: run._step((), True))
 
 
 def in_place(weight: torch.Tensor) -> None:

@@ -3,20 +3,24 @@ GPU, what is recorded, launched, shared and freed; which attention kernels run."
 
 import copy
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import inference.models.graphs as graphs
 import inference.models.lm as lm_module
+import inference.models.replay as graphs
 from inference import Engine, Sampling
 from inference.models.forward import additive, attention, seen_from
-from inference.models.graphs import GraphForward
 from inference.models.llama import ModelShape, flash
 from inference.models.lm import LM
+from inference.models.replay import Pure, Recorded
+from inference.models.step import Replayed, Tempered
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Host
+from inference.proposers.independent import chain
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -30,6 +34,13 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(graphs, "WARMUP", 1)
         monkeypatch.setattr(lm_module, "FIRST_SLOTS", 16)
         monkeypatch.setattr(graphs, "FEWEST", 8)
+
+
+def buckets(lm: LM) -> set[tuple[int, int, int, bool]]:
+    """Rows, ids per row and slots of the recorded passes, and whether logits are of one id per row."""
+    assert isinstance(lm.run, Replayed)
+    sizes = [(key[1], dict(key[2:])) for key in lm.run.replay.graphs]
+    return {(rows, part["ids"][0], part["slots"][0], "only" in part) for rows, part in sizes}
 
 
 def texts(compile: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
@@ -47,19 +58,19 @@ def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
 
 def test_buckets_are_few_and_dropped_when_the_cache_grows(graphs_on_cpu: None) -> None:
     lm = LM(tiny(), 4, compile=True)
-    assert isinstance(lm.run, GraphForward)
+    assert isinstance(lm.run, Replayed)
     ids = torch.ones(3, 2, dtype=torch.int64)
     with torch.inference_mode():
         lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
         for start in range(5):
             lm.forward(ids, [start, start + 1, start])
-        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False)}
+        assert buckets(lm) == {(4, 2, 8, False)}
         whole = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7]).logits
         of_each = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1])).logits
         torch.testing.assert_close(of_each, torch.stack([whole[0, :1], whole[1, 1:], whole[2, 1:]]))
-        assert {bucket[:4] for bucket in lm.run.graphs} == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
+        assert buckets(lm) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
         lm.forward(ids[:1], [20])
-        assert {bucket[:4] for bucket in lm.run.graphs} == {(1, 2, 32, False)}
+        assert buckets(lm) == {(1, 2, 32, False)}
 
 
 def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
@@ -92,7 +103,7 @@ def test_passes_run_without_graphs_if_recording_fails(graphs_on_cpu: None, monke
     def broken(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(GraphForward, "_record", broken)
+    monkeypatch.setattr(Recorded, "_record", broken)
     with pytest.warns(UserWarning, match="CUDA graphs failed; passes run without: operation not permitted"):
         tokens = texts(compile=True)
     assert tokens == texts(compile=False)
@@ -102,12 +113,12 @@ def test_passes_run_without_graphs_if_recording_fails(graphs_on_cpu: None, monke
 def test_graphs_give_the_text_of_plain_passes() -> None:
     assert texts(compile=True, device="cuda") == texts(compile=False, device="cuda")
     lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, compile=True)
-    assert isinstance(lm.run, GraphForward) and not GraphForward.failed
+    assert isinstance(lm.run, Replayed) and not lm.run.replay.failed
     ids = torch.ones(3, 2, dtype=torch.int64, device="cuda")
     with torch.inference_mode():
         lm.forward(ids, [0, 0, 0])
         lm.forward(ids, [1, 2, 3])
-    assert all(graph.graph.graph is not None for graph in lm.run.graphs.values())
+    assert all(graph.graph is not None for graph, _ in lm.run.replay.graphs.values())
 
 
 def ids(rows: int, n: int) -> torch.Tensor:
@@ -125,7 +136,7 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
     """Nothing is computed to be thrown away (rotations, copies of results), nothing is read on the host."""
     with standin.device() as gpu:
         lm = recording_lm()
-        assert isinstance(lm.run, GraphForward)
+        assert isinstance(lm.run, Replayed)
         for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
             window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
             lm.run.forward(ids(4, 2), window, only)
@@ -143,10 +154,13 @@ def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
         u, temperature = torch.rand(4, 3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
         ends = torch.tensor([3, 4, 5, 3])
         given = [x.to("cuda") for x in (ends, u, temperature)]
-        tails, window = ids(4, 2), lm_module.Window(0, 4, given[0].unsqueeze(1), None, 7)
-        lm.run.draft(tails, *given, False, window)
+        tails, tensors = ids(4, 2), dict(zip(("start", "u", "temperature"), given, strict=True))
+        pure = Pure(tensors, lambda x: Tempered(x["u"], x["temperature"], False), 0)
+        round, read = SimpleNamespace(pure=lambda *_, **__: pure), {"last": tails, "ends": given[0]}
+        draft = partial(lm.drafts, round, ("chain",), chain(False), read, tails, 7, 3, False)
+        draft()
         gpu.clear()
-        results = lm.run.draft(tails, *given, False, window)
+        results = draft()
         assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
         assert not gpu.h2d and not gpu.d2h
         drafts, distributions = (x.to("cpu") for x in results)
@@ -166,7 +180,7 @@ def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
         for n, start in ((4, [1, 2, 1, 2]), (5, [5, 6, 5, 6]), (4, [10, 11, 12, 12])):
             logits, wanted = lm.forward(ids(4, n), start).logits, eager.forward(ids(4, n), start).logits
             torch.testing.assert_close(logits.to("cpu"), wanted.to("cpu"))
-        assert {bucket[1] for bucket in lm.run.graphs} == {5}
+        assert {width for _, width, *_ in buckets(lm)} == {5}
         before = gpu.recordings
         lm.forward(ids(3, 5), [11, 10, 11])
         assert gpu.recordings == before
@@ -179,7 +193,7 @@ def test_graphs_of_a_model_share_a_pool_and_of_two_models_do_not() -> None:
         for lm in (first, second):
             for n in (1, 2, 3):
                 lm.forward(ids(4, n), [1, 2, 3, 3])
-        pools = [{graph.graph.graph.pool() for graph in lm.run.graphs.values()} for lm in (first, second)]
+        pools = [{graph.graph.pool() for graph, _ in lm.run.replay.graphs.values()} for lm in (first, second)]
         assert [len(pool) for pool in pools] == [1, 1] and pools[0] != pools[1]
         assert gpu.recordings == 6
 
@@ -199,7 +213,7 @@ def test_graphs_are_dropped_before_the_cache_grows() -> None:
         new = sum(store.keys.nbytes + store.values.nbytes for store in lm.cache.stores)
         assert new == 102 / 16 * old and gpu.peak < rest + new + old / 2
         lm.forward(new_ids, [100, 2, 3, 3])
-        assert len(lm.run.graphs) == 1
+        assert len(lm.run.replay.graphs) == 1
 
 
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
@@ -211,7 +225,7 @@ def test_graphs_are_the_default_on_a_gpu_alone() -> None:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))
         engine = Engine(target, draft, rows=2)
         engine.generate([[1, 2], [3]], max_new_tokens=4)
-        assert isinstance(engine.target.run, GraphForward) and isinstance(draft.lm.run, GraphForward) and gpu.recordings
+        assert engine.target.uses_graphs and draft.lm.uses_graphs and gpu.recordings
         assert not Engine(target, compile=False).target.compiled
 
 
@@ -229,14 +243,14 @@ def test_a_model_without_graphs_warns_once() -> None:
 
 def test_a_model_that_fails_leaves_others_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft cannot be recorded; the target still is, and the text is that of plain passes."""
-    record = GraphForward._record
+    record = Recorded._record
 
-    def broken(self: GraphForward, *given: object) -> object:
+    def broken(self: Recorded, *given: object) -> object:
         if self.model.config.num_hidden_layers == 1:
             raise RuntimeError("out of memory")
         return record(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GraphForward, "_record", broken)
+    monkeypatch.setattr(Recorded, "_record", broken)
     settings = {"max_new_tokens": 6, "sampling": Sampling(0.8), "ignore_eos": True}
     wanted = Engine(tiny(), Independent(tiny(layers=1)), policy=Fixed(2), rows=2).generate([[1, 2], [3]], **settings)
     with standin.device():
@@ -245,7 +259,7 @@ def test_a_model_that_fails_leaves_others_their_graphs(monkeypatch: pytest.Monke
         with pytest.warns(UserWarning, match="LlamaForCausalLM: CUDA graphs failed; passes run without: out of memory"):
             out = engine.generate([[1, 2], [3]], **settings)
         assert out.tokens == wanted.tokens
-        assert draft.lm.run.failed and not engine.target.run.failed and engine.target.run.graphs
+        assert draft.lm.run.replay.failed and not engine.target.run.replay.failed and engine.target.run.replay.graphs
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])

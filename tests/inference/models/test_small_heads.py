@@ -15,9 +15,9 @@ from inference import Engine, Sampling
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.models import llama, packing
-from inference.models.compiled import CompiledModules
 from inference.models.forward import Lean
 from inference.models.lm import LM
+from inference.models.replay import Compiled
 from inference.models.selfcheck import _apart
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
 from inference.policy import Fixed
@@ -158,7 +158,7 @@ def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int
 def test_compiled_drafts_are_those_of_single_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled runs as it is."""
     monkeypatch.setattr(torch, "compile", lambda module, *_: module)
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     target, whole = tiny(), {"max_new_tokens": 12, "sampling": Sampling(0.8), "seed": 2}
     texts = []
     for compile in (False, True):

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.models.forward import Lean, Stock
-from inference.models.graphs import GraphForward
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
+from inference.models.replay import Recorded
 from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
@@ -128,7 +128,8 @@ def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     lm = LM(model, 3, compile=True)
     check(model, lm)
     ends_early(model, lm)
-    assert {bucket[4:6] for bucket in lm.run.graphs} >= {((0, 1, 2, LAST), True), ((1,), False)}  # type: ignore[attr-defined]
+    names = {key[0][1:] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]
+    assert names >= {((0, 1, 2, LAST), True), ((1,), False)}
 
 
 def test_a_graph_with_states_is_one_copy_and_one_launch(graphs_on_cpu: None) -> None:
@@ -143,7 +144,7 @@ def test_a_graph_with_states_is_one_copy_and_one_launch(graphs_on_cpu: None) -> 
             before, gpu_launches = gpu.recordings, sum(gpu.launches.values())
             run()
             assert gpu.recordings == before and sum(gpu.launches.values()) - gpu_launches <= 4
-    assert not GraphForward.failed
+    assert not Recorded.failed
 
 
 def test_layers_that_the_model_lacks_are_named() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.models.graphs import GraphForward
 from inference.models.lm import LM
 from inference.models.passes import LAST
+from inference.models.replay import Recorded
 from inference.proposers.independent import store_prompts
 from inference.verify.tree import MOST_NODES, Tree
 from tests import standin
@@ -172,7 +172,8 @@ def test_by_buckets(graphs_on_cpu: None, parents: list[int]) -> None:
     model = tiny()
     lm = LM(model, 3, compile=True)
     check(lm, LM(model, 3, stock=True), [parents] * 3, Tree(parents), 1e-6)
-    assert {bucket[1] for bucket in lm.run.graphs if bucket[-1] is True} == {9}  # type: ignore[attr-defined]
+    sizes = [dict(key[2:]) for key in lm.run.replay.graphs]  # type: ignore[attr-defined]
+    assert {one["ids"][0] for one in sizes if "nodes" in one} == {9}
 
 
 def test_graphs_of_trees_are_few_launches(graphs_on_cpu: None) -> None:
@@ -190,4 +191,4 @@ def test_graphs_of_trees_are_few_launches(graphs_on_cpu: None) -> None:
             run()
             assert sum(gpu.launches.values()) <= most, gpu.launches
             assert not gpu.h2d and not gpu.d2h and sum(gpu.replays.values()) == 1
-    assert not GraphForward.failed
+    assert not Recorded.failed

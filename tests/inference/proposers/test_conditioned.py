@@ -12,8 +12,8 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
-from inference.models.compiled import CompiledModules
 from inference.models.lm import LM
+from inference.models.replay import Compiled
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, ConditionedNetwork, Scale, conditioned
@@ -153,7 +153,7 @@ def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
 def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' forward, single passes, and CUDA graphs on the stand-in device: all drafts of a round at once, at
     once with the round's distributions, and level by level."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     if path == "stock":
         monkeypatch.setattr("inference.models.lm.applies", lambda model: False)
     there = path.startswith("in graphs")
@@ -174,7 +174,7 @@ def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.
 @pytest.mark.parametrize("cut", [0, 31])
 def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One shape, so one recording, at one temperature after another; and weights that learnt between two calls."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
 
     def texts(target: Any, compile: bool) -> list[Any]:
         network = conditioned_near(target)
@@ -211,7 +211,7 @@ def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None
         )
         assert one.tokens == other.tokens and one.stats.accepted == other.stats.accepted
         counts.append(one.stats.accepted)
-    assert not CompiledModules.failed
+    assert not Compiled.failed
     assert counts[0] != counts[1] != counts[2]
 
 

@@ -18,9 +18,9 @@ from cotrain.teacher.target_model import served
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
 from inference.models import llama
-from inference.models.compiled import CompiledModules
+from inference.models.replay import Compiled, _Bound
 from inference.policy import Fixed
-from inference.proposers.eagle import Chains, Eagle
+from inference.proposers.eagle import Eagle
 from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
@@ -47,14 +47,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     def counted(module: torch.nn.Module, *_: Any) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            made.extend([module.K] if isinstance(module, Chains) else [])
-            return module(*inputs)
+        def run(**inputs: Any) -> Any:
+            made.extend([module.K] if isinstance(module, _Bound) else [])
+            return module(**inputs)
 
         return run
 
     monkeypatch.setattr(torch, "compile", counted)
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     monkeypatch.setattr(eagle_module, "FIRST_SLOTS", 8)  # slots grow
     return made
 
@@ -152,7 +152,7 @@ def test_few_graphs_serve_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
             network.lm_head.weight += change * torch.randn_like(network.lm_head.weight)
         (out, q), (wanted, p) = (generated(Eagle(network, compile=c), Sampling(0.8), 1) for c in (True, False))
         torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12)
-        assert out.tokens == wanted.tokens and not CompiledModules.failed
+        assert out.tokens == wanted.tokens and not Compiled.failed
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     dead = weakref.ref(network)
     del network, out, wanted
@@ -178,7 +178,7 @@ def proposals(engine: Engine, n: int = 24) -> list[Any]:
 
     def watched(round: Any) -> Any:
         x, q, _, _ = proposal = propose(round)
-        seen.append((list(round.texts[0]), x.clone(), q.clone(), round.uniforms(x.shape[1])[0].clone()))
+        seen.append((list(round.texts[0]), x.clone(), q.clone(), round._streams(x.shape[1])[0].clone()))
         return proposal
 
     proposer.propose = watched
@@ -193,7 +193,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: i
     """In code for this machine: the engine's exactness rests on it."""
     target, network = half(size)
     rounds = proposals(engine_of(target, Eagle(network, compile=True, int8=int8)))
-    assert not CompiledModules.failed and len(rounds) > 3
+    assert not Compiled.failed and len(rounds) > 3
     for _, x, q, u in rounds:
         assert torch.equal(x, draw(q, u))
         assert (q.sum(-1) - 1).abs().max() < 1e-5
@@ -210,7 +210,7 @@ def test_compiled_rounds_read_the_weights_as_they_are() -> None:
         (_, _, q, _), (_, _, p, _) = (proposals(engine, 4)[0] for engine in engines)
         torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
         network.lm_head.weight.data.mul_(0.5)
-    assert not CompiledModules.failed
+    assert not Compiled.failed
 
 
 @pytest.mark.parametrize("compile", [False, True])

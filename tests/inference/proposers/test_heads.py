@@ -148,7 +148,7 @@ def test_a_round_on_a_gpu_is_one_copy_and_one_read(kind: str, monkeypatch: pytes
     """And its text is that of the CPU."""
     monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
     monkeypatch.setattr(gpu_counts, "FIRST", 2)
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
     counts = gpu_counts.counted(f"{kind}, token", "sm80")["worst"]
     assert (counts["copies"], counts["blocking"], counts["reads"]) == (1, 0, 1)
     assert counts["launches"] <= 24 and counts["replays"] == 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.models.compiled import CompiledModules
+from inference.models.replay import Compiled
 from inference.proposers import Independent
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE
 from tests.kinds import KINDS
@@ -53,7 +53,7 @@ def test_rounds_without_drafts_leave_no_hole_in_the_cache(pause: int, monkeypatc
             return [4 if self.round % pause == 0 else 0] * len(texts)
 
     monkeypatch.setattr(torch, "compile", lambda module, *_: module)  # as it is
-    monkeypatch.setattr(CompiledModules, "failed", False)
+    monkeypatch.setattr(Compiled, "failed", False)
     for compile in (False, True):
         engine = Engine(tiny(), Independent(tiny(), compile=compile), policy=Pausing(), rows=2)
         stats = engine.generate([[3, 5, 7], [9, 2]], max_new_tokens=40, sampling=Sampling(0.8), ignore_eos=True).stats

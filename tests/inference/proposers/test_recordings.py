@@ -11,9 +11,9 @@ from torch import Tensor
 
 import inference.models.lm as lm_module
 from inference import Engine, Sampling
-from inference.models.graphs import GraphForward, Graphs
+from inference.models.replay import Recorded
 from inference.policy import Fixed
-from inference.proposers import Independent, NGram, Parallel, trees
+from inference.proposers import Independent, NGram, Parallel
 from inference.proposers.base import Host, Proposal, Proposer
 from inference.proposers.hybrid import PartialRound
 from inference.round import DecodingRound
@@ -54,26 +54,25 @@ def flat(tensors: Any) -> Iterator[Tensor]:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Names of the replayed recordings, on a CPU without graphs, each compared with the function itself."""
-    monkeypatch.setattr(lm_module, "CompiledForward", GraphForward)
+    monkeypatch.setattr("inference.models.replay.Compiled", Recorded)
     monkeypatch.setattr(lm_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.graphs.FEWEST", 8)
+    monkeypatch.setattr("inference.models.replay.FEWEST", 8)
     monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
-    monkeypatch.setattr(GraphForward, "failed", False)
-    monkeypatch.setattr(Graphs, "failed", False)
+    monkeypatch.setattr(Recorded, "failed", False)
     numbers = cached_property(lambda round: (round.send(), round._streams(round.noise.table.shape[-1]))[1])
     numbers.__set_name__(DecodingRound, "_numbers")
     monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
-    replayed, names = Graphs.__call__, []
+    replayed, names = Recorded.__call__, []
 
-    def both(self: Graphs, name: Any, inputs: Any, steady: Any, make: Callable[[], Any], **reads: Any) -> Any:
-        output = replayed(self, name, inputs, steady, make, **reads)
-        if output is not None:
+    def both(self: Recorded, name: Any, inputs: Any, make: Callable[[], Any], reads: Any, **how: Any) -> Any:
+        output = replayed(self, name, inputs, make, reads, **how)
+        if output is not None and name != "keep" and name[0] != "pass":
             names.append(name)
-            for one, other in zip(flat(output), flat(make()(inputs)), strict=True):
+            for one, other in zip(flat(output), flat(make()(**inputs, **reads)), strict=True):
                 assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-9, equal_nan=True), name
         return output
 
-    monkeypatch.setattr(Graphs, "__call__", both)
+    monkeypatch.setattr(Recorded, "__call__", both)
     return names
 
 
@@ -135,7 +134,7 @@ def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: li
 
 def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that serve two engines in turn read the states of the current one and run its output head."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
 
     def accepted(device: str) -> list[list[int]]:
         targets, counts = [tiny(layers=1, hidden=8, seed=seed).to(device) for seed in (0, 5)], []
@@ -153,7 +152,7 @@ def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_recordings_of_one_tree_outlive_those_of_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of two shapes in turn: what the first one's recordings read is still there."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 1)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
 
     def texts(device: str) -> list[list[int]]:
         target = tiny(layers=2, hidden=8).to(device)

@@ -252,7 +252,7 @@ def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() ->
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20)])
 def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small draft that makes all guesses of an inner round at once reads the numbers of that round, no others."""
-    monkeypatch.setattr("inference.models.graphs.WARMUP", 0)
+    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
 
     def decoded(device: str) -> Any:
         target = tiny().to(device)

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from inference.models.graphs import Graphs
+from inference.models.replay import Recorded
 from inference.sampling import draw
 from inference.sampling.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
 from inference.verify import block, token, traversal, tree
@@ -234,12 +235,12 @@ def test_a_recorded_verification_reads_and_copies_nothing(rule):
         return RULES[rule](at["p"], at["q"], at["x"], parents, at["u"], at["k"])
 
     with standin.device() as gpu:
-        replays = Graphs(torch.device("cuda:0"))
+        replays = Recorded(SimpleNamespace(device=torch.device("cuda:0")))
         for n in range(3):
             given = drafts()
             there = {name: value.to("cuda:0") for name, value in given.items()}
             before = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
-            recorded = replays("verdict", there, frozenset(), lambda: verdict)
+            recorded = replays("verdict", there, lambda: lambda **at: verdict(at), {})
             moved = (sum(gpu.d2h.values()), sum(gpu.h2d.values()))
             assert n == 0 or moved == before
             assert not replays.failed
