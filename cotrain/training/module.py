@@ -32,6 +32,7 @@ from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates, remembered
 from cotrain.teacher.target_model import Record, served
+from cotrain.training.deadline import JUDGING, ONCE
 from cotrain.training.distributed import StepCounts, counted, divisors, gathered, rest, sampled, sharded, within
 from cotrain.training.progress import Progress
 from inference.sampling import noise
@@ -369,14 +370,14 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts to the number that one evaluation has time for (`Progress.judging`). The time of a
-        few texts is measured for this. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts to the number that one evaluation has time for. The time of a few texts is measured
+        for this. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
-        if progress.texts is None and progress.judging is not None and self._trainer is not None:
-            each = self._seconds_a_text(progress.judging)
-            progress.texts = max(int(progress.judging / each), FEW)
+        if progress.texts is None and (judging := progress.deadline.seconds(JUDGING)) and self._trainer is not None:
+            once = judging * ONCE
+            progress.texts = max(int(once / self._seconds_a_text(once)), FEW)
         if progress.texts is not None and progress.texts < longest:
             self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
             judged = max(map(len, self.held_out.values()))

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
+import lightning
 import torch
-from lightning.fabric.connector import _PRECISION_INPUT
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -37,11 +36,11 @@ from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
+from cotrain.training.deadline import LEAST, time_limited
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, asked, reads_given, template_of
 from cotrain.training.module import Stage
 from cotrain.training.optim import precision
-from cotrain.training.progress import LEAST, time_limited
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
@@ -179,16 +178,13 @@ def _settings(cfg: TrainConfig) -> None:
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
-    names = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
-    if (chosen := precision(cfg.trainer.precision)) not in names:
-        raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(names)}")
     if cfg.trainer.strategy not in ("auto", SHARDED, *StrategyRegistry.available_strategies()):
         raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another "
                         "strategy of Lightning")  # fmt: skip
     if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
         raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
     machine(cfg.trainer)
-    _lightning(cfg.trainer, chosen)
+    _lightning(cfg.trainer)
 
 
 def refuse_training(cfg: TrainConfig) -> None:
@@ -235,21 +231,22 @@ def refuse_minutes(cfg: TrainConfig) -> None:
                          f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip
 
 
-def _lightning(cfg: Trainer, chosen: str) -> None:
+def _lightning(cfg: Trainer) -> None:
     """Let Lightning choose accelerator, strategy and precision now. Otherwise an error would come only after texts were
     sampled. No process is started."""
-    accelerator = "gpu" if device() != "cpu" else "cpu"
+    accelerator, chosen = "gpu" if device() != "cpu" else "cpu", precision(cfg.precision)
     if accelerator == "cpu" and chosen in HALF:
         raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
                         "set trainer.precision=auto")  # fmt: skip
+    options: dict[str, Any] = {"devices": cfg.devices, "num_nodes": cfg.nodes, "accelerator": accelerator,
+                               "logger": False, "enable_checkpointing": False}  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
         ("strategy", cfg.strategy, strategy_of(cfg), chosen),
     ):
         try:
-            _AcceleratorConnector(devices=cfg.devices, num_nodes=cfg.nodes, accelerator=accelerator, strategy=strategy,
-                                  precision=cast(Any, name))  # fmt: skip
+            lightning.Trainer(strategy=strategy, precision=cast(Any, name), **options)
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
             message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
@@ -595,21 +592,11 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
                         f"longest text, which has {room} tokens")  # fmt: skip
 
 
-# --- combinations of losses, kinds and texts that are not possible; a run checks them again
+# --- combinations of losses, kinds and texts that are not possible
 
 
-def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
-    """Check the loaded models, before texts are sampled.
-
-    Raises ValueError if the draft's network cannot be trained as a draft of its kind. It is also raised for a model
-    that would read texts packed into a block as one text. The errors of `refuse_losses`, `refuse_draft` and
-    `refuse_given` are raised too.
-    """
-    refuse_losses(job.cfg)
-    refuse_draft(job.cfg, student.network, job.target)
-    student.refuse()
-    if not (job.cfg.data.on_target and job.chats):
-        refuse_given(job.cfg, losses)
+def refuse_packed(job: Job, student: Student) -> None:
+    """Raise ValueError for a model that would read texts packed into a block as one text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])

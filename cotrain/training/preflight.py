@@ -26,9 +26,9 @@ from cotrain.losses.chunked import positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
+from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
 from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
-from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
@@ -251,7 +251,7 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
 def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
     """Return the seconds of training, limited by its budget or by that of the run."""
     if cfg.minutes:
-        training = min(training, 60 * left_of(cfg, sampling + validation, Validation(validation)))
+        training = min(training, 60 * Deadline(cfg.minutes).training(cfg, sampling + validation, validation))
     return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 
