@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.config.drafts import Draft
-from cotrain.config.groups import Init, Loss
+from cotrain.config.groups import Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -36,13 +35,9 @@ def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> S
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft before training. Raises ValueError naming the key to change."""
-    _refuse_weights(cfg.draft, cfg.init)
-    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
-
-
-def _refuse_weights(draft: Draft, init: Init) -> None:
-    """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
+    """Return the draft before training. Raises ValueError, naming the key to change, also for settings of its initial
+    weights or of its training that would have no effect."""
+    draft, init = cfg.draft, cfg.init
     if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
@@ -53,6 +48,7 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
     elif draft.quantisation != "none":
         raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set "
                          "draft.quantisation=none")  # fmt: skip
+    return student_class(draft.kind).initial(draft, init, target)
 
 
 def prune(job: Job, student: Student, held: HeldOut) -> None:

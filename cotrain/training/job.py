@@ -130,15 +130,11 @@ class Job:
     def prompts(self) -> Prompts:
         """Return prompts to measure a draft with: the user's, or those of this package. Final prompts are in no
         training text and do not rank checkpoints."""
-        return self._own() if self.cfg.data.path else self._shipped()
-
-    def _own(self) -> Prompts:
         ask = self.cfg.rollout
-        learnt, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
-        return apart(ranking, final, learnt, "own")
-
-    def _shipped(self) -> Prompts:
-        first = Share(0, self.cfg.rollout.rounds)  # later rounds draw prompts from the same source
+        if self.cfg.data.path:
+            own, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
+            return apart(ranking, final, own, "own")
+        first = Share(0, ask.rounds)  # later rounds draw prompts from the same source
         texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
         encoder = self.target.config.is_encoder_decoder
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens, encoder)

@@ -55,7 +55,7 @@ from cotrain.training.distributed import StepCounts
 from cotrain.training.fit import phases_of
 from cotrain.training.job import Job, models, sampled, settle
 from cotrain.training.module import Distillation
-from cotrain.training.preconditions import RunOutline
+from cotrain.training.preconditions import RunOutline, refuse_given
 from cotrain.training.results import unmeasured
 from cotrain.training.run import target_prompts, train
 from inference import Engine
@@ -160,6 +160,8 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
         phases_of(second, trainer.steps // trainer.validations)
+        for stage in ([warming(cfg)] if cfg.joint.warm_steps else []) + [serving(cfg, Path(cfg.output))]:
+            refuse_given(stage)  # a loss may apply to the user's texts in one stage alone
 
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:

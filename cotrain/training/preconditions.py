@@ -39,7 +39,6 @@ from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.deadline import LEAST, time_limited
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, asked, reads_given, template_of
-from cotrain.training.module import Stage
 from cotrain.training.optim import precision
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
@@ -357,8 +356,14 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
     refuse_datastore(f"draft.datastore={cfg.draft.datastore}", draft, tokenizer)
     if "vocab_size" in draft.config.get_text_config().to_dict():  # some kinds have none
         refuse_fewer(draft, ids_of(tokenizer), _size_settings(cfg))
-    refuse_draft(cfg, draft, target)
-    not_larger(_size_settings(cfg), size_of(target), size_of(draft))
+    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
+    if cfg.draft.quantisation != "none":
+        refuse_unknown(draft)
+    larger, smaller = size_of(target), size_of(draft)
+    for what, ours, theirs in zip(("parameters", "parameters used for a token"), smaller, larger, strict=True):
+        if ours > theirs:
+            raise UserError(f"{_size_settings(cfg)}: the draft has {ours / 1e6:.2f} M {what}, the target "
+                            f"{theirs / 1e6:.2f} M: a draft must be the smaller model")  # fmt: skip
     return draft
 
 
@@ -433,17 +438,6 @@ def size_of(model: PreTrainedModel) -> Size:
     return Size(total, int(active))
 
 
-def not_larger(origin: str, target: Size, draft: Size) -> None:
-    """Raise UserError for a draft that has more parameters than its target, or uses more of them for a token."""
-    for what, ours, theirs in (
-        ("parameters", draft.parameters, target.parameters),
-        ("parameters used for a token", draft.active, target.active),
-    ):
-        if ours > theirs:
-            raise UserError(f"{origin}: the draft has {ours / 1e6:.2f} M {what}, the target {theirs / 1e6:.2f} M: a "
-                            "draft must be the smaller model")  # fmt: skip
-
-
 def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
     """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
     draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
@@ -512,7 +506,7 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
 def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
     """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
     if not cfg.data.path:
-        refuse_given(cfg, stages(cfg.loss))
+        refuse_given(cfg)
         return
     ask = cfg.rollout
     _refuse_template(cfg, sources["train"].rendered)
@@ -526,7 +520,7 @@ def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]
         train, ranking, final = (sources[split].several(ask.prompt_tokens, ask.seed) for split in SPLITS)
         apart(ranking, final, train, "own")
     if not (cfg.data.on_target and isinstance(sources["train"], PromptRows)):
-        refuse_given(cfg, stages(cfg.loss))
+        refuse_given(cfg)
 
 
 def _refuse_template(cfg: TrainConfig, rendered: bool) -> None:
@@ -613,14 +607,6 @@ def refuse_losses(cfg: TrainConfig) -> None:
                          "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
 
 
-def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if the draft's projections cannot be quantised as configured, and if the draft is the
-    quantised target and the target is quantised already."""
-    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
-    if cfg.draft.quantisation != "none":
-        refuse_unknown(network)
-
-
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
     """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
@@ -629,16 +615,13 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
                          f"{current}: use a target that is not quantised, or another kind of draft")  # fmt: skip
 
 
-def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
+def refuse_given(cfg: TrainConfig) -> None:
     """Raise ValueError if a loss that needs texts sampled from the target applies to the user's texts."""
-    corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
+    corpus, losses = cfg.trainer.corpus_steps, stages(cfg.loss)
+    begins = [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
     early = time_limited(cfg)  # with a budget of time, a stage may begin earlier
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
-    if any(map(_needs_sampled, active)):
+    # such a loss counts target calls, which are known only for tokens that the target emitted
+    if any(stage.loss.sequence or stage.loss.weighted for stage in active):
         raise ValueError("trainer.corpus_steps: calls, calls_block and calls_tv need texts "
                          "sampled from the target, not texts of the user: set trainer.corpus_steps=0")  # fmt: skip
-
-
-def _needs_sampled(stage: Stage) -> bool:
-    """Return whether the loss counts target calls, which are known only for tokens that the target emitted."""
-    return bool(stage.loss.sequence) or stage.loss.weighted

@@ -230,8 +230,11 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
     if not cfg.draft.trained:
         training = 0.0
-    allowed = _in_time(cfg, training, sampling, judging / (cfg.trainer.validations + 1))
-    return Durations(sampling, allowed, measuring, texts)
+    validation = judging / (cfg.trainer.validations + 1)
+    if cfg.minutes:
+        training = min(training, 60 * Deadline(cfg.minutes).training(cfg, sampling + validation, validation))
+    training = min(training, 60 * (cfg.trainer.minutes or math.inf))
+    return Durations(sampling, training, measuring, texts)
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
@@ -246,13 +249,6 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
     if cfg.mode != "joint":
         return alone
     return alone + machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
-
-
-def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
-    """Return the seconds of training, limited by its budget or by that of the run."""
-    if cfg.minutes:
-        training = min(training, 60 * Deadline(cfg.minutes).training(cfg, sampling + validation, validation))
-    return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
 from cotrain.console import Display
 from cotrain.training.deadline import Deadline
+from cotrain.training.distributed import ends_step
 
 NEVER = sys.maxsize  # batches between validations, if a budget of time decides when they are due
 REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between updates of the display, and the figures that it shows
@@ -81,8 +82,7 @@ class Clock(Callback):
         now = time.monotonic()
         self.progress.elapsed += now - self.since
         self.since = now
-        index, number = batch.get("group", (0, 1))
-        if self.progress.minutes and index + 1 == number:
+        if self.progress.minutes and ends_step(batch):
             self._agree(trainer)
             self._schedule_validation(trainer)
 
