@@ -503,7 +503,7 @@ def test_both_bounds_hold_together() -> None:
 
 
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "move", lambda *_: pytest.fail("the target moves again"))
+    monkeypatch.setattr(joint, "SecondStage", lambda *_: pytest.fail("the target moves again"))
     before = {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()}
     assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 0
     assert {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()} == before
