@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cotrain.evaluation.comparison import compare, per_text
-from cotrain.training.assembly import held_out_texts, new_student, stages, trained_by
+from cotrain.training.assembly import held_out_texts, new_student, trained_by
 from cotrain.training.job import Job, models
 from inference.measure.environment import environment
 
@@ -29,7 +29,7 @@ def main(quantised: str, whole: str, report: str) -> None:
     target, tokenizer = models(cfg)
     job = Job(cfg, Path(quantised), target, tokenizer)
     student = new_student(cfg, target, job.vocabulary)
-    module = trained_by(job, student, stages(cfg.loss), held_out_texts(job))
+    module = trained_by(job, student, held_out_texts(job))
     runs: dict[str, Any] = {}
     for name, run in zip(NAMES, (quantised, whole), strict=True):
         kept = torch.load(Path(run) / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")

@@ -38,8 +38,9 @@ from cotrain.evaluation.held_out import held_out
 from cotrain.paths import folder
 from cotrain.students.base import Student
 from cotrain.teacher.target_model import served
-from cotrain.training.assembly import stages, trained_by
+from cotrain.training.assembly import trained_by
 from cotrain.training.callbacks import Averaged, Learning, StandingWeights
+from cotrain.training.deadline import Deadline
 from cotrain.training.fit import TrainingPhase, _loader, _points, _trainer
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import Clock
@@ -146,9 +147,10 @@ class Training:
         cfg, self.target = recipe(), target
         ids = torch.randint(1, 32, (TEXTS, 24), generator=torch.Generator().manual_seed(0))
         texts = Texts(ids, torch.arange(TEXTS) + 2, torch.arange(TEXTS) + 18, ["a", "b"] * (TEXTS // 2))
-        job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals())
+        job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals(),
+                                   deadline=Deadline())  # fmt: skip
         held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
-        self.module = trained_by(job, student, stages(cfg.loss), held)
+        self.module = trained_by(job, student, held)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
         own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
         phase = TrainingPhase(0, 0, STEPS)

@@ -17,9 +17,10 @@ from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse, resumable
 from cotrain.training import joint
-from cotrain.training.distil import distil
+from cotrain.training.deadline import Deadline
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check
+from cotrain.training.run import train
 from inference.drafts.compatibility import hash_weights
 from inference.drafts.draft_folder import REPORT
 from inference.drafts.draft_folder import read as read_draft
@@ -45,13 +46,13 @@ def run(cfg: TrainConfig) -> float | None:
         if not rank():
             print(f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
                   "delete the folder")  # fmt: skip
+    deadline, work = Deadline(cfg.minutes, time.monotonic()), joint.joint if cfg.mode == "joint" else train
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output) or _damage(cfg):
-            _trained(cfg, Path(cfg.output))
+            work(cfg, Path(cfg.output), deadline)
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds, draft=type(cfg.draft))
     state = refuse(cfg.output, cfg.overwrite, settings, kinds)
-    start = time.monotonic()
     damage = _damage(cfg) if state == "finished" else ""
     done = state == "finished" and not damage and not cfg.check
     known = None if done else require(cfg)  # fails before `claim` moves a run
@@ -64,7 +65,7 @@ def run(cfg: TrainConfig) -> float | None:
         if folder.state != "finished" or damage:
             if damage:
                 print(f"{damage}: the draft is written again, from the checkpoint of the training")
-            _trained(cfg, folder.path, known.sources if known else None, start)
+            work(cfg, folder.path, deadline, known.sources if known else None)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
             print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
@@ -106,11 +107,6 @@ def _go_on(cfg: TrainConfig) -> None:
     marker = None if cfg.overwrite else read_marker(Path(cfg.output))
     if marker and marker.get("command") == "train" and cfg.data.chat is None:
         cfg.data.chat = marker["settings"].get("data", {}).get("chat")
-
-
-def _trained(cfg: TrainConfig, *rest: Any) -> None:
-    """Train as `mode` says. rest: the other arguments of `distil`, which `joint` takes too."""
-    (joint.joint if cfg.mode == "joint" else distil)(cfg, *rest)
 
 
 def swept(outputs: list[str]) -> None:

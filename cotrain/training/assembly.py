@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.config.drafts import Draft
-from cotrain.config.groups import Init, Loss
+from cotrain.config.groups import Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined, none, shared
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -36,13 +35,9 @@ def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> S
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft before training. Raises ValueError naming the key to change."""
-    _refuse_weights(cfg.draft, cfg.init)
-    return student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
-
-
-def _refuse_weights(draft: Draft, init: Init) -> None:
-    """Raise ValueError for settings of the draft's initial weights or of its training that would have no effect."""
+    """Return the draft before training. Raises ValueError, naming the key to change, also for settings of its initial
+    weights or of its training that would have no effect."""
+    draft, init = cfg.draft, cfg.init
     if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
@@ -53,16 +48,20 @@ def _refuse_weights(draft: Draft, init: Init) -> None:
     elif draft.quantisation != "none":
         raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set "
                          "draft.quantisation=none")  # fmt: skip
+    return student_class(draft.kind).initial(draft, init, target)
 
 
-def prune(job: Job, student: Student) -> None:
-    """Choose the vocabulary of a draft with draft.vocabulary=. It has the most frequent tokens of the texts that the
-    draft learns from. A draft that starts from a pruned folder keeps the vocabulary of that folder."""
-    if not job.cfg.draft.vocabulary or (job.cfg.init.kind == "pretrained" and not student.undecided):
-        return
-    learnt = parts(job, 1)[1]
-    tokens = learnt.ids[:, 1:][learnt.predicted].long()
-    student.know(torch.bincount(tokens, minlength=job.vocabulary))
+def prune(job: Job, student: Student, held: HeldOut) -> None:
+    """Choose the vocabulary of a draft with draft.vocabulary=, and print its share of the held-out texts. It has the
+    most frequent tokens of the texts that the draft learns from. A draft that starts from a pruned folder keeps the
+    vocabulary of that folder."""
+    if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
+        learnt = parts(job, 1)[1]
+        tokens = learnt.ids[:, 1:][learnt.predicted].long()
+        student.know(torch.bincount(tokens, minlength=job.vocabulary))
+    if not bool(student.known.all()):
+        count, covered = int(student.known.sum()), coverage(held, student.known)
+        print(f"the draft's vocabulary has {count} tokens: {100 * covered:.2f} % of held-out texts")
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
@@ -148,16 +147,18 @@ def stages(loss: Loss) -> list[Stage]:
 
 
 def trained_by(
-    job: Job, student: Student, losses: list[Stage], judged: dict[float, HeldOut],
+    job: Job,
+    student: Student,
+    judged: dict[float, HeldOut],
     build: Callable[..., Distillation] = Distillation,
-) -> Distillation:  # fmt: skip
+) -> Distillation:
     """Return the module that trains the student. judged: the held-out texts, by temperature. build: its class."""
     cfg = job.cfg
-    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, whole=cfg.minutes)
+    rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, deadline=job.deadline)
     module = build(
         student,
         job.target,
-        losses,
+        stages(cfg.loss),
         partial(optim.OPTIMIZERS[rate.kind], lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(optim.trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,

@@ -23,7 +23,7 @@ from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.ranks import rank
 from cotrain.students.quantised import projections, quantised
-from cotrain.training.distributed import rest, within
+from cotrain.training.distributed import ends_step, rest, within
 from cotrain.training.interrupts import validates
 from cotrain.training.module import alpha_of, tau_of
 from cotrain.training.progress import Clock, Progress
@@ -270,8 +270,7 @@ class Learning(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
         self.tokens += batch["predicted"].sum()
-        index, number = batch.get("group", (0, 1))
-        if index + 1 < number or not module.step_figures:
+        if not ends_step(batch) or not module.step_figures:
             return
         seconds = self.progress.elapsed - self.since
         speed = float(self.tokens) * trainer.world_size / seconds if seconds else 0.0
@@ -369,12 +368,12 @@ class HeldOutPoints(Callback):
         self.shares = self._shares(trainer)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
-        index, number = batch.get("group", (0, 1))
         shares = self._shares(trainer)
-        if index + 1 < number or shares <= self.shares:
+        if not ends_step(batch) or shares <= self.shares:
             return
         self.shares = shares
-        if validates(trainer) or not trainer.strategy.broadcast(self._affordable()):
+        affordable = self.seconds + self.last <= MOST_TIME * self.clock.progress.elapsed
+        if validates(trainer) or not trainer.strategy.broadcast(affordable):
             return
         with self.clock.paused(), self._as_validated(module):
             self._point(trainer, module)
@@ -398,9 +397,6 @@ class HeldOutPoints(Callback):
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
         return (f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
                 f"{self.seconds:.1f} s, {share:.1%} of the time of training")  # fmt: skip
-
-    def _affordable(self) -> bool:
-        return self.seconds + self.last <= MOST_TIME * self.clock.progress.elapsed
 
     def _shares(self, trainer: lightning.Trainer) -> int:
         return int(self.clock.progress.at(trainer.global_step) * POINTS + 1e-9)

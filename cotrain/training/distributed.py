@@ -97,6 +97,12 @@ def divisors(total: Tensor, batches: int) -> StepCounts:
     return StepCounts(*total.unbind())
 
 
+def ends_step(batch: Batch) -> bool:
+    """Return whether a batch is the last one of its step."""
+    index, number = batch.get("group", (0, 1))
+    return bool(index + 1 == number)
+
+
 class Grouped:
     """Endless batches. Each has `counts` (2,), the counts of its step, and `group`, its index in the step and the
     number of batches in the step."""

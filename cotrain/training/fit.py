@@ -4,7 +4,6 @@ import math
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import lightning
@@ -36,15 +35,17 @@ from cotrain.training.callbacks import (
     part_of,
     showing,
 )
+from cotrain.training.deadline import LEAST, time_limited
 from cotrain.training.distributed import Grouped
 from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
-from cotrain.training.progress import LEAST, NEVER, Bar, Clock, Progress, Validation, left_of, time_limited, validations
+from cotrain.training.progress import NEVER, Bar, Clock, Progress
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
 SHOWN = 12  # number of tokens that an error shows of a text
+VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, see `Distillation.judge`
 
 
 @dataclass(frozen=True)
@@ -81,46 +82,48 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
 
 
-def fit(job: Job, module: Distillation, extra: list[Callback]) -> int:
+def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
     """Train the module's draft, and return the number of steps.
 
-    Acceptance is computed and the callbacks `extra` run before the first step, at every validation and after the last
-    step. After each validation a checkpoint is saved with its figures. The next call resumes from it. The draft is left
-    in eval mode on the target's device.
+    Acceptance is computed and `speed` measures before the first step, at every validation and after the last step.
+    After each validation a checkpoint is saved with its figures. The next call resumes from it. The draft is left in
+    eval mode on the target's device.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
     end = End(0, False)
     for phase in phases_of(job.cfg, every):
-        end = _train_phase(job, module, extra, phase, every)
+        end = _train_phase(job, module, speed, phase, every)
         if end.early:
             break
     if not module.judged:  # an earlier call did all steps, but wrote no report
-        _judge(job, module, extra, end.step)
+        with as_served(job, module):
+            module.judge()
+            if speed and not speed.checkpoints and not rank():  # it trained with measure=false
+                speed.save(module.draft, end.step)
+                speed.add(end.step, speed.measure(module.draft)["speedup"])
     return end.step
 
 
-def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: TrainingPhase, every: int) -> End:
-    """Sample the texts of a phase and train until its last step."""
-    cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
-    saved: dict[str, Any] = {"global_step": 0}
-    if last.exists():
-        saved = read_saved(last)
+def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, phase: TrainingPhase, every: int) -> End:
+    """Sample the texts of a phase and train until its last step.
+
+    Raises Interrupted, and UserError for a loss that is not finite.
+    """
+    cfg, last, progress = job.cfg.trainer, job.folder / CHECKPOINT, module.progress
+    assert progress is not None
+    saved: dict[str, Any] = read_saved(last) if last.exists() else {"global_step": 0}
     done = saved["global_step"]
-    if _ended(saved, extra, module, job.cfg):
-        _load(saved, job, module)
+    averaged = [Averaged(cfg.ema)] if cfg.ema else []
+    if _ended(saved, job, module, progress, speed, averaged):
         return End(done, True)
     if done >= phase.last < cfg.steps:
         return End(done, False)
     if phase.first < done < cfg.steps and not rank():
         print(f"the training goes on from step {done} of {cfg.steps}, which {last} has")
-    averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    progress = module.progress
-    assert progress is not None
-    clock = Clock(progress, cfg.validations)
-    rounded = _rounded(job)
+    clock, rounded = Clock(progress, cfg.validations), _rounded(job)
     points = _points(job, module, clock, [*averaged, *rounded])
-    callbacks = [*extra, *averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
-    trainer = _trainer(job, callbacks, phase, every, progress, done)
+    callbacks = [*averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
+    trainer = _trainer(job, [speed, *callbacks] if speed else callbacks, phase, every, progress, done)
     sampler: Faster | None = None  # None: the target alone samples the phase's texts
     if phase.index and done == phase.first:  # otherwise an earlier call has sampled its texts
         module.load_state_dict(saved["state_dict"])  # the weights that sample, also in a resumed run
@@ -128,51 +131,53 @@ def _train_phase(job: Job, module: Distillation, extra: list[Callback], phase: T
     del saved  # frees memory: the trainer reads the file again
     corpus, sampled = parts(job, phase.index + 1, sampler)
     if sampler:
-        log(trainer, {f"{tags.ROLLOUT}/{name}": speed for name, speed in sampler.speeds.items()}, phase.first)
-    # one batch: a validation evaluates the module's own texts, see `Distillation.on_validation_epoch_end`
-    validation_loader: DataLoader[Any] = DataLoader([torch.zeros(1)])  # type: ignore[arg-type]
+        log(trainer, {f"{tags.ROLLOUT}/{name}": rate for name, rate in sampler.speeds.items()}, phase.first)
     began = time.monotonic()
     if not done:
-        trainer.validate(module, validation_loader, verbose=False)
+        trainer.validate(module, VALIDATION, verbose=False)
     measuring = time.monotonic() - began - module.seconds - module.trial
     _remember(job, module, corpus, sampled)
     if not done:
-        _set_budget(job, clock, trainer, Validation(module.seconds, measuring))
+        _set_budget(job, clock, trainer, module.seconds, measuring)
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
-    _step(job, trainer, module, (texts, validation_loader), last if done else None)
+    try:
+        trainer.fit(module, texts, VALIDATION, ckpt_path=last if done else None)
+    except NotFinite as error:
+        named = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
+        raise UserError(f"{error} ({named}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
+                        "last good checkpoint") from error  # fmt: skip
+    job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
     if not rank():
         print(points.line())
     for average in averaged:
         average.show(module)
     if not time_limited(job.cfg) and trainer.global_step % every:  # no validation at the last step
-        trainer.validate(module, validation_loader, verbose=False)
+        trainer.validate(module, VALIDATION, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return End(trainer.global_step, bool(trainer.should_stop))
 
 
-def _ended(saved: dict[str, Any], callbacks: list[Callback], module: Distillation, cfg: TrainConfig) -> bool:
-    """Return whether patience or a budget of time ended the training of a checkpoint. The state of both is restored."""
+def _ended(
+    saved: dict[str, Any], job: Job, module: Distillation, progress: Progress, speed: MeasureSpeed | None,
+    averaged: list[Averaged],
+) -> bool:  # fmt: skip
+    """Return whether patience or a budget of time ended the training of a checkpoint. The state of both is restored,
+    and if it ended, the weights or their average."""
     states, ended = saved.get("callbacks", {}), False
-    progress = module.progress
-    if progress and time_limited(cfg) and Clock.__name__ in states:
+    if time_limited(job.cfg) and Clock.__name__ in states:
         progress.resume(states[Clock.__name__])
         ended = progress.at(saved["global_step"]) >= 1
-    for callback in callbacks:
-        if isinstance(callback, MeasureSpeed) and callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
-            return ended or callback.stale
+    if speed and speed.state_key in states:
+        speed.load_state_dict(states[speed.state_key])
+        ended = ended or speed.stale
+    if ended:
+        module.load_state_dict(saved["state_dict"])
+        module.to(job.target.device).eval()
+        for average in averaged:
+            average.load_state_dict(states[average.state_key])
+            average.show(module)
     return ended
-
-
-def _load(saved: dict[str, Any], job: Job, module: Distillation) -> None:
-    """Load the weights of a finished training from its checkpoint, or their average if trainer.ema= is set."""
-    module.load_state_dict(saved["state_dict"])
-    module.to(job.target.device).eval()
-    if job.cfg.trainer.ema:
-        average = Averaged(job.cfg.trainer.ema)
-        average.load_state_dict(saved["callbacks"][average.state_key])
-        average.show(module)
 
 
 def _points(job: Job, module: Distillation, clock: Clock, swaps: list[SwapWeights]) -> HeldOutPoints:
@@ -236,19 +241,22 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done), source=sampled.source)
 
 
-def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, first: Validation) -> None:
-    """Set the minutes and validations of the training, the same in every process. first: the first validation."""
-    if not job.cfg.minutes:
+def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:
+    """Set the minutes and validations of the training, the same in every process. validation: the seconds of the first
+    one, see `Deadline`."""
+    cfg, deadline = job.cfg, job.deadline
+    if not cfg.minutes:
         return
-    progress, left = clock.progress, left_of(job.cfg, time.monotonic() - job.start, first)
-    left, clock.validations = trainer.strategy.broadcast((left, validations(job.cfg, first)))
-    progress.leave(left)
-    if clock.validations < job.cfg.trainer.validations and not rank():
-        print(f"one validation takes {first.seconds:.0f} s, so {clock.validations} of trainer.validations="
-              f"{job.cfg.trainer.validations} fit minutes={job.cfg.minutes:g}")  # fmt: skip
-    if not rank():
-        more = "; the whole run will exceed minutes=" if left <= LEAST * job.cfg.minutes else ""
-        print(f"training ends after {progress.minutes:.1f} of minutes={job.cfg.minutes:g} or after its last step{more}")
+    left = deadline.training(cfg, time.monotonic() - deadline.start, *validation)
+    deadline.left, clock.validations = trainer.strategy.broadcast((left, deadline.validations(cfg, *validation)))
+    if rank():
+        return
+    if clock.validations < cfg.trainer.validations:
+        print(f"one validation takes {sum(validation):.0f} s, so {clock.validations} of trainer.validations="
+              f"{cfg.trainer.validations} fit minutes={cfg.minutes:g}")  # fmt: skip
+    more = "; the whole run will exceed minutes=" if deadline.left <= LEAST * cfg.minutes else ""
+    minutes = clock.progress.minutes
+    print(f"training ends after {minutes:.1f} of minutes={cfg.minutes:g} or after its last step{more}")
 
 
 def _loader(
@@ -263,34 +271,6 @@ def _loader(
     pinned = trainer.strategy.root_device.type == "cuda"  # copies of other memory are waited for
     batches: DataLoader[Any] = DataLoader(ConcatDataset(sets), cfg.batch // world, sampler=mine, pin_memory=pinned)
     return Grouped(batches, cfg.accumulate) if cfg.accumulate > 1 else batches
-
-
-def _step(
-    job: Job, trainer: lightning.Trainer, module: Distillation, loaders: tuple[Any, DataLoader[Any]], last: Path | None
-) -> None:
-    """Train the steps of a phase, from the checkpoint `last` if it is given. loaders: the batches of texts, and those
-    of validations.
-
-    Raises Interrupted, and UserError for a loss that is not finite.
-    """
-    try:
-        trainer.fit(module, *loaders, ckpt_path=last)
-    except NotFinite as error:
-        texts = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
-        raise UserError(f"{error} ({texts}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
-                        "last good checkpoint") from error  # fmt: skip
-    job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
-
-
-def _judge(job: Job, module: Distillation, extra: list[Callback], step: int) -> None:
-    """Evaluate the draft as at a validation. If an earlier call trained with measure=false, save and measure the
-    weights of the last step now."""
-    with as_served(job, module):
-        module.judge()
-        for speed in extra:
-            if isinstance(speed, MeasureSpeed) and not speed.checkpoints and not rank():
-                speed.save(module.draft, step)
-                speed.add(step, speed.measure(module.draft)["speedup"])
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:

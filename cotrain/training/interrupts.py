@@ -18,6 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from cotrain.errors import Interrupted, UserError
+from cotrain.training.distributed import ends_step
 from inference.drafts.atomic import new_file
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -116,11 +117,9 @@ class Keeper(Callback):
             self._end(trainer.global_step)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, _: Any, batch: Any, __: int) -> None:
-        index, number = batch.get("group", (0, 1))
-        if index + 1 < number or validates(trainer):
+        if not ends_step(batch) or validates(trainer):
             return
-        reason = self._agreed(trainer)
-        if reason:
+        if reason := self._agreed(trainer):
             trainer.save_checkpoint(self.path)
             self.saved = time.monotonic()
         if reason > TIME:

@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -32,8 +31,8 @@ from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, l
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_model import Head, Reader, load_pair, served
+from cotrain.training.deadline import Deadline
 from cotrain.training.interrupts import Signals
-from cotrain.training.progress import sampling_seconds
 from inference import Engine, load
 from inference.drafts.atomic import write_atomic
 from inference.measure.costs import RealRound
@@ -47,7 +46,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 @dataclass
 class Job:
     """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
-    start: the start of the run by time.monotonic(). sampled_prompts: the rows, in JSON, of the prompts that the target
+    sampled_prompts: the rows, in JSON, of the prompts that the target
     sampled, with data=self; None for other prompts. train_texts: the training texts, if another target sampled them;
     held-out texts then continue the prompts of that target's."""
 
@@ -61,7 +60,7 @@ class Job:
     loggers: list[Logger] = field(default_factory=list)  # besides that of TensorBoard
     reads: tuple[int, ...] = ()
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
-    start: float = field(default_factory=time.monotonic)
+    deadline: Deadline = field(default_factory=Deadline)
     sampled_prompts: str | None = None
     train_texts: Sampled | None = None
     shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `planning.exits`
@@ -98,7 +97,7 @@ class Job:
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled(self.cfg, self.target, self.tokenizer, folder), identity=self.identity,
-            minutes=self.cfg.minutes, seconds=sampling_seconds(self.cfg),
+            minutes=self.cfg.minutes, seconds=self.deadline.sampling(self.cfg),
         )  # fmt: skip
         return texts if by is None else replace(texts, by=lambda: by)
 
@@ -131,15 +130,11 @@ class Job:
     def prompts(self) -> Prompts:
         """Return prompts to measure a draft with: the user's, or those of this package. Final prompts are in no
         training text and do not rank checkpoints."""
-        return self._own() if self.cfg.data.path else self._shipped()
-
-    def _own(self) -> Prompts:
         ask = self.cfg.rollout
-        learnt, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
-        return apart(ranking, final, learnt, "own")
-
-    def _shipped(self) -> Prompts:
-        first = Share(0, self.cfg.rollout.rounds)  # later rounds draw prompts from the same source
+        if self.cfg.data.path:
+            own, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
+            return apart(ranking, final, own, "own")
+        first = Share(0, ask.rounds)  # later rounds draw prompts from the same source
         texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
         encoder = self.target.config.is_encoder_decoder
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens, encoder)

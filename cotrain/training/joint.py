@@ -8,7 +8,7 @@ A run has four stages, each in a folder of its own, and each is skipped if its f
               ascent), so epsilon is a bound and no weight
     target/   the adapter is scaled down until the KL on held-out texts is within epsilon, merged, and certified on
               other held-out texts: those of the original and those that the moved target samples
-    .         the draft learns from the moved target, now frozen; measurement, report and export are those of distil
+    .         the draft learns from the moved target, now frozen; measurement, report and export are as ever
 
 So everything after the third stage is the ordinary training of a draft for a target that is a folder.
 """
@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.board.curves import others
 from cotrain.config.groups import Joint, Loss
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt, sampling
 from cotrain.data.prompt_rows import Source
@@ -50,14 +49,15 @@ from cotrain.students.base import Student
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates
 from cotrain.teacher.target_model import Head, Reader, Record, served
-from cotrain.training.assembly import held_out_texts, new_student, stages, trained_by
-from cotrain.training.distil import distil, unmeasured
+from cotrain.training.assembly import trained_by
+from cotrain.training.deadline import Deadline
 from cotrain.training.distributed import StepCounts
-from cotrain.training.fit import fit, phases_of
-from cotrain.training.interrupts import listening
-from cotrain.training.job import Job, models, sample_prompts, sampled, settle
+from cotrain.training.fit import phases_of
+from cotrain.training.job import Job, models, sampled, settle
 from cotrain.training.module import Distillation
-from cotrain.training.preconditions import RunOutline, read_texts, require_texts
+from cotrain.training.preconditions import RunOutline, refuse_given
+from cotrain.training.results import unmeasured
+from cotrain.training.run import target_prompts, train
 from inference import Engine
 from inference.drafts import moved_target
 from inference.drafts.atomic import new_folder, write_atomic
@@ -80,41 +80,34 @@ WARM, MOVING, TARGET = "warm", "joint", "target"
 
 
 def joint(
-    cfg: TrainConfig, folder: Path, sources: Mapping[str, Source] | None = None, start: float | None = None
+    cfg: TrainConfig, folder: Path, deadline: Deadline, sources: Mapping[str, Source] | None = None
 ) -> dict[str, Any]:
-    """Run or resume the joint training in `folder`. Return the report of the exported draft, as `distil` does.
+    """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
 
     cfg: settings that `preconditions.require` and `refuse` have checked. The folder also gets the moved target in
     `target/`. Raises UserError if its KL to the original is not certified to be within joint.epsilon, unless
     joint.uncertified=true.
     """
-    prompts = None
-    if from_target(cfg.data):
+    prompts, place = None, folder / TARGET
+    if from_target(cfg.data):  # the original target samples the prompts of all stages
         cfg = copy.deepcopy(cfg)
-        prompts, sources = prompted(cfg, folder)
+        settle(cfg.trainer.threads, cfg.trainer.seed)
+        prompts, sources = target_prompts(cfg, *models(cfg), rollouts(cfg, folder), deadline)
     if cfg.joint.warm_steps and not (folder / WARM / "draft").exists():
-        distil(warming(cfg), folder / WARM, sources, start)
+        train(warming(cfg), folder / WARM, deadline, sources)
         awaited(lambda: (folder / WARM / "draft").exists(), "the process that trains the first draft")
-    place = folder / TARGET
     if not (place / MOVED).is_file():
-        move(cfg, folder)
+        stage = SecondStage(cfg, folder)
+        train(moving(cfg, folder), folder / MOVING, deadline, build=stage.build, write=stage.write)
         awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
     refuse_uncertified(cfg, place)
-    return distil(serving(cfg, folder), folder, None, start, partial(original_texts, cfg, folder), prompts)
+    texts = partial(original_texts, cfg, folder)
+    return train(serving(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
 
 
 def rollouts(cfg: TrainConfig, folder: Path) -> Path:
     """Return the folder of the texts and prompts that the original target samples."""
     return Path(cfg.rollout.folder or folder / WARM / "rollouts")
-
-
-def prompted(cfg: TrainConfig, folder: Path) -> tuple[str, dict[str, Source]]:
-    """Let the original target sample the prompts of all stages (data=self), and set data.path to their file. Return
-    the rows of the file, and the prompts by split."""
-    settle(cfg.trainer.threads, cfg.trainer.seed)
-    target, tokenizer = models(cfg)
-    file = sample_prompts(cfg, target, tokenizer, rollouts(cfg, folder), cfg.bench.prompts * cfg.measure)
-    return file.read_text(encoding="utf-8"), require_texts(cfg, target, tokenizer)
 
 
 def original_texts(
@@ -167,6 +160,8 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
         phases_of(second, trainer.steps // trainer.validations)
+        for stage in ([warming(cfg)] if cfg.joint.warm_steps else []) + [serving(cfg, Path(cfg.output))]:
+            refuse_given(stage)  # a loss may apply to the user's texts in one stage alone
 
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
@@ -391,35 +386,37 @@ def unadapted(live: Reader, target: nn.Module) -> Reader:
     return read
 
 
-def move(cfg: TrainConfig, folder: Path) -> None:
-    """Train draft and adapter together, and write the moved target and the draft."""
-    stage, place = moving(cfg, folder), folder / MOVING
-    with listening() as signals, others(stage, place) as loggers:
-        settle(stage.trainer.threads, stage.trainer.seed)
-        target, tokenizer = models(stage)
-        job = Job(
-            stage, place, target, tokenizer, read_texts(stage, target, tokenizer), signals=signals, loggers=loggers
-        )
-        _ = job.identity  # that of the original, also for texts that are sampled later
+@dataclass
+class SecondStage:
+    """The stage in which draft and adapter are trained together: the module that `train` trains, and what it writes.
+    cfg, folder: those of the whole run. wrapped: peft's model."""
+
+    cfg: TrainConfig
+    folder: Path
+    wrapped: Any = None
+
+    def build(self, job: Job, student: Student, held_out: dict[float, HeldOut]) -> Distillation:
+        """Return the module, and put the adapter into the target."""
+        cfg, target = self.cfg, job.target
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
-            stored = replace(sampled(cfg, target, tokenizer, rollouts(cfg, folder)), identity=job.identity)
-            for temperature in learnt(cfg):
-                stored.texts("train", sampling(cfg.regime, temperature), partial(job.source, "train"))
-            for temperature in judged(cfg):  # whose prompts the moved target continues
-                stored.texts("held_out", sampling(cfg.regime, temperature), partial(job.source, "held_out"))
-        student = new_student(stage, target, job.vocabulary)
-        job.reads = student.reads
-        texts = held_out_texts(job)
-        wrapped = adapted(target, cfg.joint.rank)
+            stored = replace(sampled(cfg, target, job.tokenizer, rollouts(cfg, self.folder)), identity=job.identity)
+            sets = {
+                "train": learnt(cfg),
+                "held_out": judged(cfg),
+            }  # the moved one continues the latter
+            for kind, temperature in ((kind, t) for kind, some in sets.items() for t in some):
+                stored.texts(kind, sampling(cfg.regime, temperature), partial(job.source, kind))
+        self.wrapped = adapted(target, cfg.joint.rank)
         student = student.of(student.network)  # with the layers that have the adapter now
-        build = partial(JointTraining, adapter=[p for p in wrapped.parameters() if p.requires_grad], settings=cfg.joint)
-        module = trained_by(job, student, stages(stage.loss), texts, build)
-        assert isinstance(module, JointTraining)
-        fit(job, module, [])
-        if rank():
-            return
-        unmeasured(job, module.draft, {"joint": {"steps": cfg.joint.steps, "epsilon": cfg.joint.epsilon}})
-        write_certified(cfg, job, module, wrapped, folder / TARGET)
+        adapter = [p for p in self.wrapped.parameters() if p.requires_grad]
+        return trained_by(job, student, held_out, partial(JointTraining, adapter=adapter, settings=cfg.joint))
+
+    def write(self, job: Job, module: JointTraining, *_: Any) -> dict[str, Any]:
+        """Write the draft, and the moved target with its certificate."""
+        joint = self.cfg.joint
+        unmeasured(job, module.draft, {"joint": {"steps": joint.steps, "epsilon": joint.epsilon}})
+        write_certified(self.cfg, job, module, self.wrapped, self.folder / TARGET)
+        return {}
 
 
 # --- the third stage: scale, merge and certify

@@ -32,7 +32,18 @@ from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates, remembered
 from cotrain.teacher.target_model import Record, served
-from cotrain.training.distributed import StepCounts, counted, divisors, gathered, rest, sampled, sharded, within
+from cotrain.training.deadline import JUDGING, ONCE
+from cotrain.training.distributed import (
+    StepCounts,
+    counted,
+    divisors,
+    ends_step,
+    gathered,
+    rest,
+    sampled,
+    sharded,
+    within,
+)
 from cotrain.training.progress import Progress
 from inference.sampling import noise
 
@@ -307,10 +318,10 @@ class Distillation(lightning.LightningModule):
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
         """Add values to the sums over the batches of a step. After the step's last batch, the sums are its figures."""
-        index, number = batch.get("group", (0, 1))
+        _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
-        if index + 1 < number:
+        if not ends_step(batch):
             return
         if watched:
             read = torch.stack(list(self.batch_sums.values())).tolist()  # one wait for a GPU
@@ -348,8 +359,9 @@ class Distillation(lightning.LightningModule):
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
-    def validation_step(self, batch: Any, _: int) -> None:
-        """Do nothing: `on_validation_epoch_end` evaluates the held-out texts."""
+    def validation_step(self, *_: Any) -> None:
+        """Do nothing. `judge` evaluates at the end of the validation, in the precision of the weights: a step would
+        compute in that of the trainer."""
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
@@ -369,14 +381,14 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts to the number that one evaluation has time for (`Progress.judging`). The time of a
-        few texts is measured for this. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts to the number that one evaluation has time for. The time of a few texts is measured
+        for this. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
-        if progress.texts is None and progress.judging is not None and self._trainer is not None:
-            each = self._seconds_a_text(progress.judging)
-            progress.texts = max(int(progress.judging / each), FEW)
+        if progress.texts is None and (judging := progress.deadline.seconds(JUDGING)) and self._trainer is not None:
+            once = judging * ONCE
+            progress.texts = max(int(once / self._seconds_a_text(once)), FEW)
         if progress.texts is not None and progress.texts < longest:
             self.held_out = {t: held.spread(progress.texts) for t, held in self.held_out.items()}
             judged = max(map(len, self.held_out.values()))

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
+import lightning
 import torch
-from lightning.fabric.connector import _PRECISION_INPUT
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -37,11 +36,10 @@ from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
+from cotrain.training.deadline import LEAST, time_limited
 from cotrain.training.fit import SHARDED, phases_of, strategy_of
 from cotrain.training.job import Job, asked, reads_given, template_of
-from cotrain.training.module import Stage
 from cotrain.training.optim import precision
-from cotrain.training.progress import LEAST, time_limited
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
@@ -180,16 +178,13 @@ def _settings(cfg: TrainConfig) -> None:
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
-    names = {str(name): None for one in get_args(_PRECISION_INPUT) for name in get_args(one)}
-    if (chosen := precision(cfg.trainer.precision)) not in names:
-        raise UserError(f"trainer.precision={cfg.trainer.precision}: it must be auto or one of {', '.join(names)}")
     if cfg.trainer.strategy not in ("auto", SHARDED, *StrategyRegistry.available_strategies()):
         raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another "
                         "strategy of Lightning")  # fmt: skip
     if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
         raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
     machine(cfg.trainer)
-    _lightning(cfg.trainer, chosen)
+    _lightning(cfg.trainer)
 
 
 def refuse_training(cfg: TrainConfig) -> None:
@@ -236,21 +231,22 @@ def refuse_minutes(cfg: TrainConfig) -> None:
                          f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip
 
 
-def _lightning(cfg: Trainer, chosen: str) -> None:
+def _lightning(cfg: Trainer) -> None:
     """Let Lightning choose accelerator, strategy and precision now. Otherwise an error would come only after texts were
     sampled. No process is started."""
-    accelerator = "gpu" if device() != "cpu" else "cpu"
+    accelerator, chosen = "gpu" if device() != "cpu" else "cpu", precision(cfg.precision)
     if accelerator == "cpu" and chosen in HALF:
         raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
                         "set trainer.precision=auto")  # fmt: skip
+    options: dict[str, Any] = {"devices": cfg.devices, "num_nodes": cfg.nodes, "accelerator": accelerator,
+                               "logger": False, "enable_checkpointing": False}  # fmt: skip
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
         ("strategy", cfg.strategy, strategy_of(cfg), chosen),
     ):
         try:
-            _AcceleratorConnector(devices=cfg.devices, num_nodes=cfg.nodes, accelerator=accelerator, strategy=strategy,
-                                  precision=cast(Any, name))  # fmt: skip
+            lightning.Trainer(strategy=strategy, precision=cast(Any, name), **options)
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
             message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
@@ -361,8 +357,14 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
     refuse_datastore(f"draft.datastore={cfg.draft.datastore}", draft, tokenizer)
     if "vocab_size" in draft.config.get_text_config().to_dict():  # some kinds have none
         refuse_fewer(draft, ids_of(tokenizer), _size_settings(cfg))
-    refuse_draft(cfg, draft, target)
-    not_larger(_size_settings(cfg), size_of(target), size_of(draft))
+    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
+    if cfg.draft.quantisation != "none":
+        refuse_unknown(draft)
+    larger, smaller = size_of(target), size_of(draft)
+    for what, ours, theirs in zip(("parameters", "parameters used for a token"), smaller, larger, strict=True):
+        if ours > theirs:
+            raise UserError(f"{_size_settings(cfg)}: the draft has {ours / 1e6:.2f} M {what}, the target "
+                            f"{theirs / 1e6:.2f} M: a draft must be the smaller model")  # fmt: skip
     return draft
 
 
@@ -437,17 +439,6 @@ def size_of(model: PreTrainedModel) -> Size:
     return Size(total, int(active))
 
 
-def not_larger(origin: str, target: Size, draft: Size) -> None:
-    """Raise UserError for a draft that has more parameters than its target, or uses more of them for a token."""
-    for what, ours, theirs in (
-        ("parameters", draft.parameters, target.parameters),
-        ("parameters used for a token", draft.active, target.active),
-    ):
-        if ours > theirs:
-            raise UserError(f"{origin}: the draft has {ours / 1e6:.2f} M {what}, the target {theirs / 1e6:.2f} M: a "
-                            "draft must be the smaller model")  # fmt: skip
-
-
 def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
     """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
     draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
@@ -516,7 +507,7 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
 def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
     """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
     if not cfg.data.path:
-        refuse_given(cfg, stages(cfg.loss))
+        refuse_given(cfg)
         return
     ask = cfg.rollout
     _refuse_template(cfg, sources["train"].rendered)
@@ -530,7 +521,7 @@ def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]
         train, ranking, final = (sources[split].several(ask.prompt_tokens, ask.seed) for split in SPLITS)
         apart(ranking, final, train, "own")
     if not (cfg.data.on_target and isinstance(sources["train"], PromptRows)):
-        refuse_given(cfg, stages(cfg.loss))
+        refuse_given(cfg)
 
 
 def _refuse_template(cfg: TrainConfig, rendered: bool) -> None:
@@ -601,21 +592,11 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
                         f"longest text, which has {room} tokens")  # fmt: skip
 
 
-# --- combinations of losses, kinds and texts that are not possible; a run checks them again
+# --- combinations of losses, kinds and texts that are not possible
 
 
-def refuse_run(job: Job, student: Student, losses: list[Stage]) -> None:
-    """Check the loaded models, before texts are sampled.
-
-    Raises ValueError if the draft's network cannot be trained as a draft of its kind. It is also raised for a model
-    that would read texts packed into a block as one text. The errors of `refuse_losses`, `refuse_draft` and
-    `refuse_given` are raised too.
-    """
-    refuse_losses(job.cfg)
-    refuse_draft(job.cfg, student.network, job.target)
-    student.refuse()
-    if not (job.cfg.data.on_target and job.chats):
-        refuse_given(job.cfg, losses)
+def refuse_packed(job: Job, student: Student) -> None:
+    """Raise ValueError for a model that would read texts packed into a block as one text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])
@@ -632,14 +613,6 @@ def refuse_losses(cfg: TrainConfig) -> None:
                          "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
 
 
-def refuse_draft(cfg: TrainConfig, network: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise ValueError if the draft's projections cannot be quantised as configured, and if the draft is the
-    quantised target and the target is quantised already."""
-    refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
-    if cfg.draft.quantisation != "none":
-        refuse_unknown(network)
-
-
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
     """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
@@ -648,16 +621,13 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
                          f"{current}: use a target that is not quantised, or another kind of draft")  # fmt: skip
 
 
-def refuse_given(cfg: TrainConfig, losses: list[Stage]) -> None:
+def refuse_given(cfg: TrainConfig) -> None:
     """Raise ValueError if a loss that needs texts sampled from the target applies to the user's texts."""
-    corpus, begins = cfg.trainer.corpus_steps, [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
+    corpus, losses = cfg.trainer.corpus_steps, stages(cfg.loss)
+    begins = [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
     early = time_limited(cfg)  # with a budget of time, a stage may begin earlier
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
-    if any(map(_needs_sampled, active)):
+    # such a loss counts target calls, which are known only for tokens that the target emitted
+    if any(stage.loss.sequence or stage.loss.weighted for stage in active):
         raise ValueError("trainer.corpus_steps: calls, calls_block and calls_tv need texts "
                          "sampled from the target, not texts of the user: set trainer.corpus_steps=0")  # fmt: skip
-
-
-def _needs_sampled(stage: Stage) -> bool:
-    """Return whether the loss counts target calls, which are known only for tokens that the target emitted."""
-    return bool(stage.loss.sequence) or stage.loss.weighted

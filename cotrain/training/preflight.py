@@ -26,9 +26,9 @@ from cotrain.losses.chunked import positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
+from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
 from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
-from cotrain.training.progress import SAMPLING, Validation, left_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
@@ -230,8 +230,11 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
     if not cfg.draft.trained:
         training = 0.0
-    allowed = _in_time(cfg, training, sampling, judging / (cfg.trainer.validations + 1))
-    return Durations(sampling, allowed, measuring, texts)
+    validation = judging / (cfg.trainer.validations + 1)
+    if cfg.minutes:
+        training = min(training, 60 * Deadline(cfg.minutes).training(cfg, sampling + validation, validation))
+    training = min(training, 60 * (cfg.trainer.minutes or math.inf))
+    return Durations(sampling, training, measuring, texts)
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
@@ -246,13 +249,6 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
     if cfg.mode != "joint":
         return alone
     return alone + machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
-
-
-def _in_time(cfg: TrainConfig, training: float, sampling: float, validation: float) -> float:
-    """Return the seconds of training, limited by its budget or by that of the run."""
-    if cfg.minutes:
-        training = min(training, 60 * left_of(cfg, sampling + validation, Validation(validation)))
-    return min(training, 60 * cfg.trainer.minutes) if cfg.trainer.minutes else training
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:

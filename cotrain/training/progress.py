@@ -1,11 +1,10 @@
-"""The progress of a training in steps and in time. This module has the clock, the budget of minutes, and the
-display."""
+"""The progress of a training in steps and in time. This module has the clock and the display."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -14,19 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
-from cotrain.config.settings import TrainConfig, judged, learnt
 from cotrain.console import Display
+from cotrain.training.deadline import Deadline
+from cotrain.training.distributed import ends_step
 
 NEVER = sys.maxsize  # batches between validations, if a budget of time decides when they are due
-# shares of the run's minutes (minutes=)
-LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
-SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
-PROMPTS = 0.06  # sampling prompts of the target itself gets at most this share
-JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
-ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
-# durations of the end of a run
-AFTER = 2.0  # seconds of evaluating the exported checkpoint with profiles, in units of one evaluation
-MEASURING = 5.0  # the least seconds of the full measurement, in units of the measurement of a checkpoint
 REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between updates of the display, and the figures that it shows
 
 
@@ -35,24 +26,23 @@ class Progress:
     """The steps and the time of a training. It ends after its steps or its minutes, whichever comes first, and its
     learning-rate schedule ends with it.
 
-    steps: number of steps. minutes: budget of the training, or None without a limit. elapsed: seconds of training so
-    far, without sampling, validations and measurements; it is saved in checkpoints. whole: minutes of the run. left:
-    how many of these remain for training, see `left_of`. texts: number of held-out texts per temperature in an
-    evaluation; None means that all are used, or that the number is not known yet.
+    steps: number of steps. limit: minutes of the training (trainer.minutes), or None. elapsed: seconds of training so
+    far, without sampling, validations and measurements; it is saved in checkpoints. texts: number of held-out texts per
+    temperature in an evaluation; None means that all are used, or that the number is not known yet. deadline: that of
+    the run.
     """
 
     steps: int
-    minutes: float | None = None
+    limit: float | None = None
     elapsed: float = 0.0
-    whole: float | None = None
-    left: float = inf
     texts: int | None = None
+    deadline: Deadline = field(default_factory=Deadline)
 
     @property
-    def judging(self) -> float | None:
-        """Return the seconds that one evaluation of the held-out texts may take, or None without a budget of the
-        run."""
-        return 60 * self.whole * JUDGING * ONCE if self.whole else None
+    def minutes(self) -> float | None:
+        """Return the budget of the training: its own, and what the run leaves. None: without a limit."""
+        least = min(self.limit or inf, self.deadline.left)
+        return None if least == inf else least
 
     def at(self, step: int) -> float:
         """Return the share of the training that is done after `step` steps, in [0, 1]."""
@@ -61,75 +51,18 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores."""
-        return {"elapsed": self.elapsed, "whole": self.whole, "left": self.left, "texts": self.texts}
-
-    def leave(self, minutes: float) -> None:
-        """Set the minutes that the run leaves for training. A smaller budget of the training itself still applies."""
-        self.left = minutes
-        self.minutes = min(minutes, self.minutes or inf)
+        whole, left = self.deadline.minutes, self.deadline.left
+        return {"elapsed": self.elapsed, "whole": whole, "left": left, "texts": self.texts}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's values. If minutes= has grown since, training gets the difference."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
-        if self.whole and state["whole"]:
-            self.leave(state["left"] + self.whole - state["whole"])
+        if self.deadline.minutes and state["whole"]:
+            self.deadline.left = state["left"] + self.deadline.minutes - state["whole"]
 
     def expected(self, step: int) -> int:
         """Return the number of steps of the training, as expected from its speed so far."""
         return min(self.steps, max(round(step / self.at(step)), step)) if step else self.steps
-
-
-def time_limited(cfg: TrainConfig) -> bool:
-    """Return whether a budget of time may end the training before its last step."""
-    return bool(cfg.trainer.minutes or cfg.minutes)
-
-
-@dataclass(frozen=True)
-class Validation:
-    """The seconds that a validation takes for evaluating the held-out texts and for measuring the checkpoint."""
-
-    judging: float
-    measuring: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.judging + self.measuring
-
-
-def left_of(cfg: TrainConfig, spent: float, first: Validation) -> float:
-    """Return how many minutes of the run's budget remain for training, at least the share LEAST of the budget.
-
-    spent: seconds of the run before its first step. first: the first validation. Later ones are assumed to take as
-    long. After the last one, the exported checkpoint is evaluated and measured in full.
-    """
-    assert cfg.minutes
-    rest = spent + first.seconds * validations(cfg, first)
-    if cfg.measure:
-        rest += AFTER * first.judging + max(60 * cfg.bench.minutes, MEASURING * first.measuring)
-    return max(cfg.minutes - rest / 60, LEAST * cfg.minutes)
-
-
-def sampling_seconds(cfg: TrainConfig) -> dict[str, float]:
-    """Return the seconds that sampling the texts of one temperature may take, by split. Return {} without a budget."""
-    if not cfg.minutes:
-        return {}
-    sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
-    return {split: 60 * cfg.minutes * share / sets[split] for split, share in SAMPLING.items()}
-
-
-def prompt_seconds(cfg: TrainConfig) -> float | None:
-    """Return the seconds that sampling prompts (data=self) may take; None without a budget."""
-    return 60 * cfg.minutes * PROMPTS if cfg.minutes else None
-
-
-def validations(cfg: TrainConfig, first: Validation) -> int:
-    """Return the number of validations that a run has time for after the first one. It is from 1 to
-    trainer.validations."""
-    most = cfg.trainer.validations
-    if not cfg.minutes or not first.seconds:
-        return most
-    after = AFTER * first.judging * cfg.measure
-    return max(min(most, int((JUDGING * 60 * cfg.minutes - after) / first.seconds) - 1), 1)
 
 
 class Clock(Callback):
@@ -149,8 +82,7 @@ class Clock(Callback):
         now = time.monotonic()
         self.progress.elapsed += now - self.since
         self.since = now
-        index, number = batch.get("group", (0, 1))
-        if self.progress.minutes and index + 1 == number:
+        if self.progress.minutes and ends_step(batch):
             self._agree(trainer)
             self._schedule_validation(trainer)
 

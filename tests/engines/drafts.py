@@ -4,17 +4,12 @@ all, not as often as they could be. Parity holds for a draft however little it l
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from cotrain.cli import main
-from cotrain.config.settings import sampling
 from cotrain.rollout import training_texts
-from cotrain.rollout.training_texts import regime
 from cotrain.teacher.target_model import load_pair
-from cotrain.training import distil
-from cotrain.training.job import Job, objective
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import METADATA, Metadata, load_draft, read, save
 from inference.proposers import kind_of
@@ -65,23 +60,12 @@ def load(name: str) -> tuple[Any, Metadata]:
 def _train(name: str) -> None:
     """Without the measurement, which takes longer than so few steps."""
     settings = [_placed(setting) for setting in TRAINED[name]]
-    with patch.object(distil, "keep_figures", _keep):
-        assert main(["train", f"output={FOLDER / name}", "overwrite=true", *COMMON, *settings]) == 0
+    assert main(["train", f"output={FOLDER / name}", "overwrite=true", *COMMON, *settings]) == 0
 
 
 def _placed(setting: str) -> str:
     key, _, value = setting.partition("=")
     return f"{key}={draft_folder(value)}" if key == "draft.path" else setting
-
-
-def _keep(job: Job, module: Any, steps: int, keep_figures: Callable[..., None] = distil.keep_figures) -> None:
-    keep_figures(job, module, steps)
-    hashes = hash_target(job.target.config, job.tokenizer)
-    metadata = Metadata(
-        {"name": "bundled", **hashes}, K, objective(job.cfg.objective), regime(sampling(job.cfg.regime)),
-        kind=job.cfg.draft.kind,
-    )  # fmt: skip
-    save(job.plan(module.draft).served, job.tokenizer, job.folder / "draft", metadata, None, replace=True)
 
 
 def _save(name: str, network: Any, kind: str, objective: str = "greedy") -> None:

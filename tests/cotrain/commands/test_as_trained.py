@@ -15,7 +15,7 @@ from cotrain.config.changes import change
 from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import BenchConfig, TrainConfig, flat
 from cotrain.planning.policy_file import content
-from cotrain.training.distil import served_as
+from cotrain.training.results import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, identity, load_draft, read, save

@@ -19,7 +19,8 @@ from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.rollout import samplers
 from cotrain.run_folder import claim
-from cotrain.training import distil, fit, preflight
+from cotrain.training import fit, preflight, results
+from cotrain.training import run as runs
 from inference import Sampling, load
 from inference.report.build import validate
 from tests.folders import own_texts, target_folder
@@ -166,7 +167,7 @@ def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -
 def test_a_finished_run_prints_its_table_again(
     run: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(distil, "models", lambda *_: 1 / 0)
+    monkeypatch.setattr(runs, "models", lambda *_: 1 / 0)
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
@@ -187,7 +188,9 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
         return {"speedup": 1.0 + len(calls)}
 
     monkeypatch.setattr(measurement, "quick", quick)
-    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: exported.extend(speed.checkpoints) or {})
+    monkeypatch.setattr(
+        results, "export", lambda job, module, steps, speed, _: exported.extend(speed.checkpoints) or {}
+    )
     exported: list = []
     assert job(place, "resumed", "measure=true") == 1 and "went down" in capsys.readouterr().err
     assert not exported
@@ -208,12 +211,12 @@ def test_a_run_that_lost_its_patience_stays_ended(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
-    monkeypatch.setattr(distil.Distillation, "tau", lambda *_: 2.0)  # it never rises
-    monkeypatch.setattr(distil, "export", went_down)
+    monkeypatch.setattr(runs.Distillation, "tau", lambda *_: 2.0)  # it never rises
+    monkeypatch.setattr(results, "export", went_down)
     settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3")
     assert job(place, "patience", *settings) == 1
     kept: list = []
-    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: kept.extend(speed.checkpoints) or {})
+    monkeypatch.setattr(results, "export", lambda job, module, steps, speed, _: kept.extend(speed.checkpoints) or {})
     job(place, "patience", *settings)
     assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
 
@@ -224,16 +227,16 @@ def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
 ) -> None:
     """Of the weights that are judged: rounded ones, an average, of a run that its patience ended too."""
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
-    monkeypatch.setattr(distil, "export", went_down)
+    monkeypatch.setattr(results, "export", went_down)
     if "patience" in settings:
-        monkeypatch.setattr(distil.Distillation, "tau", lambda *_: 2.0)  # it never rises
+        monkeypatch.setattr(runs.Distillation, "tau", lambda *_: 2.0)  # it never rises
     # of four steps the last is a validation's: nothing else is left to do when the run goes on
     asked, name = ("trainer.steps=4", *settings.split()), f"late {settings}"
     assert job(place, name, *asked) == 1 and "went down" in capsys.readouterr().err
     figures = place / name / "held_out.json"
     first = json.loads(figures.read_text())["texts"]
     figures.unlink()
-    monkeypatch.setattr(distil, "export", lambda job, module, speed, others: found.update(module.acceptance()) or {})
+    monkeypatch.setattr(results, "export", lambda job, module, steps, speed, _: found.update(module.acceptance()) or {})
     found: dict[str, float] = {}
     job(place, name, *asked)
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
@@ -384,7 +387,7 @@ def test_a_draft_that_cannot_be_trained_is_refused_before_texts_are_sampled(
         raise ValueError("draft: its head does more than project")
 
     monkeypatch.setattr("cotrain.students.independent.IndependentStudent.refuse", refuse)
-    monkeypatch.setattr(distil, "held_out_texts", lambda _: 1 / 0)
+    monkeypatch.setattr(runs, "held_out_texts", lambda _: 1 / 0)
     assert job(place, "untrainable") == 1
     assert "draft: its head does more than project" in capsys.readouterr().err
 

@@ -46,8 +46,8 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     assert [stage.until for stage in stages] == [0.4, 1.0]
     assert [stage.loss.terms[0].name for stage in stages] == [cfg.loss.first, cfg.loss.then] == ["kl", "tv"]
     judged: Any = {0.8: "held"}
-    module = assembly.trained_by(job, IndependentStudent(network(1)), stages, judged)
-    assert (module.stages, module.held_out, module.temperature) == (stages, judged, 0.8)
+    module = assembly.trained_by(job, IndependentStudent(network(1)), judged)
+    assert (module.held_out, module.temperature) == (judged, 0.8)
     assert (module.teacher.room, module.k) == (5 * 2**20, 3)
     assert (module.seed, module.decay) == (11, 0.9)
     assert module.progress == Progress(160, 9)
@@ -65,7 +65,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
 
 def test_muon_is_made_if_it_is_asked_for() -> None:
     job = job_of("optimizer.kind=muon")
-    module = assembly.trained_by(job, IndependentStudent(network(1)), assembly.stages(job.cfg.loss), {})
+    module = assembly.trained_by(job, IndependentStudent(network(1)), {})
     muon, adamw = module.configure_optimizers()["optimizer"].parts
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     (matrices,), (others,) = muon.param_groups, adamw.param_groups
@@ -75,9 +75,8 @@ def test_muon_is_made_if_it_is_asked_for() -> None:
 
 def test_a_module_of_defaults_judges_as_deep_as_figures_go() -> None:
     job = job_of("policy.k=null", "loss.then=null")
-    (stage,) = assembly.stages(job.cfg.loss)
-    module = assembly.trained_by(job, IndependentStudent(network(1)), [stage], {})
-    assert stage.until == 1 and module.k == DEPTHS
+    module = assembly.trained_by(job, IndependentStudent(network(1)), {})
+    assert module.stages[0].until == 1 and module.k == DEPTHS
 
 
 def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +153,20 @@ def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cotrain.training import distil
+    from cotrain.training import run
 
     job, met = job_of("trainer.patience=4"), list[Any]()
     module: Any = SimpleNamespace(tau=lambda *asked: met.append(asked) or 2.5)
     monkeypatch.setattr(Job, "plan", lambda self, draft: draft)
-    monkeypatch.setattr(distil.measurement, "quick", lambda plan, k: {"speedup": (plan, k)})
-    monkeypatch.setattr(distil, "sample_text", lambda plan, k: (plan, k))
-    speed = distil.ranking(job, module)
+    monkeypatch.setattr(run.measurement, "quick", lambda plan, k: {"speedup": (plan, k)})
+    monkeypatch.setattr(run, "sample_text", lambda plan, k: (plan, k))
+    speed = run.ranking(job, module)
     assert speed.tau() == 2.5 and met == [(3, "greedy", "block")]
     draft: Any = object()
     assert speed.measure(draft) == {"speedup": (draft, 3)} and speed.show and speed.show(draft) == (draft, 3)
     assert speed.folder == Path("place") / "checkpoints" and speed.patience == 4
     job.cfg.policy.k = None
-    assert distil.ranking_tau(job, module)() == 2.5 and met[-1] == (DEPTHS, "greedy", "block")
+    assert run.ranking_tau(job, module)() == 2.5 and met[-1] == (DEPTHS, "greedy", "block")
 
 
 # --- what made kept texts, and whether a run goes on

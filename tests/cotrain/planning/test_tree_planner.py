@@ -31,7 +31,7 @@ from cotrain.planning.planner import (
     tree_calls,
     tree_search,
 )
-from cotrain.training import distil
+from cotrain.training import results
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, read, save
 from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
@@ -298,9 +298,10 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
     report = {"extra": extra | {"advice": None}, "environment": {}}
     for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None),
                          ("served_as", ServedAs())):  # fmt: skip
-        monkeypatch.setattr(f"cotrain.training.distil.{name}", lambda *_, result=result: result)
+        monkeypatch.setattr(f"cotrain.training.results.{name}", lambda *_, result=result: result)
     plan = plan_of()
     job = SimpleNamespace(
+        plan=lambda draft: draft,
         cfg=TrainConfig(target=Target(path="t")),
         folder=tmp_path,
         target=plan.target,
@@ -308,7 +309,7 @@ def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: p
         sampled_prompts=None,
         messages=False,
     )
-    distil.measured(job, plan, {}, {})  # type: ignore[arg-type]
+    results.measured(job, plan, {}, {})  # type: ignore[arg-type]
     built = read(tmp_path / "draft").metadata
     assert built and built.k == 3 and built.tree == PlannedTree((-1, -1, 0), "tree", True)
 

@@ -19,7 +19,7 @@ from cotrain.rollout import training_texts
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import load_pair
-from cotrain.training import distil
+from cotrain.training import run
 from cotrain.training.job import sampled
 from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference import Sampling
@@ -241,7 +241,7 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
     """Neither before training nor in its steps, though nothing is remembered in memory; but for the few ids by which
     the halves of the target are tried."""
     passes: list[tuple[int, ...]] = []
-    models = distil.models
+    models = run.models
 
     def counted(cfg: Any) -> Any:
         target, words = models(cfg)
@@ -250,7 +250,7 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
         )
         return target, words
 
-    monkeypatch.setattr(distil, "models", counted)
+    monkeypatch.setattr(run, "models", counted)
     settings = ("measure=false", "trainer.steps=6", "trainer.remember_mb=0", f"rollout.folder={place / 'kept texts'}",
                 f"trainer.cache={place / 'kept states'}", "loss=kl")  # fmt: skip
     assert job(place, "fills the cache", *settings) == 0

@@ -189,9 +189,9 @@ def test_a_loaded_vocabulary_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch
     counted: list[Tensor] = []
     texts = SimpleNamespace(ids=torch.tensor([[0, 5, 5]]), predicted=torch.tensor([[True, True]]))
     monkeypatch.setattr(assembly, "parts", lambda job, rounds: (None, texts))
-    student: Any = SimpleNamespace(know=counted.append, undecided=False)
+    student: Any = SimpleNamespace(know=counted.append, undecided=False, known=torch.ones(6).bool())
     for init, vocabulary, count in (("pretrained", 4, 0), ("scratch", "null", 0), ("scratch", 4, 1)):
-        assembly.prune(job_of(f"init.kind={init}", f"draft.vocabulary={vocabulary}"), student)
+        assembly.prune(job_of(f"init.kind={init}", f"draft.vocabulary={vocabulary}"), student, None)  # type: ignore[arg-type]
         assert len(counted) == count
     assert int(counted[0][5]) == 2
 

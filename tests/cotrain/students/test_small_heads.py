@@ -151,12 +151,13 @@ def test_a_whole_folder_is_pruned_by_counts(place: Path, monkeypatch: pytest.Mon
     texts = SimpleNamespace(ids=ids, predicted=torch.ones(1, 5, dtype=torch.bool))
     monkeypatch.setattr(assembly, "parts", lambda job, rounds: (None, texts))
     job = job_of("init.kind=pretrained", "draft.vocabulary=4")
-    assembly.prune(job, student)
+    held: Any = SimpleNamespace(texts=texts)
+    assembly.prune(job, student, held)
     assert student.known.nonzero().flatten().tolist() == KNOWN and not student.undecided
     rows = load_file(place / "independent" / "model.safetensors")["model.embed_tokens.weight"]
     torch.testing.assert_close(head_rows(student), rows[KNOWN])
     student.know = None
-    assembly.prune(job, student)  # its tokens are chosen
+    assembly.prune(job, student, held)  # its tokens are chosen
 
 
 @pytest.mark.parametrize("kind", ["independent, pruned", "parallel, low rank, pruned", "eagle, pruned"])

@@ -503,7 +503,7 @@ def test_both_bounds_hold_together() -> None:
 
 
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "move", lambda *_: pytest.fail("the target moves again"))
+    monkeypatch.setattr(joint, "SecondStage", lambda *_: pytest.fail("the target moves again"))
     before = {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()}
     assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 0
     assert {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()} == before
@@ -526,6 +526,7 @@ def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.
      ("trainer.minutes=5", "trainer.minutes"),
      ("joint.epsilon=0", "joint.epsilon"), ("mode=both", "mode"), ("rollout.held_out_texts=3", "at least 4"),
      ("trainer.strategy=fsdp2", "trainer.strategy"), ("rollout.rounds=2", "rollout.rounds"),
+     ("loss.then=calls trainer.corpus_steps=1", "trainer.corpus_steps: calls"),  # from the last stage's step 1 on
      ("data.on_target=true", "data.on_target"), ("joint.detach=1.5", "joint.detach"), ("joint.rank=0", "joint.rank"),
      ("joint.steps=0", "joint.steps"), ("joint.every=0", "joint.every"), ("joint.epsilon=[0.1]", "joint.epsilon")],
 )  # fmt: skip
@@ -533,7 +534,7 @@ def test_settings_that_joint_training_lacks_are_refused(
     setting: str, says: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [one for one in SETTINGS if one.partition("=")[0] != setting.partition("=")[0]]
-    assert job(place, "wrong", *given, setting) != 0
+    assert job(place, "wrong", *given, *setting.split()) != 0
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
 

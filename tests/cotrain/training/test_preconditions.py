@@ -234,7 +234,7 @@ def test_a_mistake_does_not_delete_the_run_it_would_replace(
     mistakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = mistakes / "kept"
-    monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, *_: (path / "figures").write_text("1"))
+    monkeypatch.setattr("cotrain.commands.train.train", lambda cfg, path, *_: (path / "figures").write_text("1"))
     main(command(mistakes, f"output={run}", "measure=false"))  # which has no figures to print
     assert (run / "figures").is_file()
     assert main(command(mistakes, f"output={run}", "overwrite=true", "data.path=/none.jsonl")) == 1
@@ -247,7 +247,7 @@ def test_texts_that_were_read_by_the_preconditions_are_those_of_the_run(
     mistakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[object] = []
-    monkeypatch.setattr("cotrain.commands.train.distil", lambda cfg, path, sources, _: met.append(sources))
+    monkeypatch.setattr("cotrain.commands.train.train", lambda cfg, path, _, sources: met.append(sources))
     main(command(mistakes, "output=" + str(mistakes / "texts")))
     assert set(met[0]) == {"train", "held_out", "final"}  # type: ignore[call-overload]
 

@@ -14,11 +14,11 @@ from cotrain.commands import train as commands
 from cotrain.config.changes import change
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.training import fit as fits
-from cotrain.training import job as jobs
 from cotrain.training import module as modules
 from cotrain.training import progress as progresses
+from cotrain.training.deadline import Deadline
 from cotrain.training.module import Distillation
-from cotrain.training.progress import Progress, Validation, left_of, validations
+from cotrain.training.progress import Progress
 from tests.cotrain.training.test_interrupts import quick, saved_by
 
 
@@ -63,7 +63,6 @@ def test_a_run_leaves_time_for_what_follows_its_training(
 
     monkeypatch.setattr(progresses, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(fits, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Distillation, "judge", judge)
     settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
@@ -94,14 +93,14 @@ def test_training_has_what_the_rest_of_the_run_leaves(settings: dict[str, Any], 
     With a measurement one validation is afforded besides the first, without one both. A full measurement takes at least
     five of those at a checkpoint. Training has 15 % whatever else takes."""
     cfg: Any = OmegaConf.create(BUDGET | settings)
-    progress = Progress(100, cfg.trainer.minutes, whole=cfg.minutes)
+    progress = Progress(100, cfg.trainer.minutes, deadline=Deadline(cfg.minutes))
     if cfg.minutes:
-        progress.leave(left_of(cfg, 120.0, Validation(20.0, 10.0)))
+        progress.deadline.left = progress.deadline.training(cfg, 120.0, 20.0, 10.0)
     assert progress.minutes == (minutes and pytest.approx(minutes))
 
 
 def test_minutes_added_later_belong_to_the_training() -> None:
-    progress = Progress(100, whole=20.0)
+    progress = Progress(100, deadline=Deadline(20.0))
     progress.resume({"elapsed": 7.0, "left": 4.0, "whole": 10.0})
     assert (progress.elapsed, progress.minutes) == (7.0, 14.0)
     assert progress.state() == {"elapsed": 7.0, "left": 14.0, "whole": 20.0, "texts": None}
@@ -112,11 +111,10 @@ def test_minutes_added_later_belong_to_the_training() -> None:
 
 def test_the_budget_of_training_and_of_the_run_both_limit_it() -> None:
     """Twice: a checkpoint's state is read by the run and by its clock. What is kept is what the run left, uncut."""
-    capped = Progress(100, 5.0, whole=60.0)
-    capped.leave(40.0)
+    capped = Progress(100, 5.0, deadline=Deadline(60.0, left=40.0))
     assert (capped.minutes, capped.state()["left"]) == (5.0, 40.0)
     for asked, minutes in ((20.0, 20.0), (60.0, 40.0), (None, 40.0)):
-        progress = Progress(100, asked, whole=60.0)
+        progress = Progress(100, asked, deadline=Deadline(60.0))
         for _ in range(2):
             progress.resume({"elapsed": 300.0, "left": 40.0, "whole": 60.0})
         assert progress.minutes == minutes and progress.at(0) == pytest.approx(5 / minutes)
@@ -130,8 +128,8 @@ def test_expected_steps_are_at_most_those_of_the_settings() -> None:
 
 def test_as_many_validations_as_their_share_affords() -> None:
     cfg: Any = OmegaConf.create(BUDGET | {"trainer": {"minutes": None, "validations": 8}})
-    assert [validations(cfg, Validation(seconds)) for seconds in (0.0, 1.0, 20.0, 60.0)] == [8, 8, 3, 1]
-    assert validations(OmegaConf.merge(cfg, {"minutes": None}), Validation(60.0)) == 8  # type: ignore[arg-type]
+    assert [Deadline(10.0).validations(cfg, seconds) for seconds in (0.0, 1.0, 20.0, 60.0)] == [8, 8, 3, 1]
+    assert Deadline().validations(cfg, 60.0) == 8
 
 
 def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

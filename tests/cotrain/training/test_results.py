@@ -1,5 +1,6 @@
 """What a run exports about itself, recomputed by hand from its settings and figures."""
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from cotrain.board import curves
 from cotrain.data import splits
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.training import distil
+from cotrain.evaluation import comparison
+from cotrain.training import results, run
 from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import PlannedTree
 from tests.cotrain.config.test_settings_reach import job_of
@@ -44,18 +46,17 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     checkpoints = [SimpleNamespace(step=step, speedup=1.0 + step, tau=3.0 - step / 100) for step in (0, 32, 64)]
     speed: Any = SimpleNamespace(checkpoints=checkpoints, best=lambda: checkpoints[1])
     calls: list[Any] = []
-    monkeypatch.setattr(type(job), "plan", lambda self, draft: ("plan", draft))
     monkeypatch.setattr(type(job), "chats", True)
     monkeypatch.setattr(type(job), "messages", True)
-    monkeypatch.setattr(distil, "measured", lambda *given: calls.append(given) or "report")
-    monkeypatch.setattr(distil, "coverage", lambda held, known: (held, int(known.sum())))
-    monkeypatch.setattr(distil.profile, "line", lambda t, one: "")
-    others: Any = ("held", distil.Provenance(9, 1.0, 2.0, 3.0, 0.25))
-    assert distil.export(job, module_of(job), speed, others) == "report"
-    ((_, plan, training, extra),) = calls
-    assert plan == ("plan", "draft")
+    monkeypatch.setattr(results, "measured", lambda *given: calls.append(given) or "report")
+    monkeypatch.setattr(results, "coverage", lambda held, known: (held, int(known.sum())))
+    monkeypatch.setattr(results.profile, "line", lambda t, one: "")
+    others: Any = ("held", results.Provenance(9, 1.0, 2.0, 3.0, 0.25))
+    assert results.export(job, module_of(job), 64, speed, others) == "report"
+    ((_, draft, training, extra),) = calls
+    assert draft == "draft"
     digest = training["learnt"].pop("chat_template")
-    assert digest == distil._digest(job.tokenizer) and len(digest) == 64
+    assert digest == hashlib.sha256(b"None").hexdigest() and len(digest) == 64
     assert training == {
         "loss": {"first": "kl", "then": "tv", "switch": 0.4, "decay": 0.9},
         "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3,
@@ -74,7 +75,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
     monkeypatch.setattr(type(job), "messages", False)
-    distil.export(job, module_of(job), speed)
+    results.export(job, module_of(job), 64, speed)
     *_, training, extra = calls[-1]
     assert training["temperatures"] == [0.8] and training["draft_vocabulary"] is None and extra["given_texts"] is None
     assert training["learnt"]["chat_template"] is None and training["learnt"]["completions"] is False
@@ -92,7 +93,8 @@ def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkey
             )
             for t in (0.8, 0.3)
         }
-        distil.keep_figures(job, module, 64)
+        texts = comparison.per_text(module.scores(), module.held_out)
+        results.keep_figures(job, 64, {"tau": run.ranking_tau(job, module)(), "texts": texts})
         figures = json.loads((tmp_path / "held_out.json").read_text())
         assert (figures["label"], figures["seed"], figures["steps"]) == (wanted, 11, 64)
         assert figures["tau"] == [3, "greedy", "block"]
@@ -113,18 +115,19 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     extra = {"planned_k": 2, "advice": "advice"} | tree
     report = {"environment": {"machine": 1}, "extra": extra}
     plan: Any = SimpleNamespace(int8=True, served="served")
-    monkeypatch.setattr(distil, "prepare", lambda plan: calls.append(plan))
-    monkeypatch.setattr(distil.measurement, "measure", lambda plan, extra: calls.append((plan, extra)) or report)
-    monkeypatch.setattr(distil, "recorded", lambda plan, extra: {"recorded": extra})
-    monkeypatch.setattr(distil.replay, "write", lambda *given: calls.append(given))
-    monkeypatch.setattr(distil, "save", lambda *given, **settings: calls.append((given, settings)))
-    assert distil.measured(job, plan, {"own": 1}, {"more": 2}) is report
+    monkeypatch.setattr(results, "prepare", lambda plan: calls.append(plan))
+    monkeypatch.setattr(results.measurement, "measure", lambda plan, extra: calls.append((plan, extra)) or report)
+    monkeypatch.setattr(results, "recorded", lambda plan, extra: {"recorded": extra})
+    monkeypatch.setattr(results.replay, "write", lambda *given: calls.append(given))
+    monkeypatch.setattr(results, "save", lambda *given, **settings: calls.append((given, settings)))
+    monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
+    assert results.measured(job, "draft", {"own": 1}, {"more": 2}) is report
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
     assert settings == {"replace": True, "prompts": ""} and metadata.target["name"] == str(theirs)
     assert metadata.target["weights"] == hash_weights(str(theirs), str(adapter)) != hash_weights(str(theirs))
-    hashes = distil.hash_target(job.target.config, job.tokenizer)
+    hashes = results.hash_target(job.target.config, job.tokenizer)
     assert {key: metadata.target[key] for key in hashes} == hashes
     assert (metadata.k, metadata.objective, metadata.int8, metadata.kind) == (2, "greedy", True, "medusa")
     assert metadata.regime == {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
@@ -147,7 +150,7 @@ def test_the_best_checkpoint_is_loaded_and_judged_again(monkeypatch: pytest.Monk
             draft=SimpleNamespace(load_state_dict=lambda state, done=done: done.append(state)),
         )  # fmt: skip
         best = SimpleNamespace(step=step, path="there")
-        distil.choose_best(job, module, SimpleNamespace(best=lambda best=best: best))  # type: ignore[arg-type]
+        run.choose_best(job, module, SimpleNamespace(best=lambda best=best: best))  # type: ignore[arg-type]
         assert done == ([("there", job.target, job.vocabulary), "weights", "judged"] if again else [])
 
 
@@ -174,9 +177,9 @@ def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from() -> None:
 
     final = [[1, 1], [2, 2], [3, 3], [4, 4, 4, 4], [5, 5], [1, 1]]
     job.sources = {"train": rows([2, 2, 9], [8] * 9), "held_out": rows([3], [8]), "final": rows(*final)}
-    assert distil.unseen_prompts(job) == ""
+    assert results.unseen_prompts(job) == ""
     job.sampled_prompts = sampled
-    kept = [json.loads(line)["text"] for line in distil.unseen_prompts(job).splitlines()]
+    kept = [json.loads(line)["text"] for line in results.unseen_prompts(job).splitlines()]
     assert sorted(kept) == sorted([texts[5], texts[4]])
     job.sources["final"] = rows(*final[:4], [2, 2], [1, 1])
-    assert distil.unseen_prompts(job) == ""
+    assert results.unseen_prompts(job) == ""

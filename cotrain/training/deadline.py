@@ -1,0 +1,65 @@
+"""The time of a run (minutes=), and what each part may take of it."""
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+from cotrain.config.settings import TrainConfig, judged, learnt
+
+# shares of the run's minutes
+LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
+SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
+PROMPTS = 0.06  # sampling prompts of the target itself gets at most this share
+JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
+ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
+# durations of the end of a run
+AFTER = 2.0  # seconds of evaluating the exported checkpoint with profiles, in units of one evaluation
+MEASURING = 5.0  # the least seconds of the full measurement, in units of the measurement of a checkpoint
+
+
+@dataclass
+class Deadline:
+    """The time of a run, and what each part may take of it.
+
+    minutes: of the whole run; None: no limit. start: when it began, by time.monotonic(). left: the minutes that remain
+    for training, see `training`; they are saved in checkpoints. judging, measuring: the seconds that a validation
+    takes for evaluating the held-out texts and for measuring the checkpoint.
+    """
+
+    minutes: float | None = None
+    start: float = field(default_factory=time.monotonic, compare=False)
+    left: float = inf
+
+    def seconds(self, share: float) -> float | None:
+        """Return the seconds of a share of the run, or None without a limit."""
+        return 60 * self.minutes * share if self.minutes else None
+
+    def sampling(self, cfg: TrainConfig) -> dict[str, float]:
+        """Return the seconds that sampling the texts of one temperature may take, by split. Return {} without a
+        limit."""
+        sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
+        return {split: 60 * self.minutes * share / sets[split] for split, share in SAMPLING.items() if self.minutes}
+
+    def validations(self, cfg: TrainConfig, judging: float, measuring: float = 0.0) -> int:
+        """Return the number of validations that the run has time for after the first one, from 1 to
+        trainer.validations."""
+        most, each = cfg.trainer.validations, judging + measuring
+        if not self.minutes or not each:
+            return most
+        after = AFTER * judging * cfg.measure
+        return max(min(most, int((JUDGING * 60 * self.minutes - after) / each) - 1), 1)
+
+    def training(self, cfg: TrainConfig, spent: float, judging: float, measuring: float = 0.0) -> float:
+        """Return the minutes that remain for training, at least the share LEAST. spent: seconds of the run before its
+        first step. Validations are assumed to take as long as the first one. After the last one, the exported
+        checkpoint is evaluated and measured in full."""
+        assert self.minutes
+        rest = spent + (judging + measuring) * self.validations(cfg, judging, measuring)
+        if cfg.measure:
+            rest += AFTER * judging + max(60 * cfg.bench.minutes, MEASURING * measuring)
+        return max(self.minutes - rest / 60, LEAST * self.minutes)
+
+
+def time_limited(cfg: TrainConfig) -> bool:
+    """Return whether a budget of time may end the training before its last step."""
+    return bool(cfg.trainer.minutes or cfg.minutes)
