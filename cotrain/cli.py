@@ -39,8 +39,21 @@ COMMANDS = {
     "generate": "generate text in which drafted tokens are marked",
 }
 SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them
-FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--cfg", "--package", "--run", "--multirun",
-         "--shell-completion", "--config-path", "--config-name", "--config-dir", "--info")  # fmt: skip
+FLAGS = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "--cfg",
+    "--package",
+    "--run",
+    "--multirun",
+    "--shell-completion",
+    "--config-path",
+    "--config-name",
+    "--config-dir",
+    "--info",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,8 +217,11 @@ def quiet() -> None:
 
     disable_progress_bar()
     datasets.disable_progress_bars()
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed",
-                 "lightning.pytorch.trainer.connectors.checkpoint_connector"):  # fmt: skip
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.seed",
+        "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code's
@@ -221,8 +237,11 @@ def _refuse_paths(name: str, settings: Any) -> None:
     refuse_overlap(name, values)
     target = (values.get("target") or {}).get("path")
     if target and os.path.isfile(os.path.join(target, "cotrain.json")):
-        print(f"target.path={target} is a draft folder, which draft.path= names: the target is the model that it "
-              "drafts for", file=sys.stderr)  # fmt: skip
+        print(
+            f"target.path={target} is a draft folder, which draft.path= names: the target is the model that it "
+            "drafts for",
+            file=sys.stderr,
+        )
     for key, value in flat(values):
         if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
             continue

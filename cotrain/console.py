@@ -50,9 +50,15 @@ class Display:
     """
 
     def __init__(
-        self, title: str, total: float, unit: str, start_at: float = 0, say: Say | None = None, hidden: bool = False,
+        self,
+        title: str,
+        total: float,
+        unit: str,
+        start_at: float = 0,
+        say: Say | None = None,
+        hidden: bool = False,
         brief: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.title, self.total, self.unit, self.start_at, self.say = title, total, unit, start_at, say
         self.start = self.last_shown = time.monotonic()
         self.brief = brief
@@ -109,9 +115,12 @@ class Display:
 
     def _open(self, console: Console) -> None:
         columns: tuple[Any, ...] = (
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
-            TimeRemainingColumn(), TextColumn("left  {task.fields[note]}"),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.fields[note]}"),
+        )
         self.bar = Progress(*columns, console=console)
         self.bar.add_task(self.title, total=self.total, completed=int(self.start_at), count=self._count(), note="")
         self.bar.start()

@@ -45,6 +45,8 @@ def draft_folder(path: str, hub: bool = False) -> str:
         return shipped.get(path, path)
     names = {one.casefold(): one for one in [*(one for one in os.listdir() if os.path.isdir(one)), *shipped]}
     near = [names[one] for one in get_close_matches(path.casefold(), names, n=1)]
-    raise UserError(f"draft.path: {path} is no folder in the working directory {os.getcwd()}, and no shipped draft "
-                    f"({', '.join(shipped) or 'there is none'}){f'; the nearest is {near[0]}' if near else ''}: give "
-                    "draft.path an existing folder or name")  # fmt: skip
+    raise UserError(
+        f"draft.path: {path} is no folder in the working directory {os.getcwd()}, and no shipped draft "
+        f"({', '.join(shipped) or 'there is none'}){f'; the nearest is {near[0]}' if near else ''}: give "
+        "draft.path an existing folder or name"
+    )

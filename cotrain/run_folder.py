@@ -86,8 +86,10 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
         return
     makers = {marker["command"]} if "command" in marker else {"train"} if marker.get("settings") else UNNAMED
     if key != "output" or command not in makers:
-        raise UserError(f"{key}={folder} has a run of cotrain {' or '.join(sorted(makers))}: name another folder "
-                        "(overwrite=true replaces only folders of the same command)")  # fmt: skip
+        raise UserError(
+            f"{key}={folder} has a run of cotrain {' or '.join(sorted(makers))}: name another folder "
+            "(overwrite=true replaces only folders of the same command)"
+        )
 
 
 def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
@@ -97,12 +99,15 @@ def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: s
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
     if not file.is_file() or text not in file.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
-                        "command replaces only its own folders)")  # fmt: skip
+        raise UserError(
+            f"{key}={path} has files, but no {name} that this command wrote: name another folder (a "
+            "command replaces only its own folders)"
+        )
     for entry in Path(path).iterdir():
         if not any(fnmatch(entry.name, pattern) for pattern in (name, *written)):
-            raise UserError(f"{entry} was not written by this command, which would delete it: move it, or name another "
-                            f"{key}=")  # fmt: skip
+            raise UserError(
+                f"{entry} was not written by this command, which would delete it: move it, or name another {key}="
+            )
 
 
 def _paths(value: object, absent: bool) -> list[str]:
@@ -117,8 +122,10 @@ def _named_by(folder: Path) -> list[str]:
     """Return the target, adapter and datastore that a draft folder names, if they are on this machine."""
     named: list[object] = []
     for file, outer, inner in (
-        ("cotrain.json", "target", "name"), ("cotrain.json", "made", "adapter"), ("config.json", "lookup", "datastore"),
-    ):  # fmt: skip
+        ("cotrain.json", "target", "name"),
+        ("cotrain.json", "made", "adapter"),
+        ("config.json", "lookup", "datastore"),
+    ):
         with suppress(OSError, ValueError, AttributeError):  # not a draft folder
             named.append((json.loads((folder / file).read_text(encoding="utf-8")).get(outer) or {}).get(inner))
     return [path for path in named if isinstance(path, str) and os.path.lexists(path)]
@@ -178,8 +185,10 @@ def claim(
             if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
                 (path / MARKER).unlink()  # nothing was written, so other settings may use the folder
             if (path / REPLACED).exists() and run.state != "finished":
-                print(f"the run that this one replaces is kept in {path / REPLACED} until this one is finished",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"the run that this one replaces is kept in {path / REPLACED} until this one is finished",
+                    file=sys.stderr,
+                )
             raise
 
 
@@ -281,8 +290,10 @@ def _usable(path: Path) -> None:
             try:
                 json.loads((path / MARKER).read_text(encoding="utf-8"))
             except ValueError as error:
-                raise UserError(f"{path / MARKER} is broken ({error}), so output={path} cannot be used: name another "
-                                "folder, or put a copy of the file there") from error  # fmt: skip
+                raise UserError(
+                    f"{path / MARKER} is broken ({error}), so output={path} cannot be used: name another "
+                    "folder, or put a copy of the file there"
+                ) from error
         raise UserError(
             f"output={path} has files but no {MARKER} of cotrain: name another folder"
             " (overwrite=true replaces only runs of cotrain)"
@@ -313,8 +324,9 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
     """Return the changed settings, as key -> kind of change, see `claim`. Raises UserError if one of them may not
     change."""
-    old, new = ({key: value for key, value in flat(values) if not isinstance(value, dict)}
-                for values in (before, wanted))  # fmt: skip
+    old, new = (
+        {key: value for key, value in flat(values) if not isinstance(value, dict)} for values in (before, wanted)
+    )
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     kinds = {key: kind(key, old.get(key), new.get(key)) for key in keys}
     kinds = {key: change for key, change in kinds.items() if change != "same"}

@@ -88,8 +88,13 @@ class Engine:
         _require_whole("rows", rows)
         if context is not None:
             _require_whole("context", context)
-        for name, value in (("target", target), ("proposer", proposer), ("policy", policy), ("tokenizer", tokenizer),
-                            ("record", record)):  # fmt: skip
+        for name, value in (
+            ("target", target),
+            ("proposer", proposer),
+            ("policy", policy),
+            ("tokenizer", tokenizer),
+            ("record", record),
+        ):
             if isinstance(value, type):
                 raise ValueError(f"{name}: {value.__name__} is a class; give an object, {value.__name__}(...)")
         _require_parts(target, proposer, policy, tokenizer)
@@ -178,18 +183,24 @@ class Engine:
         return self.reader.texts(prompts)
 
     def begin(
-        self, prompts: Sequence[Prompt] | Mapping[str, Any], max_new_tokens: int | Sequence[int],
+        self,
+        prompts: Sequence[Prompt] | Mapping[str, Any],
+        max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling],
-        seed: int = 0, ids: Sequence[int] | None = None, ignore_eos: bool = False,
-    ) -> Call:  # fmt: skip
+        seed: int = 0,
+        ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> Call:
         """Start a call with the arguments of `generate`. The call takes over the slots, so the previous call cannot
         continue."""
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
         with ALONE:
             if self.slots.busy:
-                raise RuntimeError("Engine: a processor, policy or recorder called its own engine during a round; give "
-                                   "it another engine, with a proposer of its own")  # fmt: skip
+                raise RuntimeError(
+                    "Engine: a processor, policy or recorder called its own engine during a round; give "
+                    "it another engine, with a proposer of its own"
+                )
             if self.target.stale:
                 self._open()
             rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
@@ -218,8 +229,9 @@ class Engine:
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)
-            round = DecodingRound(call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch,
-                                  call.decisions)  # fmt: skip
+            round = DecodingRound(
+                call.active, k, self.rule, call.noise, target.vocabulary, target.device, call.batch, call.decisions
+            )
             call.batch = round.batch
             proposal = self.propose(round)
         with call.stats.clock("target"):
@@ -247,8 +259,10 @@ class Engine:
         self.rule.require(self.proposer, tree)
         if round.decisions:
             if tree is not None:
-                raise ValueError(f"policy: {type(self.policy).__name__} chooses lengths of chains, and "
-                                 f"{type(self.proposer).__name__} drafts trees; serve it without shape=")  # fmt: skip
+                raise ValueError(
+                    f"policy: {type(self.policy).__name__} chooses lengths of chains, and "
+                    f"{type(self.proposer).__name__} drafts trees; serve it without shape="
+                )
             most = next((depth + 1 for depth in range(x.shape[1] - 1) if not round.goes_on(depth)), x.shape[1])
             x, q, k = x[:, :most], q if q is None else q[:, :most], [min(length, most) for length in k]
         if x.device.type == "cpu" != self.target.device.type:
@@ -265,8 +279,9 @@ class Engine:
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
-        return self.target.forward(torch.cat([anchor, x], 1), start, at=round.sent["read"], states=reads,
-                                   tree=proposal.tree)  # fmt: skip
+        return self.target.forward(
+            torch.cat([anchor, x], 1), start, at=round.sent["read"], states=reads, tree=proposal.tree
+        )
 
     def rollback(self, round: DecodingRound, states: States, path: Tensor | None) -> States:
         """Roll back the rejected drafts, and return the states of the anchor and the accepted drafts.
@@ -283,9 +298,14 @@ class Engine:
         return along
 
     def _commit(
-        self, call: Call, round: DecodingRound, proposal: Proposal, logits: Tensor, result: RoundResult,
+        self,
+        call: Call,
+        round: DecodingRound,
+        proposal: Proposal,
+        logits: Tensor,
+        result: RoundResult,
         table: list[list[int]],
-    ) -> tuple[list[Event], list[int]]:  # fmt: skip
+    ) -> tuple[list[Event], list[int]]:
         """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
         keys and values the slot stores. table: `result.table` on the host."""
         events, valid, drafts = [], [], []
@@ -319,8 +339,10 @@ class Engine:
 
     def __reduce__(self) -> NoReturn:
         """Raise TypeError, so that `copy.deepcopy` and pickle fail with a clear message."""
-        raise TypeError("Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
-                        "its model and make another: Engine(copy.deepcopy(model), ...)")  # fmt: skip
+        raise TypeError(
+            "Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
+            "its model and make another: Engine(copy.deepcopy(model), ...)"
+        )
 
 
 def _require_whole(name: str, value: Any) -> None:
@@ -342,8 +364,10 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
             f"proposer: not a path: inference.load({fspath(proposer)!r}) makes the engine of a draft folder"
         )
     if proposer is not None and not hasattr(proposer, "propose"):
-        raise ValueError(f"proposer: a {type(proposer).__name__} is no proposer; give "
-                         "inference.proposers.Independent(model) for a draft model")  # fmt: skip
+        raise ValueError(
+            f"proposer: a {type(proposer).__name__} is no proposer; give "
+            "inference.proposers.Independent(model) for a draft model"
+        )
     if not hasattr(policy, "lengths"):
         raise ValueError(
             f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens per round"

@@ -88,8 +88,10 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
 
 def _refuse_policy(folder: Path, policy: Any) -> None:
     if isinstance(policy, Adaptive) and policy.draft not in (None, identity(folder)):
-        raise ValueError(f"policy: it was fitted to another draft than {folder}: give the policy.json that "
-                         f"cotrain plan draft.path={folder} writes")  # fmt: skip
+        raise ValueError(
+            f"policy: it was fitted to another draft than {folder}: give the policy.json that "
+            f"cotrain plan draft.path={folder} writes"
+        )
 
 
 def _with_defaults(metadata: Metadata | None, served: ServedAs, settings: dict[str, Any]) -> Metadata | None:

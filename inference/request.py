@@ -183,15 +183,19 @@ class PromptReader:
         if len(text) >= self.target.context:
             raise ValueError(f"{who}: {len(text)} tokens leave no room in a context of {self.target.context}")
         if not isinstance(sampling, Sampling):
-            raise ValueError(f"{who}: sampling must be a Sampling, such as Sampling(temperature=0.7), not a "
-                             f"{type(sampling).__name__}")  # fmt: skip
+            raise ValueError(
+                f"{who}: sampling must be a Sampling, such as Sampling(temperature=0.7), not a "
+                f"{type(sampling).__name__}"
+            )
         if min(text) < 0 or max(text) >= self.target.vocabulary:
             raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
         named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.banned_first, *sampling.stop_ids}
         foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
         if foreign:
-            raise ValueError(f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
-                             f"{sorted(foreign)[:5]}, the vocabulary size is {self.target.vocabulary}")  # fmt: skip
+            raise ValueError(
+                f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
+                f"{sorted(foreign)[:5]}, the vocabulary size is {self.target.vocabulary}"
+            )
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer")
 
@@ -203,16 +207,19 @@ class PromptReader:
             return
         if isinstance(source, Tensor):
             if source.shape != self.encoder.features:
-                raise ValueError(f"{who}: features of shape {tuple(source.shape)}; the encoder reads "
-                                 f"{self.encoder.features or 'token ids'}")  # fmt: skip
+                raise ValueError(
+                    f"{who}: features of shape {tuple(source.shape)}; the encoder reads "
+                    f"{self.encoder.features or 'token ids'}"
+                )
             return
         if self.encoder.features:
             raise ValueError(f"{who}: token ids, but the encoder reads input_features of shape {self.encoder.features}")
         if not source:
             raise ValueError(f"{who}: the source is empty")
         if min(source) < 0 or max(source) >= self.encoder.vocabulary:
-            raise ValueError(f"{who}: source ids from {min(source)} to {max(source)} are not all in "
-                             f"[0, {self.encoder.vocabulary})")  # fmt: skip
+            raise ValueError(
+                f"{who}: source ids from {min(source)} to {max(source)} are not all in [0, {self.encoder.vocabulary})"
+            )
         if self.encoder.longest is not None and len(source) > self.encoder.longest:
             raise ValueError(f"{who}: a source of {len(source)} tokens; the encoder reads {self.encoder.longest}")
 
@@ -242,8 +249,10 @@ class PromptReader:
         if ids:
             return ids if not start or ids[0] == start[0] else [start[0], *ids]
         if not start:
-            raise ValueError(f"{who}: the target's generation config names no decoder_start_token_id, or leaves one of "
-                             "forced_decoder_ids open, such as the language; give decoder_input_ids")  # fmt: skip
+            raise ValueError(
+                f"{who}: the target's generation config names no decoder_start_token_id, or leaves one of "
+                "forced_decoder_ids open, such as the language; give decoder_input_ids"
+            )
         return start
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
@@ -336,9 +345,11 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
             )
         return list(rows)
     one = isinstance(prompts, str) or isinstance(prompts, Tensor | np.ndarray) and prompts.ndim < 2
-    one |= isinstance(prompts, list | tuple) and bool(prompts) and all(
-        isinstance(item, Integral) or isinstance(item, Mapping) and "role" in item for item in prompts
-    )  # fmt: skip
+    one |= (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(isinstance(item, Integral) or isinstance(item, Mapping) and "role" in item for item in prompts)
+    )
     if one:
         raise ValueError("prompts must be a list; put [ ] around the one prompt")
     if not isinstance(prompts, Sequence):
@@ -367,8 +378,10 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
     masks = _rows(mask)
     if [len(row) for row in masks] != [len(row) for row in rows]:
         raise ValueError(f"{who}: attention_mask and input_ids differ in shape")
-    return [_ids(who, [token for token, on in zip(row, own, strict=True) if on])
-            for row, own in zip(rows, masks, strict=True)]  # fmt: skip
+    return [
+        _ids(who, [token for token, on in zip(row, own, strict=True) if on])
+        for row, own in zip(rows, masks, strict=True)
+    ]
 
 
 def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -400,9 +413,11 @@ def _ids(who: str, prompt: Any) -> list[int]:
     """Return the token ids of a list, a tensor or an array of one dimension. Raises ValueError for other values."""
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
-    whole = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and all(
-        is_whole(token) for token in prompt
-    )  # fmt: skip
+    whole = (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes)
+        and all(is_whole(token) for token in prompt)
+    )
     if not whole:
         inside = (
             next((type(token).__name__ for token in prompt if not isinstance(token, Integral)), "")
@@ -452,8 +467,10 @@ def source_limits(model: PreTrainedModel) -> SourceLimits | None:
     if not config.is_encoder_decoder:
         return None
     if (getattr(config, "decoder_vocab_size", None) or config.vocab_size) != config.vocab_size:
-        raise ValueError(f"{type(model).__name__}: decoder_vocab_size={config.decoder_vocab_size} is not vocab_size="
-                         f"{config.vocab_size}; the ids of sources and texts must be the same here")  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__}: decoder_vocab_size={config.decoder_vocab_size} is not vocab_size="
+            f"{config.vocab_size}; the ids of sources and texts must be the same here"
+        )
     return SourceLimits(_start_of(model), config.vocab_size, longest_source(model), features_shape(model))
 
 

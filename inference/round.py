@@ -132,8 +132,15 @@ class DecodingRound:
         read, penalties = [len(text) - 1 for text in self.texts], self.batch.penalties
         if penalties:
             numbers |= {"newest": penalties.newest(), "tails": penalties.tails()}
-        self.sent = send(self.device, length=self.lengths, start=self.starts, offset=offsets, read=read,
-                         anchor=[text[-1:] for text in self.texts], **numbers)  # fmt: skip
+        self.sent = send(
+            self.device,
+            length=self.lengths,
+            start=self.starts,
+            offset=offsets,
+            read=read,
+            anchor=[text[-1:] for text in self.texts],
+            **numbers,
+        )
         if fresh:
             self.noise.fill(self.batch.ids, self.sent["start"], depths)
         if penalties:

@@ -69,10 +69,13 @@ class Call:
             lengths = list(given) if isinstance(given, Sequence | np.ndarray | torch.Tensor) else given
         whole = isinstance(lengths, list) and all(is_whole(length, 0) for length in lengths)
         if not whole or len(lengths) != len(self.active):
-            raise ValueError(f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted in a list, "
-                             f"not {lengths!r}")  # fmt: skip
-        return [0 if row.alone else min(int(length), row.limit - row.emitted - 1)
-                for length, row in zip(lengths, self.active, strict=True)]  # fmt: skip
+            raise ValueError(
+                f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted in a list, not {lengths!r}"
+            )
+        return [
+            0 if row.alone else min(int(length), row.limit - row.emitted - 1)
+            for length, row in zip(lengths, self.active, strict=True)
+        ]
 
 
 # by id of a proposer: the call, of any engine, whose rows are in the proposer's slots
@@ -101,8 +104,10 @@ class Slots:
         if self.current is not call:
             raise RuntimeError("Engine: a later call took the slots of this stream, which cannot continue")
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
-            raise RuntimeError("Engine: another engine's call took this engine's proposer before this stream "
-                               "ended; give each engine its own proposer")  # fmt: skip
+            raise RuntimeError(
+                "Engine: another engine's call took this engine's proposer before this stream "
+                "ended; give each engine its own proposer"
+            )
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:

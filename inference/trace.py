@@ -26,7 +26,7 @@ class RoundRecorder(Protocol):
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a round that ended; its tokens are already appended to the texts. starts: tokens that each row had
         emitted before the round. table: that of `verification.RoundResult`, with the `trace` as its last columns."""
 

@@ -97,8 +97,10 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
     position = f"after {len(round.texts[row])} tokens"
     if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
         return f"{position}: the target's logits are NaN, infinite or all -inf"
-    return (f"{position}: no token is left; Sampling.banned, banned_first, logit_bias, min_new_tokens or processors "
-            f"forbid every one that the model allows")  # fmt: skip
+    return (
+        f"{position}: no token is left; Sampling.banned, banned_first, logit_bias, min_new_tokens or processors "
+        f"forbid every one that the model allows"
+    )
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:

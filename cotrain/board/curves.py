@@ -23,11 +23,37 @@ WANDB = "wandb"
 RUN_ID = "wandb_run.txt"  # the file with the id of the run at Weights & Biases, so that a resumed run continues it
 
 # the settings in TensorBoard's table of hyperparameters: those in which runs usually differ
-SHOWN = ("label", "target.path", "quantisation.kind", "draft.kind", "draft.layers", "draft.width", "draft.quantisation",
-         "init.kind", "init.layers", "loss.first", "loss.then", "loss.switch", "optimizer.lr",
-         "optimizer.weight_decay", "trainer.steps", "trainer.minutes", "minutes", "trainer.batch", "trainer.accumulate",
-         "trainer.ema", "trainer.seed", "rollout.texts", "rollout.rounds", "regime.temperature", "regime.top_k",
-         "regime.top_p", "objective", "verify", "policy.k")  # fmt: skip
+SHOWN = (
+    "label",
+    "target.path",
+    "quantisation.kind",
+    "draft.kind",
+    "draft.layers",
+    "draft.width",
+    "draft.quantisation",
+    "init.kind",
+    "init.layers",
+    "loss.first",
+    "loss.then",
+    "loss.switch",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "trainer.steps",
+    "trainer.minutes",
+    "minutes",
+    "trainer.batch",
+    "trainer.accumulate",
+    "trainer.ema",
+    "trainer.seed",
+    "rollout.texts",
+    "rollout.rounds",
+    "regime.temperature",
+    "regime.top_k",
+    "regime.top_p",
+    "objective",
+    "verify",
+    "policy.k",
+)
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:

@@ -6,8 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 SERVING, TRAINING, DEPTH, HELD_OUT, DOMAINS, TIMED, ROLLOUT, TEXT, FINAL = (
-    "1_serving", "2_training", "3_depth", "4_held_out", "5_domains", "6_timed", "7_rollout", "8_text", "9_final",
-)  # fmt: skip
+    "1_serving",
+    "2_training",
+    "3_depth",
+    "4_held_out",
+    "5_domains",
+    "6_timed",
+    "7_rollout",
+    "8_text",
+    "9_final",
+)
 CURVES = "tensorboard"  # a folder in the run's folder; it contains a folder with the run's name
 ACCEPTANCE, TAU, SPEEDUP = f"{SERVING}/acceptance", f"{SERVING}/tau", f"{SERVING}/speedup"
 LOW, HIGH = f"{SERVING}/speedup_low", f"{SERVING}/speedup_high"
@@ -15,8 +23,14 @@ SHARE = f"{SERVING}/speedup_share_of_cost_table"  # sorted by name, its chart fo
 LOSS, RATE, NORM = f"{TRAINING}/loss", f"{TRAINING}/learning_rate", f"{TRAINING}/gradient_norm"
 TOKENS_PER_SECOND = f"{TRAINING}/tokens_per_second"
 # keys of `cotrain.bench.measurement.quick` -> tags
-SPEED = {"speedup": SPEEDUP, "low": LOW, "high": HIGH, "share_of_cost_table": SHARE, "tau": f"{TIMED}/tau",
-         "tokens_per_second": f"{TIMED}/tokens_per_second"}  # fmt: skip
+SPEED = {
+    "speedup": SPEEDUP,
+    "low": LOW,
+    "high": HIGH,
+    "share_of_cost_table": SHARE,
+    "tau": f"{TIMED}/tau",
+    "tokens_per_second": f"{TIMED}/tokens_per_second",
+}
 
 # kind of token -> HTML element that marks it in a text; and the legend
 ELEMENTS = {"drafted": "strong", "corrected": "em", "bonus": "code"}

@@ -21,8 +21,10 @@ def run(cfg: DatastoreConfig) -> None:
     refuse_replaced(cfg.output, ABOUT, (ORDER, TOKENS))
     for parent in Path(cfg.output).absolute().parents:
         if (parent / ABOUT).is_file():
-            raise UserError(f"output={cfg.output} lies in the datastore {parent}, which may be replaced as a whole: "
-                            "name another folder")  # fmt: skip
+            raise UserError(
+                f"output={cfg.output} lies in the datastore {parent}, which may be replaced as a whole: "
+                "name another folder"
+            )
     writable("output", cfg.output)
     with user_errors():
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
@@ -37,8 +39,10 @@ def run(cfg: DatastoreConfig) -> None:
             raise UserError(
                 f"output={cfg.output} has a datastore: name another folder, or set overwrite=true"
             ) from error
-    print(f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
-          f"cotrain train draft=retrieval draft.datastore={place}")  # fmt: skip
+    print(
+        f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
+        f"cotrain train draft=retrieval draft.datastore={place}"
+    )
 
 
 def _documents(source: Source) -> Iterator[list[int]]:

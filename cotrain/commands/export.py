@@ -126,8 +126,11 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
 
 def _push(path: Path, repo: str, target: str) -> None:
     if publishing.local(target):
-        print(f"warning: the card names a target on this machine, {place(target)}, which others cannot load: give its "
-              "hub id as target.path=", file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: the card names a target on this machine, {place(target)}, which others cannot load: give its "
+            "hub id as target.path=",
+            file=sys.stderr,
+        )
     print(f"pushed: {publishing.push(path, repo)}")
 
 
@@ -150,10 +153,17 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     called = cfg.push_to_hub or str(Path(cfg.output).absolute())
     try:
         path = eagle3.export(
-            cfg.draft.path, cfg.output, cfg.layout, cfg.k, engine=cfg.engine, target=model, objective=asked,
-            name=target, replace=cfg.overwrite,
+            cfg.draft.path,
+            cfg.output,
+            cfg.layout,
+            cfg.k,
+            engine=cfg.engine,
+            target=model,
+            objective=asked,
+            name=target,
+            replace=cfg.overwrite,
             card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
     written = read(path).metadata
@@ -161,9 +171,11 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     _print_remarks(path)
     layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
-        print(f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
-              "give each state once, in ascending order; use a target of at least 7 layers",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
+            "give each state once, in ascending order; use a target of at least 7 layers",
+            file=sys.stderr,
+        )
     return path
 
 

@@ -124,12 +124,17 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         prompts.append(prompt)
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         if not 0 < (tokens := len(ids)) < room:
-            raise UserError(f"{place} has {tokens} tokens: it must have at least one, and leave room for one more "
-                            f"in the {room} tokens of the target's context")  # fmt: skip
+            raise UserError(
+                f"{place} has {tokens} tokens: it must have at least one, and leave room for one more "
+                f"in the {room} tokens of the target's context"
+            )
         longest = max(longest, tokens)
     if longest + cfg.max_new_tokens > room:
-        print(f"max_new_tokens={cfg.max_new_tokens}: after the longest prompt, the {room} tokens of the context leave "
-              f"room for {room - longest}", file=sys.stderr)  # fmt: skip
+        print(
+            f"max_new_tokens={cfg.max_new_tokens}: after the longest prompt, the {room} tokens of the context leave "
+            f"room for {room - longest}",
+            file=sys.stderr,
+        )
     with user_errors():
         skipped.refuse(f"prompts={cfg.prompts}" if cfg.prompts else "prompt", len(rows))
     if not prompts:

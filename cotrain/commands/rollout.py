@@ -63,7 +63,13 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
         asked, template, encoder = cfg.rollout, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder
         limit = partial(fill_prompt_tokens, cfg, target, 0)
         prompts = sources_apart(cfg.data, {"train": None, cfg.kind: None}, template, encoder, limit)[cfg.kind]
-        fits("rollout.prompt_tokens", asked.prompt_tokens, "rollout.new_tokens", asked.new_tokens,
-             positions_of(target.config), start_of(target))  # fmt: skip
+        fits(
+            "rollout.prompt_tokens",
+            asked.prompt_tokens,
+            "rollout.new_tokens",
+            asked.new_tokens,
+            positions_of(target.config),
+            start_of(target),
+        )
         print(*said({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
         return prompts

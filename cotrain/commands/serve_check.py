@@ -46,9 +46,14 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
         raise UserError(f"{draft_path} names no draft length: set k= to the draft length of the server")
     others = {"objective": objective(cfg.objective)} if cfg.objective else {}
     size = Bench(
-        prompts=cfg.prompts, new_tokens=cfg.new_tokens, rows=cfg.at_once, depths=[k], minutes=0, draft_dtype="auto",
+        prompts=cfg.prompts,
+        new_tokens=cfg.new_tokens,
+        rows=cfg.at_once,
+        depths=[k],
+        minutes=0,
+        draft_dtype="auto",
         draft_int8=False,
-    )  # fmt: skip
+    )
     size.prompt_tokens, size.quick_prompts, size.parity_tokens = cfg.prompt_tokens, 0, 0  # none are used
     room = room_of(pair) - cfg.new_tokens if open_tokens else None
     given = prompts(cfg.data, size, target, tokenizer, room, draft_folder.path, "prompt_tokens")
@@ -56,8 +61,14 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     plan = plan_of(cfg, draft_folder, (target, tokenizer), size, "token", given=given, **others)
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
         parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
-        report = {"environment": environment(), "url": url, "kind": draft_folder.kind, "k": k,
-                  "objective": plan.objective, "parity": parity.report()}  # fmt: skip
+        report = {
+            "environment": environment(),
+            "url": url,
+            "kind": draft_folder.kind,
+            "k": k,
+            "objective": plan.objective,
+            "parity": parity.report(),
+        }
         write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
         folder.finish()
     return report, parity

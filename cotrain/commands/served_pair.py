@@ -146,8 +146,10 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     if own is not None:
         same_tokenizer(draft_path, tokenizer, own)
     if draft is not None and size_of(draft).active > size_of(target).active:
-        print(f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster",
+            file=sys.stderr,
+        )
     return Pair(target, tokenizer, draft)
 
 
@@ -186,17 +188,27 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
 
 
 def plan_of(
-    cfg: DraftFolderConfig, draft_folder: Folder,
-    models: tuple[PreTrainedModel, PreTrainedTokenizerBase], bench: Bench, verify: str | None, **others: Any,
-) -> Plan:  # fmt: skip
+    cfg: DraftFolderConfig,
+    draft_folder: Folder,
+    models: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    bench: Bench,
+    verify: str | None,
+    **others: Any,
+) -> Plan:
     """Return the plan that measures the draft of a folder as the folder says. The settings of `cfg` must be those of
     `resolved`. models: the target and its tokenizer. others: further fields of the plan."""
     assert verify is not None
     drafting = {"objective": draft_folder.metadata.objective} if draft_folder.metadata else {}
     return Plan(
-        *models, load_network(draft_folder, *models), sampling(cfg.regime), verify, bench,
-        (str(cfg.target.path), str(cfg.draft.path)), kind=draft_folder.kind, **drafting | others,
-    )  # fmt: skip
+        *models,
+        load_network(draft_folder, *models),
+        sampling(cfg.regime),
+        verify,
+        bench,
+        (str(cfg.target.path), str(cfg.draft.path)),
+        kind=draft_folder.kind,
+        **drafting | others,
+    )
 
 
 def room_of(pair: Pair) -> int:
@@ -225,8 +237,11 @@ def prompts(
     if own is None and data.path is None:
         file = draft / REPORT if draft else None
         if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
-            print(f"prompts: those of this package, and {file} is of other ones: data.path= names the texts "
-                  "that the draft learnt from, of which the held-out prompts are taken", file=sys.stderr)  # fmt: skip
+            print(
+                f"prompts: those of this package, and {file} is of other ones: data.path= names the texts "
+                "that the draft learnt from, of which the held-out prompts are taken",
+                file=sys.stderr,
+            )
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
         return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
     if own is not None:

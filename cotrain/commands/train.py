@@ -44,8 +44,10 @@ def run(cfg: TrainConfig) -> float | None:
     if cfg.overwrite and resumable(cfg.output, settings):  # the same command, after it was interrupted
         cfg.overwrite = False
         if not rank():
-            print(f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
-                  "delete the folder")  # fmt: skip
+            print(
+                f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
+                "delete the folder"
+            )
     deadline, work = Deadline(cfg.minutes, time.monotonic()), joint.joint if cfg.mode == "joint" else train
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output) or _damage(cfg):
@@ -68,8 +70,10 @@ def run(cfg: TrainConfig) -> float | None:
             work(cfg, folder.path, deadline, known.sources if known else None)
             folder.finish()
         elif late := [key for key in folder.changed if key != "measure"]:
-            print(f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
-                  "again with cotrain bench, or continue the training with more trainer.steps=")  # fmt: skip
+            print(
+                f"output={cfg.output} is finished, so the new {', '.join(late)} had no effect: measure its draft "
+                "again with cotrain bench, or continue the training with more trainer.steps="
+            )
         else:
             print(f"output={cfg.output} was finished before; overwrite=true repeats it")
     report = folder.path / "draft" / REPORT
@@ -77,8 +81,10 @@ def run(cfg: TrainConfig) -> float | None:
         print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
     else:
-        print(f"draft: {folder.path / 'draft'} (last step, not measured): repeat the command with measure=true "
-              "to measure it")  # fmt: skip
+        print(
+            f"draft: {folder.path / 'draft'} (last step, not measured): repeat the command with measure=true "
+            "to measure it"
+        )
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 
@@ -97,8 +103,10 @@ def _damage(cfg: TrainConfig) -> str:
     except (OSError, ValueError) as error:
         damage = str(error)
     if cfg.draft.trained and not any(Path(cfg.output).rglob("last.ckpt")):
-        raise UserError(f"output={cfg.output} was finished, but {damage}, and no checkpoint is left to write the draft "
-                        "again: overwrite=true trains it again")  # fmt: skip
+        raise UserError(
+            f"output={cfg.output} was finished, but {damage}, and no checkpoint is left to write the draft "
+            "again: overwrite=true trains it again"
+        )
     return damage
 
 

@@ -41,8 +41,12 @@ class Draft(Settings):
 
     def unread(self, run: Any) -> Mapping[str, str]:
         """Return the settings that this kind does not read with this init=."""
-        read = {name: one.inits for name, field in type(self).model_fields.items() for one in field.metadata
-                if isinstance(one, With)}  # fmt: skip
+        read = {
+            name: one.inits
+            for name, field in type(self).model_fields.items()
+            for one in field.metadata
+            if isinstance(one, With)
+        }
         return {
             name: f"{self.kind} drafts read it only with {' or '.join(f'init={init}' for init in inits)}"
             for name, inits in read.items()
@@ -218,9 +222,20 @@ class TwoLevelsDraft(_Started):
 
 
 AnyDraft = Annotated[
-    IndependentDraft | ConditionedDraft | EagleDraft | PEagleDraft | EarlyExitDraft | BlockDraft | ParallelDraft
-    | MedusaDraft | HydraDraft | RetrievalDraft | HybridDraft | QuantisedDraft | TwoLevelsDraft,
+    IndependentDraft
+    | ConditionedDraft
+    | EagleDraft
+    | PEagleDraft
+    | EarlyExitDraft
+    | BlockDraft
+    | ParallelDraft
+    | MedusaDraft
+    | HydraDraft
+    | RetrievalDraft
+    | HybridDraft
+    | QuantisedDraft
+    | TwoLevelsDraft,
     Field(discriminator="kind"),
-]  # fmt: skip
+]
 DRAFTS: dict[str, type[Draft]] = {one.model_fields["kind"].default: one for one in get_args(get_args(AnyDraft)[0])}
 OF_KINDS = frozenset(name for one in DRAFTS.values() for name in one.model_fields) - Draft.model_fields.keys()

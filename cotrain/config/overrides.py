@@ -88,9 +88,10 @@ def _opens(key: str, value: str) -> bool:
     of draft have, which `checked` then names. Hydra rejects these as unknown keys without `++`."""
     mappings, inner = _open_keys()
     return (
-        (key in mappings and value.startswith("{")) or key.startswith(inner)
+        (key in mappings and value.startswith("{"))
+        or key.startswith(inner)
         or (key.startswith("draft.") and key[6:] in OF_KINDS)
-    )  # fmt: skip
+    )
 
 
 def _literal(key: str, value: str) -> bool:

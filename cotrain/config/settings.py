@@ -392,8 +392,12 @@ def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
     null, 0 and [] are always accepted. For some only a line is printed: a sweep over kinds gives them to all."""
     pairs = (setting.partition("=") for setting in typed)
     values = {key.lstrip("+"): value for key, _, value in pairs if value not in ("null", "0", "[]")}
-    wrong = {f"{group}.{name}": why for group, settings in cfg if isinstance(settings, Settings)
-             for name, why in settings.unread(cfg).items()}  # fmt: skip
+    wrong = {
+        f"{group}.{name}": why
+        for group, settings in cfg
+        if isinstance(settings, Settings)
+        for name, why in settings.unread(cfg).items()
+    }
     for key in values:
         if key in wrong:
             raise UserError(f"{key}={values[key]}: the setting has no effect here: {wrong[key]}")
@@ -422,8 +426,10 @@ def _idle(cfg: TrainConfig) -> dict[str, str]:
 def refuse_from_target(name: str, cfg: Any) -> None:
     """Raise UserError for data=self with a command that samples no prompts."""
     if "data" in type(cfg).model_fields and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
-        raise UserError(f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
-                        "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl")  # fmt: skip
+        raise UserError(
+            f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
+            "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl"
+        )
 
 
 def from_target(data: Data) -> bool:

@@ -58,8 +58,9 @@ class Template:
         if not text.strip():
             raise ValueError("the target's chat template renders nothing for it")
         if self.ignores_user:
-            raise ValueError("the target's chat template renders the same text whatever the user says: mend "
-                             "message.content in it")  # fmt: skip
+            raise ValueError(
+                "the target's chat template renders the same text whatever the user says: mend message.content in it"
+            )
         return text
 
     @cached_property
@@ -76,10 +77,16 @@ class Template:
         try:
             if self.day and self.dated:
                 fixed = {"chat_template": _fixed(self.day) + self.tokenizer.get_chat_template(None, tools or None)}
-            return str(self.tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, add_generation_prompt=prompt, tokenize=False, **self.options,
-                **fixed,
-            ))  # fmt: skip
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools or None,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                    **self.options,
+                    **fixed,
+                )
+            )
         except Exception as error:  # whatever a template and its values raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"the target's chat template fails: {reason}") from error
@@ -114,8 +121,9 @@ class Template:
         if not message["content"].strip() and "tool_calls" not in message:
             return Turn(prompt, [], "it is empty")
         if not whole.startswith(before):
-            return Turn(prompt, [], "the target's chat template renders what is before an answer otherwise once it is "
-                                    "there")  # fmt: skip
+            return Turn(
+                prompt, [], "the target's chat template renders what is before an answer otherwise once it is there"
+            )
         said = whole[len(before) :]
         thought = EMPTY_THOUGHT.match(said)  # the target did not write it, unless the message has it
         own = EMPTY_THOUGHT.match(message["content"])  # templates write it with blanks of their own

@@ -209,27 +209,48 @@ def _person(rng: random.Random) -> dict[str, Any]:
 
 
 def _line(rng: random.Random) -> dict[str, Any]:
-    return {"sku": f"{rng.choice(ITEM)}-{rng.randrange(100):02d}", "quantity": rng.randint(1, 9),
-            "price": round(rng.uniform(1, 200), 2)}  # fmt: skip
+    return {
+        "sku": f"{rng.choice(ITEM)}-{rng.randrange(100):02d}",
+        "quantity": rng.randint(1, 9),
+        "price": round(rng.uniform(1, 200), 2),
+    }
 
 
 def _order(rng: random.Random) -> dict[str, Any]:
     lines = [_line(rng) for _ in range(rng.randint(1, 4))]
     total = round(sum(line["quantity"] * line["price"] for line in lines), 2)
-    return {"order": rng.randrange(10**8), "date": _date(rng), "customer": _person(rng), "lines": lines,
-            "total": total, "tags": rng.sample(WORD, rng.randint(0, 3)), "paid": rng.random() < 0.8}  # fmt: skip
+    return {
+        "order": rng.randrange(10**8),
+        "date": _date(rng),
+        "customer": _person(rng),
+        "lines": lines,
+        "total": total,
+        "tags": rng.sample(WORD, rng.randint(0, 3)),
+        "paid": rng.random() < 0.8,
+    }
 
 
 def _reading(rng: random.Random) -> dict[str, Any]:
     values = [round(rng.gauss(20, 4), 1) for _ in range(rng.randint(3, 8))]
-    return {"sensor": f"s{rng.randrange(40):03d}", "unit": rng.choice(["C", "kPa", "%"]), "at": _date(rng),
-            "values": values, "max": max(values), "ok": max(values) < 27}  # fmt: skip
+    return {
+        "sensor": f"s{rng.randrange(40):03d}",
+        "unit": rng.choice(["C", "kPa", "%"]),
+        "at": _date(rng),
+        "values": values,
+        "max": max(values),
+        "ok": max(values) < 27,
+    }
 
 
 def _event(rng: random.Random) -> dict[str, Any]:
-    return {"time": _date(rng), "level": rng.choice(["INFO", "INFO", "WARNING", "ERROR"]),
-            "service": rng.choice(["auth", "billing", "search", "mail"]), "user": rng.choice([None, _person(rng)]),
-            "latency_ms": rng.randrange(1, 2000), "path": f"/{rng.choice(ITEM)}s/{rng.randrange(999)}"}  # fmt: skip
+    return {
+        "time": _date(rng),
+        "level": rng.choice(["INFO", "INFO", "WARNING", "ERROR"]),
+        "service": rng.choice(["auth", "billing", "search", "mail"]),
+        "user": rng.choice([None, _person(rng)]),
+        "latency_ms": rng.randrange(1, 2000),
+        "path": f"/{rng.choice(ITEM)}s/{rng.randrange(999)}",
+    }
 
 
 def _date(rng: random.Random) -> str:

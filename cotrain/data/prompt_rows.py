@@ -58,8 +58,10 @@ class PromptRows:
         for domain in sorted({row["domain"] for row in self.rows} - present):
             shortest = min(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
             whose = f"the domain {domain}" if self.domains(tokens) else "it"
-            raise ValueError(f"data.path: {whose} has no prompt of at most rollout.prompt_tokens={tokens}, the "
-                             f"shortest has {shortest}: {LONGER}")  # fmt: skip
+            raise ValueError(
+                f"data.path: {whose} has no prompt of at most rollout.prompt_tokens={tokens}, the "
+                f"shortest has {shortest}: {LONGER}"
+            )
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def covered(self, tokens: int) -> bool:
@@ -181,15 +183,19 @@ def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: i
     both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
-        raise ValueError(f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
-                         f"the model sees at most {tokens} tokens: give more texts, or raise rollout.prompt_tokens "
-                         "(for cotrain bench, bench.prompt_tokens)")  # fmt: skip
+        raise ValueError(
+            f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
+            f"the model sees at most {tokens} tokens: give more texts, or raise rollout.prompt_tokens "
+            "(for cotrain bench, bench.prompt_tokens)"
+        )
     return common
 
 
 def _apart(common: Sequence[bool], tokens: int) -> list[str]:
-    return [f"data.path: {sum(common)} of {len(common)} held-out prompts begin like ones that are learnt, of which the "
-            f"model sees at most {tokens} tokens: left out"] * any(common)  # fmt: skip
+    return [
+        f"data.path: {sum(common)} of {len(common)} held-out prompts begin like ones that are learnt, of which the "
+        f"model sees at most {tokens} tokens: left out"
+    ] * any(common)
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

@@ -12,11 +12,24 @@ from typing import Any
 from inference.request import content_of
 
 Message = dict[str, Any]
-ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
-         "gpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool"}  # fmt: skip
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 CONVERSATION, PROMPT, INSTRUCTION, TEXT, SOURCE = (
-    ("messages", "conversations"), "prompt", "instruction", "text", "source",
-)  # fmt: skip
+    ("messages", "conversations"),
+    "prompt",
+    "instruction",
+    "text",
+    "source",
+)
 COMPLETION = ("completion", "response", "output")
 COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT)  # one of them must be in a row; the first that is there is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
@@ -68,8 +81,10 @@ class Reader:
     def row(self, values: Any, place: str = "") -> DataRow:
         """Read a row. Raises ValueError with the reason for which it is skipped."""
         if not isinstance(values, Mapping):
-            raise ValueError("it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
-                             'a row of JSON is an object such as {"prompt": "..."}')  # fmt: skip
+            raise ValueError(
+                "it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
+                'a row of JSON is an object such as {"prompt": "..."}'
+            )
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
@@ -91,8 +106,9 @@ class Reader:
                 raise ValueError(f"its only column is {name!r}: separate columns by commas, not by {between!r}")
             objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
             if objects and not {"role", "from"} & value[0].keys():  # no conversation
-                raise ValueError(f"its {name!r} is a list of objects: if these are the rows, write a file of that list "
-                                 "alone")  # fmt: skip
+                raise ValueError(
+                    f"its {name!r} is a list of objects: if these are the rows, write a file of that list alone"
+                )
         named = "" if self.column else f": {self.other}"
         raise ValueError(f"it has no column {' or '.join(map(repr, names))}, but {', '.join(left) or 'none'}{named}")
 
@@ -238,8 +254,10 @@ def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: in
     """Lines about which columns were read, what became of prompts, and what was left out. total: the number of rows."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
-    lines = [f"data.path: {total - skipped.reasons.total()} of {total} rows are read, columns "
-             f"{_counted(read, len(rows))}{ignored}"]  # fmt: skip
+    lines = [
+        f"data.path: {total - skipped.reasons.total()} of {total} rows are read, columns "
+        f"{_counted(read, len(rows))}{ignored}"
+    ]
     if skipped.reasons:
         lines += [f"data.path: {skipped.reasons.total()} of {total} rows are skipped: {skipped.said()}"]
     repeated = len(rows) - len({row.content for row in rows})
@@ -250,12 +268,15 @@ def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: in
 def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
     if rows[0].messages:
         return "data.path: prompts are messages, rendered by the target's chat template" + (
-            "" if {*rows[0].columns} & {*CONVERSATION} else "; data.chat=false uses them as they are")  # fmt: skip
+            "" if {*rows[0].columns} & {*CONVERSATION} else "; data.chat=false uses them as they are"
+        )
     if not reader.templated:
         said = ", so the user's messages are used as prompts without one" * bool({*rows[0].columns} & {*CONVERSATION})
         return f"data.path: prompts are used as they are: the target's tokenizer has no chat template{said}"
-    return "data.path: prompts are used as they are; data.chat=true makes each a user's message in the target's chat " \
-           "template"  # fmt: skip
+    return (
+        "data.path: prompts are used as they are; data.chat=true makes each a user's message in the target's chat "
+        "template"
+    )
 
 
 def _counted(columns: Mapping[str, int], rows: int) -> str:

@@ -30,12 +30,18 @@ CODE = (40, 600)  # characters of a function without its docstring
 LONGEST = 192  # tokens of a source; few are longer, with the bundled tokenizer
 MONTHS = "January February March April May June July August September October November December".split()
 # phrasings of the records of a kind
-PERSON = ("{name} from {city} has the number {id} and reads mail at {email}.",
-          "Customer {id}, {name}, lives in {city} and is reached at {email}.")  # fmt: skip
-ORDER = ("On {day} {who} ordered {lines}; order {number}{tags}, {total} in total, {paid}.",
-         "Order {number}{tags}, made by {who} on {day}, {paid}: {lines}, which is {total} in total.")  # fmt: skip
-READING = ("Sensor {sensor} read {values} {unit} on {day}; the maximum, {max}, is {state}.",
-           "On {day} sensor {sensor} measured {values} {unit}, at most {max}, which is {state}.")  # fmt: skip
+PERSON = (
+    "{name} from {city} has the number {id} and reads mail at {email}.",
+    "Customer {id}, {name}, lives in {city} and is reached at {email}.",
+)
+ORDER = (
+    "On {day} {who} ordered {lines}; order {number}{tags}, {total} in total, {paid}.",
+    "Order {number}{tags}, made by {who} on {day}, {paid}: {lines}, which is {total} in total.",
+)
+READING = (
+    "Sensor {sensor} read {values} {unit} on {day}; the maximum, {max}, is {state}.",
+    "On {day} sensor {sensor} measured {values} {unit}, at most {max}, which is {state}.",
+)
 EVENT = (
     "At {clock} on {day} {service} logged {level}: {path} took {latency_ms} ms for {who}.",
     "The service {service} logged {level} on {day} at {clock}, since {who} waited {latency_ms} ms for {path}.",
@@ -147,8 +153,15 @@ def _order(record: dict[str, Any], rng: random.Random) -> str:
     lines = _list([f"{line['quantity']} {line['sku']} at {line['price']}" for line in record["lines"]])
     tags = f", {_list(record['tags'])}" if record["tags"] else ""
     paid = "has been paid" if record["paid"] else "is not paid yet"
-    words = {"who": record["customer"]["name"], "day": _day(record["date"]), "number": record["order"], "lines": lines,
-             "total": record["total"], "tags": tags, "paid": paid}  # fmt: skip
+    words = {
+        "who": record["customer"]["name"],
+        "day": _day(record["date"]),
+        "number": record["order"],
+        "lines": lines,
+        "total": record["total"],
+        "tags": tags,
+        "paid": paid,
+    }
     return rng.choice(ORDER).format(**words)
 
 

@@ -33,13 +33,20 @@ from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
 from inference.drafts.weight_files import CONFIG
 
-LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv",
-           ".txt": "text"}  # fmt: skip
+LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
-UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, csv.Error, lzma.LZMAError, pyarrow.ArrowException,
-              datasets.exceptions.DatasetsError)  # fmt: skip
+UNREADABLE = (
+    ValueError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    csv.Error,
+    lzma.LZMAError,
+    pyarrow.ArrowException,
+    datasets.exceptions.DatasetsError,
+)
 
 
 def kind_of(path: Path) -> str | None:
@@ -58,11 +65,15 @@ def files_of(path: str) -> dict[str, Path]:
         if (place / CONFIG).is_file() and any(place.glob("*.safetensors")):
             raise ValueError(f"data.path: {path} is the folder of a model, not of texts: name a file of texts")
         saved = any((place / name).is_file() for name in SAVED)
-        matching_files = {str(file.relative_to(place)): file for file in sorted(place.rglob("*"))
-                 if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")}  # fmt: skip
+        matching_files = {
+            str(file.relative_to(place)): file
+            for file in sorted(place.rglob("*"))
+            if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")
+        }
         if not matching_files:
-            raise ValueError(f"data.path: {path} cannot be read: it holds none of {', '.join(LOADERS)}, and no saved "
-                             "data set")  # fmt: skip
+            raise ValueError(
+                f"data.path: {path} cannot be read: it holds none of {', '.join(LOADERS)}, and no saved data set"
+            )
         return matching_files
     if place.is_file():
         return {place.name: place}
@@ -303,8 +314,9 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         return {split: _embedded(data, split, template.tokenizer, encoder) for split in splits}
     templated = template.tokenizer.chat_template is not None
     if data.chat and not templated:
-        raise ValueError("data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used "
-                         "unchanged")  # fmt: skip
+        raise ValueError(
+            "data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used unchanged"
+        )
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
     rows, total, read = list[DataRow](), 0, set[str]()
     for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
@@ -323,8 +335,10 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         openings = [row.opening for row in rows]
         mine = [rows[place] for place in in_split(openings, split)]
         if not mine:
-            raise ValueError(f"data.path: none of {len(rows)} rows falls to the split {split}: they begin with "
-                             f"{len({*openings})} different prompts, and it takes {PART}: give more")  # fmt: skip
+            raise ValueError(
+                f"data.path: none of {len(rows)} rows falls to the split {split}: they begin with "
+                f"{len({*openings})} different prompts, and it takes {PART}: give more"
+            )
         sources[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
         skipped.refuse(f"data.path: {data.path}", total)
         if not len(sources[split]):
@@ -333,8 +347,9 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     if "" not in read and (unread := [name for name in files_of(data.path) if name not in read]):
         said[0] += f"; files not read ({len(unread)}): {', '.join(unread[:3])}"
     if lost.reasons:
-        said.append(f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: "
-                    f"{lost.said()}")  # fmt: skip
+        said.append(
+            f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: {lost.said()}"
+        )
     return {split: replace(source, remarks=tuple(said)) for split, source in sources.items()}
 
 
@@ -374,8 +389,9 @@ def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: 
         except ValueError as error:
             skipped.add(row.place, error)
             continue
-        sources += [{"domain": row.domain, "prompt": turn.prompt, "completion": turn.completion, "unit": unit}
-                    for turn in turns]  # fmt: skip
+        sources += [
+            {"domain": row.domain, "prompt": turn.prompt, "completion": turn.completion, "unit": unit} for turn in turns
+        ]
         for turn in turns:
             if turn.lost:
                 lost.add(row.place, turn.lost)
@@ -384,8 +400,11 @@ def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     """Cut documents into `pieces`, so that a document gives several prompts."""
-    rows = [{"text": piece, "domain": row["domain"], "document": number}
-            for number, row in enumerate(texts) for piece in pieces(row["text"])]  # fmt: skip
+    rows = [
+        {"text": piece, "domain": row["domain"], "document": number}
+        for number, row in enumerate(texts)
+        for piece in pieces(row["text"])
+    ]
     return datasets.Dataset.from_list(rows)
 
 
@@ -413,8 +432,10 @@ def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, le
     start = start_token(tokenizer)
     streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))
     if not any(next(islice(stream, length - 1, None), None) is not None for stream in streams):
-        raise ValueError(f"data.block: {len(texts)} texts make less than one block of {length} tokens: lower it, or "
-                         "set trainer.corpus_steps=0")  # fmt: skip
+        raise ValueError(
+            f"data.block: {len(texts)} texts make less than one block of {length} tokens: lower it, or "
+            "set trainer.corpus_steps=0"
+        )
 
 
 def _domain(texts: datasets.Dataset, name: str) -> list[str]:

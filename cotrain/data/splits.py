@@ -93,8 +93,10 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
     """Raise ValueError if a final prompt is `shared` with the others. used: their use, for the message."""
     common = shared(final, others)
     if common:
-        raise ValueError(f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
-                         f"the first {common[0][:8]}...: the splits must be disjoint")  # fmt: skip
+        raise ValueError(
+            f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
+            f"the first {common[0][:8]}...: the splits must be disjoint"
+        )
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:

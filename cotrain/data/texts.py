@@ -70,8 +70,16 @@ class Texts:
         at = torch.tensor(chosen, dtype=torch.int64)
         ids, places, source = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
-        return replace(self, ids=ids, prompt=self.prompt[at], length=self.length[at], position_ids=places,
-                       domain=[self.domain[row] for row in chosen], temperature=temperature, source=source)  # fmt: skip
+        return replace(
+            self,
+            ids=ids,
+            prompt=self.prompt[at],
+            length=self.length[at],
+            position_ids=places,
+            domain=[self.domain[row] for row in chosen],
+            temperature=temperature,
+            source=source,
+        )
 
     def hashes(self) -> list[str]:
         """A hash of the ids of each text, and of its source."""
@@ -176,8 +184,13 @@ class Learnt(Dataset[dict[str, Tensor]]):
         ids, places, source = self.texts.read(torch.tensor(index))
         packed = {} if places is None else {"position_ids": places.long()}
         packed |= {} if source is None else {"source": source}
-        return {"ids": ids.long(), "predicted": self.predicted[index], "sampled": self.sampled[index],
-                "key": torch.tensor(self.first + index), "temperature": self.temperature[index]} | packed  # fmt: skip
+        return {
+            "ids": ids.long(),
+            "predicted": self.predicted[index],
+            "sampled": self.sampled[index],
+            "key": torch.tensor(self.first + index),
+            "temperature": self.temperature[index],
+        } | packed
 
 
 class Strided(Sampler[int]):

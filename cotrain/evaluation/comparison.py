@@ -167,10 +167,13 @@ def _settings(label: str) -> set[str]:
 
 def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
     pairs, common = _rows(mine, base, temperature)
-    lengths, ours, theirs = np.array([
-        [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
-        for (one, two), rows in zip(pairs, common, strict=True)
-    ], dtype=np.float64).transpose(2, 0, 1)  # each (seeds, texts)  # fmt: skip
+    lengths, ours, theirs = np.array(
+        [
+            [(one["lengths"][i], one["calls"][str(k)][i], two["calls"][str(k)][j]) for i, j in rows]
+            for (one, two), rows in zip(pairs, common, strict=True)
+        ],
+        dtype=np.float64,
+    ).transpose(2, 0, 1)  # each (seeds, texts)
     seeds = len(pairs)
     rng, texts = np.random.default_rng(0), lengths.shape[1]
     draws = [(rng.integers(seeds, size=seeds), rng.integers(texts, size=texts)) for _ in range(RESAMPLES)]
@@ -211,8 +214,10 @@ def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[
     each seed. Otherwise the rows are those of evenly spaced texts of each pair.
     """
     common = [_common(*pair) for pair in pairs]
-    hashes = [[one["hashes"][i] for i, _ in rows] if "hashes" in one else [] for (one, _), rows in
-              zip(pairs, common, strict=True)]  # fmt: skip
+    hashes = [
+        [one["hashes"][i] for i, _ in rows] if "hashes" in one else []
+        for (one, _), rows in zip(pairs, common, strict=True)
+    ]
     if shared := set(hashes[0]).intersection(*hashes[1:]):
         by_hash = [dict(zip(own, rows, strict=True)) for own, rows in zip(hashes, common, strict=True)]
         return [[rows[text] for text in hashes[0] if text in shared] for rows in by_hash]

@@ -74,5 +74,11 @@ def _as_text(held: HeldOut, row: int, position: dict[str, Any], decode: Decode) 
     def tokens(side: str) -> list[dict[str, Any]]:
         return [{"text": decode([token]), "p": p, "q": q} for token, p, q in position[side]]
 
-    return {"tv": position["tv"], "domain": held.texts.domain[row], "before": decode(ids[max(at - SHOWN, 0) : at]),
-            "next": decode([ids[at]]), "target": tokens("target"), "draft": tokens("draft")}  # fmt: skip
+    return {
+        "tv": position["tv"],
+        "domain": held.texts.domain[row],
+        "before": decode(ids[max(at - SHOWN, 0) : at]),
+        "next": decode([ids[at]]),
+        "target": tokens("target"),
+        "draft": tokens("draft"),
+    }

@@ -62,8 +62,13 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
         for at in torch.arange(len(token)).split(positions(vocabulary, both[1][0].device.type)):
             p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
             x = token[at].long().unsqueeze(1).to(p.device)
-            figures = [divergences.kl(p, new), divergences.kl(new, p), (p.argmax(-1) == new.argmax(-1)).to(p),
-                       p.gather(1, x).squeeze(1), new.gather(1, x).squeeze(1)]  # fmt: skip
+            figures = [
+                divergences.kl(p, new),
+                divergences.kl(new, p),
+                (p.argmax(-1) == new.argmax(-1)).to(p),
+                p.gather(1, x).squeeze(1),
+                new.gather(1, x).squeeze(1),
+            ]
             parts.append([*(one.cpu() for one in figures), token[at], text[at]])
     kl, reverse, same, one, other, tokens, text = (torch.cat(column) for column in zip(*parts, strict=True))
     return Movement(kl, reverse, same, one, other, tokens, text, texts.domain)
@@ -77,8 +82,10 @@ def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
     of texts is skewed, so the interval without it covers less than it says. Infinite for fewer than two texts.
     """
     _, at = text.unique(return_inverse=True)
-    sums, counts = (torch.zeros(int(at.max()) + 1, dtype=torch.float64).index_add_(0, at, part.double())
-                    for part in (values, torch.ones_like(values)))  # fmt: skip
+    sums, counts = (
+        torch.zeros(int(at.max()) + 1, dtype=torch.float64).index_add_(0, at, part.double())
+        for part in (values, torch.ones_like(values))
+    )
     count = len(sums)
     if count < 2:
         return math.inf
@@ -113,9 +120,11 @@ def figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]
         if bool(inside.any()):
             domains[name] = _summary(one, inside)
     return _summary(one, torch.ones(len(one.kl), dtype=torch.bool)) | {
-        "bound": one.bound(confidence), "domains": domains, "lorenz": _lorenz(one.kl),
+        "bound": one.bound(confidence),
+        "domains": domains,
+        "lorenz": _lorenz(one.kl),
         "tokens_moved": _most_moved(one, decode),
-    }  # fmt: skip
+    }
 
 
 def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
@@ -133,8 +142,10 @@ def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
 def _lorenz(kl: Tensor) -> dict[str, float]:
     """Return, for each share of the tokens, the share of the whole KL that the tokens of the largest KL have."""
     ordered = kl.double().sort(descending=True).values.cumsum(0)
-    return {f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
-            for share in SHARES}  # fmt: skip
+    return {
+        f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
+        for share in SHARES
+    }
 
 
 def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
@@ -143,6 +154,13 @@ def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[
     sums = torch.zeros(size, dtype=torch.float64).index_add_(0, one.token.long(), one.kl.double())
     counts = torch.bincount(one.token.long(), minlength=size)
     top = sums.topk(min(TOP, size)).indices.tolist()
-    return [{"token": decode([token]), "share": float(sums[token] / sums.sum().clamp(min=1e-300)),
-             "mean": float(sums[token] / counts[token].clamp(min=1)), "count": int(counts[token])}
-            for token in top if counts[token]]  # fmt: skip
+    return [
+        {
+            "token": decode([token]),
+            "share": float(sums[token] / sums.sum().clamp(min=1e-300)),
+            "mean": float(sums[token] / counts[token].clamp(min=1)),
+            "count": int(counts[token]),
+        }
+        for token in top
+        if counts[token]
+    ]

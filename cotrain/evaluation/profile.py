@@ -54,9 +54,10 @@ def profile(
     means = (totals / max(count, 1)).tolist()
     return {
         "by_draft_temperature": {f"{t:g}": alpha for t, alpha in zip(temperatures, means, strict=True)},
-        "by_context": {f"{2 ** (bits - 1)}-{2**bits - 1}": total / number
-                       for bits, (total, number) in sorted(buckets.items())},
-    }  # fmt: skip
+        "by_context": {
+            f"{2 ** (bits - 1)}-{2**bits - 1}": total / number for bits, (total, number) in sorted(buckets.items())
+        },
+    }
 
 
 def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
@@ -115,9 +116,11 @@ class Provenance:
         return abs(self.z) < SIGMAS and self.impossible < IMPOSSIBLE
 
     def line(self) -> str:
-        return (f"their mean -log p under the target is {self.surprise:.2f} nats per token; for texts of the target it "
-                f"would be {self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % "
-                "with p = 0)")  # fmt: skip
+        return (
+            f"their mean -log p under the target is {self.surprise:.2f} nats per token; for texts of the target it "
+            f"would be {self.entropy:.2f} (z = {self.z:+.0f}, {self.tokens} tokens, {100 * self.impossible:.1f} % "
+            "with p = 0)"
+        )
 
 
 @torch.no_grad()

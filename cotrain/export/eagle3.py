@@ -77,17 +77,23 @@ def export(
         raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts of a round")
     if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
         if k:
-            raise ValueError(f"k={k}: an engine gives the draft as many masks, and the masks of {source}, which see "
-                             f"each other, were trained {depths} at a time")  # fmt: skip
-        remarks.append(f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
-                       f"its masks, which see each other, were trained {depths} at a time.")  # fmt: skip
+            raise ValueError(
+                f"k={k}: an engine gives the draft as many masks, and the masks of {source}, which see "
+                f"each other, were trained {depths} at a time"
+            )
+        remarks.append(
+            f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
+            f"its masks, which see each other, were trained {depths} at a time."
+        )
         metadata = metadata.exported(None, depths, None)
     elif not k and not (metadata.tree and (engine, layout) in TREES):
         way, markov = drafting(engine, metadata.objective), network.markov_head is None
         metadata, remarks = planned_anew(source, folder.metadata, metadata, way, markov)
     elif not k and metadata.tree and not metadata.tree.likeliest:
-        remarks.append(f"Its tree was planned with sampled children, and {engine} drafts the likeliest tokens: time "
-                       "smaller trees, and k= for chains, too.")  # fmt: skip
+        remarks.append(
+            f"Its tree was planned with sampled children, and {engine} drafts the likeliest tokens: time "
+            "smaller trees, and k= for chains, too."
+        )
     remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
@@ -97,8 +103,10 @@ def export(
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
         elif layout == "dflash":
-            mask = {"mask_token_id": network.config.dflash_config["mask_token_id"],
-                    "embedding": network.mask_embedding.detach().cpu().clone()}  # fmt: skip
+            mask = {
+                "mask_token_id": network.config.dflash_config["mask_token_id"],
+                "embedding": network.mask_embedding.detach().cpu().clone(),
+            }
             torch.save(mask, new / MASK_FILE)
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
@@ -117,8 +125,11 @@ def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
     """Convert the written folder to the format of speculators."""
     embedding: Any = target.get_input_embeddings()
-    save_file(renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
-              folder / WEIGHTS, metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
     config = speculators_config(read_json(folder / CONFIG), metadata, type(target).__name__)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -130,8 +141,12 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
     """Convert config.json of an EAGLE-3 folder to the format of speculators. architecture: the target's class name."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": metadata.k, "verifier_accept_k": 1,
-                "accept_tolerance": 0.0}  # fmt: skip
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": metadata.k,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
     apart = ("architectures", "draft_vocab_size", "eagle_config", LAYER_IDS, "depths", "transformers_version", MASK)
     mask = ours.get(MASK)  # of p_eagle
@@ -145,9 +160,11 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
         LAYER_IDS: ours[LAYER_IDS],
         "transformer_layer_config": {name: value for name, value in ours.items() if name not in apart},
         "speculators_config": {
-            "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
             "verifier": verifier,
         },
         "tie_word_embeddings": False,
         "dtype": ours["dtype"],
-    } | ({} if mask is None else {"mask_token_id": mask})  # fmt: skip
+    } | ({} if mask is None else {"mask_token_id": mask})

@@ -25,9 +25,23 @@ Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
 GGUF_FILE = "draft.gguf"  # the one file of layout gguf
 # names of what exports write
-FILES = ("config.json", "generation_config.json", "cotrain.json", "report.json", "*.safetensors",
-         "*.safetensors.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-         "merges.txt", "*.model", "*.jinja", "mask_embedding.pt", GGUF_FILE)  # fmt: skip
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "cotrain.json",
+    "report.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "mask_embedding.pt",
+    GGUF_FILE,
+)
 
 
 @dataclass(frozen=True)
@@ -71,12 +85,25 @@ def _sglang(
     steps, children, nodes = (k, 1, k) if tree is None else (tree.depth, tree.most_children, len(tree.parents))
     # SGLang chooses the nodes among these: `children` of the root, then in each step the children of `children` nodes
     rated = children + (steps - 1) * children**2
-    return shlex.join([
-        "python", "-m", "sglang.launch_server", "--model-path", target,
-        "--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft,
-        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(children),
-        "--speculative-num-draft-tokens", str(min(nodes, rated) + 1),
-    ])  # fmt: skip
+    return shlex.join(
+        [
+            "python",
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            target,
+            "--speculative-algorithm",
+            algorithm,
+            "--speculative-draft-model-path",
+            draft,
+            "--speculative-num-steps",
+            str(steps),
+            "--speculative-eagle-topk",
+            str(children),
+            "--speculative-num-draft-tokens",
+            str(min(nodes, rated) + 1),
+        ]
+    )
 
 
 def _tensorrt_llm(draft: str, target: str, k: int, objective: str, kind: str = "Draft_Target", **more: Any) -> str:
@@ -107,10 +134,21 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
 def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
     """In builds whose default of --spec-draft-p-min is not 0, drafts end at a token of which the draft is not sure."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
-    return shlex.join([
-        "llama-server", "-m", target, "-md", str(Path(draft) / GGUF_FILE), "--spec-type", "draft-simple",
-        "--spec-draft-n-max", str(k), "--spec-draft-p-min", "0",
-    ])  # fmt: skip
+    return shlex.join(
+        [
+            "llama-server",
+            "-m",
+            target,
+            "-md",
+            str(Path(draft) / GGUF_FILE),
+            "--spec-type",
+            "draft-simple",
+            "--spec-draft-n-max",
+            str(k),
+            "--spec-draft-p-min",
+            "0",
+        ]
+    )
 
 
 _vllm_features = partial(_vllm, method="eagle3")
@@ -131,34 +169,49 @@ TREES = {
 
 ENGINES = {
     "vllm": ServingEngine(
-        "hf", "vllm>=0.28", ("sampled", "greedy"), _vllm,
+        "hf",
+        "vllm>=0.28",
+        ("sampled", "greedy"),
+        _vllm,
         "vLLM drafts greedily unless draft_sample_method says otherwise. It needs the target's vocab_size "
         "and tensor parallel size.",
         partial(_vllm, parallel=True),
     ),
     "sglang": ServingEngine(
-        "hf", "sglang>=0.5.23", ("greedy",), _sglang,
+        "hf",
+        "sglang>=0.5.23",
+        ("greedy",),
+        _sglang,
         "SGLang drafts greedily here and has no rejection sampling: acceptance is p(argmax q). It needs the "
         "target's vocabulary, token by token.",
     ),
     "tensorrt_llm": ServingEngine(
-        "hf", "tensorrt_llm>=1.3", ("greedy",), _tensorrt_llm,
+        "hf",
+        "tensorrt_llm>=1.3",
+        ("greedy",),
+        _tensorrt_llm,
         "PyTorch backend; written from its sources, not run here. By these it drafts greedily, whatever a request's "
         "sampling settings (`_allow_greedy_draft_tokens`). Older releases call decoding_type "
         "DraftTarget and speculative_model speculative_model_dir.",
     ),
     "transformers": ServingEngine(
-        "hf", "transformers>=5.17", ("sampled", "greedy"), _transformers,
+        "hf",
+        "transformers>=5.17",
+        ("sampled", "greedy"),
+        _transformers,
         "Assisted generation takes one prompt at a time; its speed-up is not a server's. With do_sample=True it draws "
         "drafts from q, with do_sample=False drafts and text are greedy.",
     ),
     "llamacpp": ServingEngine(
-        "gguf", "llama.cpp with --spec-type draft-simple", ("greedy",), _llamacpp,
+        "gguf",
+        "llama.cpp with --spec-type draft-simple",
+        ("greedy",),
+        _llamacpp,
         "llama.cpp drafts the likeliest tokens and samples from the target as without a draft: a draft is accepted "
         "if it is the target's own sample, with p(argmax q). Older builds call the last two flags --draft-max and "
         "--draft-p-min, and know no --spec-type.",
     ),
-}  # fmt: skip
+}
 
 
 def engine_named(name: str) -> ServingEngine:
@@ -198,8 +251,10 @@ def usual_layout(kind: str, engine: str) -> str:
 def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
     if layout == "dspark":
-        raise UserError("layout=dspark: not written, since vLLM runs DSpark only with Triton, where it was not tried; "
-                        "layout=dflash, which leaves out the Markov head")  # fmt: skip
+        raise UserError(
+            "layout=dspark: not written, since vLLM runs DSpark only with Triton, where it was not tried; "
+            "layout=dflash, which leaves out the Markov head"
+        )
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
         raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
@@ -218,9 +273,16 @@ def is_parallel(kind: str) -> bool:
 
 
 def launch(
-    engine: str, draft_path: str, target: str, k: int, objective: str, layout: str = "hf", kind: str = "independent",
-    tree: PlannedTree | None = None, layers: Sequence[int] = (),
-) -> str:  # fmt: skip
+    engine: str,
+    draft_path: str,
+    target: str,
+    k: int,
+    objective: str,
+    layout: str = "hf",
+    kind: str = "independent",
+    tree: PlannedTree | None = None,
+    layers: Sequence[int] = (),
+) -> str:
     """The command that serves `target` with the draft in `draft_path`, k drafts per round, for a POSIX shell.
 
     objective: "sampled" or "greedy", what the draft was trained for; it sets how the engine drafts. kind: the draft's.

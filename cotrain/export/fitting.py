@@ -96,8 +96,10 @@ def refuse(folder: str | Path, temperature: float | None) -> None:
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
-        raise UserError(f"temperature: {folder} depends on the temperature, and an export is for a single one: "
-                        "give the one that you serve at, as temperature=0.7")  # fmt: skip
+        raise UserError(
+            f"temperature: {folder} depends on the temperature, and an export is for a single one: "
+            "give the one that you serve at, as temperature=0.7"
+        )
     if not conditioned and temperature is not None:
         raise UserError(f"temperature={temperature:g}: {folder} does not depend on it: leave temperature= out")
 
@@ -106,8 +108,10 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
     """A remark if the draft was measured at another temperature than this one, else None."""
     if metadata is None or metadata.report is None or (at := metadata.regime.get("temperature", 1.0)) == temperature:
         return None
-    return (f"Speeds, and the draft length unless k= gives it, were measured at temperature {at:g}, not at "
-            f"{temperature:g}: cotrain bench regime.temperature={temperature:g} measures there.")  # fmt: skip
+    return (
+        f"Speeds, and the draft length unless k= gives it, were measured at temperature {at:g}, not at "
+        f"{temperature:g}: cotrain bench regime.temperature={temperature:g} measures there."
+    )
 
 
 def network_class(temperature: float | None) -> Any:
@@ -133,9 +137,11 @@ def small_head_problem(folder: str | Path) -> str | None:
         return f"{file}: {RANK} is {rank}, and engines load no head of low rank: train with draft.head_rank=null"
     features = kind in KINDS and student_class(kind).features
     if (tokens := values.get(VOCABULARY)) and not features:
-        return (f"{file}: {VOCABULARY} is {tokens}, and engines load a causal LM only with a row for each of its "
-                f"{values.get('vocab_size')} tokens: train with draft.vocabulary=null, or draft=eagle, whose pruned "
-                "vocabulary they load")  # fmt: skip
+        return (
+            f"{file}: {VOCABULARY} is {tokens}, and engines load a causal LM only with a row for each of its "
+            f"{values.get('vocab_size')} tokens: train with draft.vocabulary=null, or draft=eagle, whose pruned "
+            "vocabulary they load"
+        )
     return None
 
 
@@ -155,8 +161,10 @@ def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
     logits = network(input_ids=ids, use_cache=False).logits.float()[..., : wanted.shape[-1]]
     close = 0.05 if network.dtype in (torch.bfloat16, torch.float16) else 1e-3
     if not torch.allclose(logits, wanted, rtol=close, atol=close * float(wanted.abs().max())):
-        raise ValueError(f"temperature: the final norm of {type(network).__name__} cannot be scaled, so this draft can "
-                         "only be served by cotrain's engine")  # fmt: skip
+        raise ValueError(
+            f"temperature: the final norm of {type(network).__name__} cannot be scaled, so this draft can "
+            "only be served by cotrain's engine"
+        )
     delattr(network, MODULE)
     delattr(network.config, KNOTS)
     return network

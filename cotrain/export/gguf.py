@@ -43,8 +43,11 @@ from inference.drafts.gguf_target import SPLITS, WHOLE_WORDS, gguf_file
 
 ENGINE = "llamacpp"
 ARCHITECTURES = {
-    "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
-}  # fmt: skip
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+}
 TYPES = {  # dtype= -> how matrices are stored, and the name of such a file
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -221,8 +224,9 @@ def fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUF
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if index >= len(theirs) or theirs[index] != token:
             other = repr(theirs[index]) if index < len(theirs) else "no token"
-            raise UserError(f"tokenizer: vocabularies differ, first at id {index}: {other} in {path}, {token!r} in the "
-                            "draft's")  # fmt: skip
+            raise UserError(
+                f"tokenizer: vocabularies differ, first at id {index}: {other} in {path}, {token!r} in the draft's"
+            )
     mass = resize(model, len(theirs), tokenizer)
     if len(theirs) <= size:
         return []
@@ -244,8 +248,10 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
     if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
         one["type"] for one in _steps(core, "decoder")
     }:
-        raise UserError(f"engine={ENGINE}: the tokenizer is no byte-level BPE: give the target's GGUF file as "
-                        "target.path=, and its tokenizer is copied")  # fmt: skip
+        raise UserError(
+            f"engine={ENGINE}: the tokenizer is no byte-level BPE: give the target's GGUF file as "
+            "target.path=, and its tokenizer is copied"
+        )
     tokens, types = _tokens(tokenizer, model.config.vocab_size)
     cut = split_name(core)
     writer.add_tokenizer_model("gpt2")
@@ -269,8 +275,10 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
         writer.add_chat_template(tokenizer.chat_template)
     if cut != UNKNOWN_SPLIT:
         return []
-    return ["llama.cpp has no name for how this tokenizer cuts texts into words. As a draft the file needs none, since "
-            "it reads the target's ids; do not serve it by itself."]  # fmt: skip
+    return [
+        "llama.cpp has no name for how this tokenizer cuts texts into words. As a draft the file needs none, since "
+        "it reads the target's ids; do not serve it by itself."
+    ]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:

@@ -130,8 +130,10 @@ def prepare(
     exported = _origin(engine, model) | ({"remarks": lost} if lost else {})
     metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:
-        remarks.append(f"It was measured with a tree of {len(original.tree.parents)} nodes a round; the command above "
-                       f"drafts {metadata.k} tokens in a row.")  # fmt: skip
+        remarks.append(
+            f"It was measured with a tree of {len(original.tree.parents)} nodes a round; the command above "
+            f"drafts {metadata.k} tokens in a row."
+        )
     if temperature is not None:
         remarks.append(f"Made for temperature {temperature:g}: at others, export it again.")
         if apart := measured_elsewhere(original, temperature):

@@ -24,8 +24,10 @@ from inference.proposers.heads import MedusaNetwork
 
 SCALES = ("final_logit_softcapping", "logit_scale")  # keys of configs that change logits after the head
 VERSIONS = "vllm>=0.28,<=0.32"
-NOTE = ("vLLM drafts the likeliest token of each head: acceptance is p(argmax q), less than measured with sampled "
-        "drafts. Train with objective=greedy_draft for it.")  # fmt: skip
+NOTE = (
+    "vLLM drafts the likeliest token of each head: acceptance is p(argmax q), less than measured with sampled "
+    "drafts. Train with objective=greedy_draft for it."
+)
 
 
 def export(
@@ -89,11 +91,19 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
     would ignore the biases without an error."""
     ours = network.config
     return {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": ours.hidden_size,
-        "vocab_size": ours.vocab_size, "truncated_vocab_size": ours.vocab_size, "num_heads": ours.num_heads,
-        "num_hidden_layers": ours.num_hidden_layers, "max_paths": 64, "topk": 10, "medusa_fc_bias": True,
-        "original_lm_head": True, "dtype": str(network.dtype).removeprefix("torch."),
-    }  # fmt: skip
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": ours.hidden_size,
+        "vocab_size": ours.vocab_size,
+        "truncated_vocab_size": ours.vocab_size,
+        "num_heads": ours.num_heads,
+        "num_hidden_layers": ours.num_hidden_layers,
+        "max_paths": 64,
+        "topk": 10,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "dtype": str(network.dtype).removeprefix("torch."),
+    }
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:

@@ -103,8 +103,11 @@ def _read_from(metadata: Metadata) -> list[str]:
     lines += filter(None, [metadata.origin.get("warning")])
     if not gguf:
         return lines
-    return [*lines, "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), "
-                    "dequantised to bfloat16.".format(**gguf)]  # fmt: skip
+    return [
+        *lines,
+        "The target came from the GGUF file `{file}` ({name}, {quantisation}, SHA-256 {sha256}), "
+        "dequantised to bfloat16.".format(**gguf),
+    ]
 
 
 def planned_anew(

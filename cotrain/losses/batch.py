@@ -57,8 +57,9 @@ class LossBatch:
         pairs = []
         for guess in guesses:
             here = draftable(mask, guess.depth)
-            logs = token_logs(self.target, guess, self.following, here, self.temperature, chunk=self.chunk,
-                              truncate=self.truncate)  # fmt: skip
+            logs = token_logs(
+                self.target, guess, self.following, here, self.temperature, chunk=self.chunk, truncate=self.truncate
+            )
             pairs.append(_fill_dropped(*logs, guess, here))
         pairs = [mask_impossible(to_columns(logp, at), to_columns(logq, at)) for logp, logq in pairs]
         if guesses[0].depth == ANY:
@@ -88,9 +89,16 @@ class LossBatch:
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
-            spec.position, self.target, guess, weight, self.temperature, chunk=self.chunk, truncate=self.truncate,
-            measured=measured, terms=spec.terms if len(spec.terms) > 1 else (),
-        )  # fmt: skip
+            spec.position,
+            self.target,
+            guess,
+            weight,
+            self.temperature,
+            chunk=self.chunk,
+            truncate=self.truncate,
+            measured=measured,
+            terms=spec.terms if len(spec.terms) > 1 else (),
+        )
 
 
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:

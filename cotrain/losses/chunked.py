@@ -151,9 +151,12 @@ class EagerSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], chunks: Sequence[Tensor], states: Tensor,
+        ctx: Any,
+        part: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        chunks: Sequence[Tensor],
+        states: Tensor,
         *parameters: Tensor,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         learning = [p for p in parameters if p.requires_grad]
         slopes = [torch.zeros_like(tensor) for tensor in (states, *learning)]
         total, figures = None, []
@@ -207,8 +210,10 @@ def token_logs(
     counted = numbers(chosen(mask, guess.at))
     logs = torch.cat(_each(part, counted.split(chunk)))  # (n,2)
     at = sent(guess.at[counted], logs.device)  # (n,)
-    logp, logq = (logs.new_full((x.numel(),), default).index_put((at,), side)
-                  for default, side in zip((0.0, -math.inf), logs.unbind(-1), strict=True))  # fmt: skip
+    logp, logq = (
+        logs.new_full((x.numel(),), default).index_put((at,), side)
+        for default, side in zip((0.0, -math.inf), logs.unbind(-1), strict=True)
+    )
     return logp.view(x.shape), logq.view(x.shape)
 
 

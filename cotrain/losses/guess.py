@@ -76,9 +76,13 @@ class Guess:
 
     @classmethod
     def everywhere(
-        cls, states: Tensor, head: Callable[[Tensor], Tensor], parameters: tuple[Tensor, ...] = (), depth: int = ANY,
+        cls,
+        states: Tensor,
+        head: Callable[[Tensor], Tensor],
+        parameters: tuple[Tensor, ...] = (),
+        depth: int = ANY,
         pruned: Pruned | None = None,
-    ) -> "Guess":  # fmt: skip
+    ) -> "Guess":
         """Return a guess at every position, from states (B, T, Dq)."""
         at = torch.arange(states.shape[0] * states.shape[1])
         return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)

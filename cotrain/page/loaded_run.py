@@ -153,8 +153,11 @@ def load(paths: Sequence[str]) -> list[LoadedRun]:
 
 def _load(number: int, path: Path) -> LoadedRun:
     if not path.exists():
-        several = "several runs are typed one by one, as in run=a run=b" if set("[,") & set(str(path)) else (
-            "name a folder that was output= of cotrain train or bench")  # fmt: skip
+        several = (
+            "several runs are typed one by one, as in run=a run=b"
+            if set("[,") & set(str(path))
+            else ("name a folder that was output= of cotrain train or bench")
+        )
         raise UserError(f"run={path} does not exist: {several}")
     folder = path if path.is_dir() else path.parent
     reports = [path] if path.is_file() else [folder / "draft" / REPORT, folder / REPORT]

@@ -143,10 +143,17 @@ class Remote:
 
 
 def collect(
-    sampler: Sampler, asked: list[tuple[str, list[int]]], sampling: Sampling, new_tokens: int, seed: int, partial: Path,
-    say: Say | None = None, keys: Sequence[int] | None = None, seconds: float | None = None,
+    sampler: Sampler,
+    asked: list[tuple[str, list[int]]],
+    sampling: Sampling,
+    new_tokens: int,
+    seed: int,
+    partial: Path,
+    say: Say | None = None,
+    keys: Sequence[int] | None = None,
+    seconds: float | None = None,
     title: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`, in the
     order of `by_length`.
 

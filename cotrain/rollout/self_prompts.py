@@ -68,8 +68,10 @@ def opening(template: Template) -> Opening:
         raise ValueError(f"data=self: {error}; mend it, or give messages that it renders as data.path=") from error
     before, content, after = text.partition(CONTENT)
     if not content:
-        raise ValueError("data=self: the target's chat template does not write the user's content as it is: give "
-                         "prompts as data.path=")  # fmt: skip
+        raise ValueError(
+            "data=self: the target's chat template does not write the user's content as it is: give "
+            "prompts as data.path="
+        )
     # a space belongs to the first word that follows it
     ids, after = template.ids(before.rstrip(" ")), after.strip()
     closing = template.ids(after)[:1]
@@ -141,9 +143,16 @@ class SelfPrompts:
 
     def _origin(self) -> dict[str, Any]:
         opened = opening(self.template)
-        values = {"target": dict(self.identity), "seed": self.seed, "tokens": self.tokens, "wanted": dict(self.wanted),
-                  "opening": opened.ids, "ends": sorted(opened.ends), "close": opened.close,
-                  "seconds": self.seconds}  # fmt: skip
+        values = {
+            "target": dict(self.identity),
+            "seed": self.seed,
+            "tokens": self.tokens,
+            "wanted": dict(self.wanted),
+            "opening": opened.ids,
+            "ends": sorted(opened.ends),
+            "close": opened.close,
+            "seconds": self.seconds,
+        }
         return dict(json.loads(json.dumps(values)))
 
     def _fits(self, about: Path) -> bool:
@@ -164,19 +173,34 @@ class SelfPrompts:
         while True:
             asked = math.ceil(asked / sampler.rows) * sampler.rows  # whole batches
             whole = [(SELF, opened.ids)] * asked
-            sampled = collect(sampler, whole, sampling, self.tokens, self.seed, self._partial, say,
-                              seconds=self.seconds, title="prompts of the target")  # fmt: skip
+            sampled = collect(
+                sampler,
+                whole,
+                sampling,
+                self.tokens,
+                self.seed,
+                self._partial,
+                say,
+                seconds=self.seconds,
+                title="prompts of the target",
+            )
             rows, dropped = filtered([row["completion"] for row in sampled], opened, self.template, self.tokens)
             splits = Counter(splits_of([content(row) for row in rows]))
             missing = self._missing(splits)
             if not missing or asked >= most or len(sampled) < asked:
                 break
             asked = min(asked + math.ceil(missing * len(sampled) / max(len(rows), len(sampled) / MOST)), most)
-        counts = {"asked": len(sampled), "kept": len(rows), "dropped": dropped,
-                  "splits": {split: splits[split] for split in SPLITS}}  # fmt: skip
+        counts = {
+            "asked": len(sampled),
+            "kept": len(rows),
+            "dropped": dropped,
+            "splits": {split: splits[split] for split in SPLITS},
+        }
         if lacking := [split for split in SPLITS if self.wanted[split] and not splits[split]]:
-            raise UserError(f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or "
-                            "minutes=, or give prompts as data.path=")  # fmt: skip
+            raise UserError(
+                f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or "
+                "minutes=, or give prompts as data.path="
+            )
         return rows, counts
 
     def _missing(self, splits: Mapping[str, int]) -> int:

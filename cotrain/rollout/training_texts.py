@@ -75,11 +75,14 @@ def start_of(target: PreTrainedModel) -> Start | None:
     if limits is None:
         return None
     if limits.features:
-        raise ValueError(f"target.path: {type(target).__name__} reads features; drafts are trained for encoders that "
-                         "read token ids")  # fmt: skip
+        raise ValueError(
+            f"target.path: {type(target).__name__} reads features; drafts are trained for encoders that read token ids"
+        )
     if limits.start is None:
-        raise ValueError(f"target.path: the generation config of {type(target).__name__} names no "
-                         "decoder_start_token_id, or leaves one of forced_decoder_ids open")  # fmt: skip
+        raise ValueError(
+            f"target.path: the generation config of {type(target).__name__} names no "
+            "decoder_start_token_id, or leaves one of forced_decoder_ids open"
+        )
     return limits.start
 
 
@@ -95,9 +98,11 @@ def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> li
     """The rows of `logged`, whole."""
     rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
-        raise ValueError("data.path: its conversations hold no completion of a prompt of at most "
-                         f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
-                         "data.on_target=false")  # fmt: skip
+        raise ValueError(
+            "data.path: its conversations hold no completion of a prompt of at most "
+            f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
+            "data.on_target=false"
+        )
     return rows
 
 
@@ -165,17 +170,30 @@ class Sampled:
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
-            print(f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are {len(asked)} "
-                  "prompts for them, and each is continued once")  # fmt: skip
+            print(
+                f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are {len(asked)} "
+                "prompts for them, and each is continued once"
+            )
         mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
         if self.minutes:  # which may end the sampling: some of each domain first
             mine = _in_turn([asked[i][0] for i in mine], mine)
-        rows = samplers.collect(self._sampler(), [asked[i] for i in mine], sampling, self.ask.new_tokens, self.seed,
-                               partial, say, mine, self.seconds.get(kind))  # fmt: skip
+        rows = samplers.collect(
+            self._sampler(),
+            [asked[i] for i in mine],
+            sampling,
+            self.ask.new_tokens,
+            self.seed,
+            partial,
+            say,
+            mine,
+            self.seconds.get(kind),
+        )
         sampled, rows = len(rows), [row for row in rows if row["completion"]]
         if len(rows) < sampled:
-            print(f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: the server sends no token ids, "
-                  "and they do not survive decoding and encoding")  # fmt: skip
+            print(
+                f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: the server sends no token ids, "
+                "and they do not survive decoding and encoding"
+            )
         ends = ends_of(self.target)
         empty = sum(ends.issuperset(row["completion"]) for row in rows)
         whose = "rollout.url: the server's" if self.server else "target.path: the target's"
@@ -184,11 +202,15 @@ class Sampled:
         elif empty:
             print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
-            raise UserError("rollout.url: none of the server's texts survives decoding and encoding: use a server that "
-                            "sends token ids, such as vLLM")  # fmt: skip
+            raise UserError(
+                "rollout.url: none of the server's texts survives decoding and encoding: use a server that "
+                "sends token ids, such as vLLM"
+            )
         if empty == len(rows):
-            raise UserError(f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
-                            "first token; look at what it answers to one of the prompts")  # fmt: skip
+            raise UserError(
+                f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
+                "first token; look at what it answers to one of the prompts"
+            )
         if keep and beside(path, "parquet").is_file():
             earlier = numbered(path, ".parquet")
             there = [ending for ending in ("parquet", "json") if beside(path, ending).is_file()]
@@ -207,12 +229,21 @@ class Sampled:
         return self.identity or identity(self.target, self.tokenizer)
 
     def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
-        manifest = {"kind": kind, "regime": regime(sampling), "target": self._target(), "seed": self.seed,
-                "source": self.source[kind], "texts": self.ask.texts[kind], "prompt_tokens": self.ask.prompt_tokens,
-                "new_tokens": self.ask.new_tokens} | (
-                {"minutes": self.minutes} if self.minutes else {}) | (
-                {"server": self.server} if self.server else {}) | (
-                {"part": list(part)} if part.of > 1 else {})  # fmt: skip
+        manifest = (
+            {
+                "kind": kind,
+                "regime": regime(sampling),
+                "target": self._target(),
+                "seed": self.seed,
+                "source": self.source[kind],
+                "texts": self.ask.texts[kind],
+                "prompt_tokens": self.ask.prompt_tokens,
+                "new_tokens": self.ask.new_tokens,
+            }
+            | ({"minutes": self.minutes} if self.minutes else {})
+            | ({"server": self.server} if self.server else {})
+            | ({"part": list(part)} if part.of > 1 else {})
+        )
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:

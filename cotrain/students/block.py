@@ -124,9 +124,13 @@ class BlockStudent(EagleStudent):
         return states.unflatten(1, (S, n))[:, :, 1:]
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> Block:  # fmt: skip
+    ) -> Block:
         return Block(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 

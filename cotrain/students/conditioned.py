@@ -52,7 +52,11 @@ class ConditionedStudent(IndependentStudent):
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> Conditioned:  # fmt: skip
+    ) -> Conditioned:
         return Conditioned(self.network, greedy, compile=compile, int8=int8, shape=shape)

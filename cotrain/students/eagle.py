@@ -30,8 +30,16 @@ from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
 
 INNER_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # config keys
-PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-         "mlp.down_proj", "post_attention_layernorm")  # fmt: skip
+PARTS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "post_attention_layernorm",
+)
 
 KEYS = {"num_hidden_layers": "layers", "causal": "mask", "markov_rank": "markov"}  # of a config -> the setting
 JUDGED = 8  # evaluate at least this many depths, since served rounds may be longer than those in training
@@ -53,8 +61,10 @@ class EagleStudent(Student):
         if target is None:
             raise ValueError(f"draft.kind: {self.kind} drafts read the states of a target, and no target is given")
         if not isinstance(network, network_class):
-            raise ValueError(f"draft.kind: {self.kind} drafts need their target and a network of class "
-                             f"{network_class.__name__}, not {type(network).__name__}")  # fmt: skip
+            raise ValueError(
+                f"draft.kind: {self.kind} drafts need their target and a network of class "
+                f"{network_class.__name__}, not {type(network).__name__}"
+            )
         super().__init__(network, target, vocabulary or network.config.vocab_size)
         self.reads = tuple(sorted({*network.config.layers}))
 
@@ -106,13 +116,17 @@ class EagleStudent(Student):
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
-            raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
-                             "set draft.vocabulary=null")  # fmt: skip
+            raise ValueError(
+                f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has {known} tokens; "
+                "set draft.vocabulary=null"
+            )
         if rank is None and draft.head_rank:
             network.lower_head(draft.head_rank)
         elif draft.head_rank not in (None, rank):
-            raise ValueError(f"draft.head_rank={draft.head_rank}: draft.path={draft.path} has a head of rank {rank}; "
-                             "set draft.head_rank=null")  # fmt: skip
+            raise ValueError(
+                f"draft.head_rank={draft.head_rank}: draft.path={draft.path} has a head of rank {rank}; "
+                "set draft.head_rank=null"
+            )
         network.config.depths = draft.depths
         refuse_other(network, draft, cls.settings_of(draft))
         return network
@@ -180,9 +194,13 @@ class EagleStudent(Student):
         return has_kernel(network)
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> eagle.Eagle:  # fmt: skip
+    ) -> eagle.Eagle:
         return eagle.Eagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
@@ -267,8 +285,10 @@ def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, 
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
             own = ("causal" if own else "bidirectional") if name == "causal" else own
-            raise ValueError(f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} has {own}, which cannot "
-                             f"change: set draft.{key}={own}")  # fmt: skip
+            raise ValueError(
+                f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} has {own}, which cannot "
+                f"change: set draft.{key}={own}"
+            )
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:

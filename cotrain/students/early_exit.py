@@ -113,9 +113,13 @@ class EarlyExitStudent(Student):
         return self.rounds[1]
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> EarlyExit:  # fmt: skip
+    ) -> EarlyExit:
         """Return the proposer. int8 has no effect, because the draft's layers are the target's."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
@@ -125,8 +129,9 @@ def candidates(total: int) -> list[int]:
     """Return the exits to choose from in a target of `total` decoder layers: one after each layer but the last. If
     these are more than MOST, return MOST exits that are evenly spread. Raises ValueError for a target of one layer."""
     if total < 2:
-        raise ValueError("draft.layers: the target has one decoder layer, so no exit before its end exists: set "
-                         "draft.layers=1")  # fmt: skip
+        raise ValueError(
+            "draft.layers: the target has one decoder layer, so no exit before its end exists: set draft.layers=1"
+        )
     if total - 1 <= MOST:
         return list(range(1, total))
     return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})
@@ -134,8 +139,10 @@ def candidates(total: int) -> list[int]:
 
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
     if rank and sliding_window(target.config.get_text_config()):
-        raise ValueError(f"draft.kind: {type(target).__name__} has sliding windows, in which rounds cannot be trained: "
-                         "set draft.rank=0")  # fmt: skip
+        raise ValueError(
+            f"draft.kind: {type(target).__name__} has sliding windows, in which rounds cannot be trained: "
+            "set draft.rank=0"
+        )
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -164,17 +171,26 @@ class _Copies(NamedTuple):
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor,
-    scaling: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Compute the attention of all rounds, with the interface of transformers.
 
     query (B, H, (K + 1) T, D); key and value have one entry for each group of heads; attention_mask (B, 1, T, T) is the
     result of `_visible`. Returns the output (B, (K + 1) T, H, D), and None for the attention weights.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    copies = _Copies(*(part.repeat_interleave(query.shape[1] // part.shape[1], 1).unflatten(2, (-1, T))
-                    for part in (query * scale, key, value)))  # fmt: skip
+    copies = _Copies(
+        *(
+            part.repeat_interleave(query.shape[1] // part.shape[1], 1).unflatten(2, (-1, T))
+            for part in (query * scale, key, value)
+        )
+    )
     every = torch.arange(T, device=query.device)
     q, k, v = (part[:, :, 0] for part in copies)
     outputs = [nn.functional.scaled_dot_product_attention(q, k, v, attention_mask, scale=1.0)]  # the target's copy

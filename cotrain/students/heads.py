@@ -58,10 +58,15 @@ class MedusaStudent(Student):
                 f"draft.depths=4"
             )
         theirs = target.config.get_text_config()
-        network = network_class(network_class.config_class(
-            hidden_size=theirs.hidden_size, vocab_size=theirs.vocab_size, num_heads=draft.depths,
-            num_hidden_layers=draft.layers, **({"markov_rank": draft.markov} if draft.markov else {}),
-        ))  # fmt: skip
+        network = network_class(
+            network_class.config_class(
+                hidden_size=theirs.hidden_size,
+                vocab_size=theirs.vocab_size,
+                num_heads=draft.depths,
+                num_hidden_layers=draft.layers,
+                **({"markov_rank": draft.markov} if draft.markov else {}),
+            )
+        )
         return network
 
     def refuse(self) -> None:
@@ -86,9 +91,13 @@ class MedusaStudent(Student):
         return list(states.unflatten(1, newest.shape[:2]))
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         proposer_class: Any = kind_of(self.kind)
         return proposer_class(self.network, greedy, shape=shape)
 

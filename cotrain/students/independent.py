@@ -57,8 +57,14 @@ LAYERS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_laye
 CACHED = "decoder_layers"
 ENCODERS = ("encoder.", "model.encoder.")  # names of an encoder's tensors begin so
 BIAS = "relative_attention_bias"
-DROPOUT = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop",
-           "decoder_layerdrop")  # fmt: skip
+DROPOUT = (
+    "dropout_rate",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+)
 COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other programs write into draft folders
 
 
@@ -151,9 +157,13 @@ class IndependentStudent(Student):
         return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> proposers.Independent:  # fmt: skip
+    ) -> proposers.Independent:
         return proposers.Independent(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
@@ -213,8 +223,10 @@ def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> Pre
     if is_small(network.config):  # of draft.path
         for key, (name, value) in zip(HEAD[::-1], wanted.items(), strict=True):
             if value not in (None, own := getattr(network.config, name, None)):
-                raise ValueError(f"draft.{key}={value}: draft.path={draft.path} has a small head with {name} {own}; "
-                                 f"set draft.{key}=null")  # fmt: skip
+                raise ValueError(
+                    f"draft.{key}={value}: draft.path={draft.path} has a small head with {name} {own}; "
+                    f"set draft.{key}=null"
+                )
         return network
     if draft.vocabulary == config.vocab_size:
         wanted[VOCABULARY] = None
@@ -234,8 +246,9 @@ def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
         raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {vocabulary} tokens; set null for all")
     most = min(draft.vocabulary or vocabulary, width)
     if draft.head_rank and draft.head_rank > most:
-        raise ValueError(f"draft.head_rank: {draft.head_rank} exceeds {most}, the smaller size of the head; null for a "
-                         "whole one")  # fmt: skip
+        raise ValueError(
+            f"draft.head_rank: {draft.head_rank} exceeds {most}, the smaller size of the head; null for a whole one"
+        )
 
 
 @torch.no_grad()
@@ -294,8 +307,10 @@ def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | 
     if (
         encoder_layers is not None and encoder_layers >= most
     ):  # all of them would be the target's encoder, which is frozen
-        raise ValueError(f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}, and one that "
-                         "learns has fewer; null shares it")  # fmt: skip
+        raise ValueError(
+            f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}, and one that "
+            "learns has fewer; null shares it"
+        )
     new = {keys[0]: encoder_layers or most, keys[1]: layers, CACHED: layers}
     config.update(new | _no_dropout(config))
 
@@ -355,8 +370,10 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
     if ours > theirs and CausalLM.has_parts(config):
-        raise ValueError(f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
-                         "it serves the target that it was made for")  # fmt: skip
+        raise ValueError(
+            f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
+            "it serves the target that it was made for"
+        )
     options: dict[str, Any] = {}
     if config.is_encoder_decoder:
         config.update(_no_dropout(config))
@@ -370,8 +387,9 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
         except ValueError as error:
             raise ValueError(f"draft.path={path}: {error}") from error
         return sketch
-    loaded: Any = CausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
-                                           **options)  # fmt: skip
+    loaded: Any = CausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+    )
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
@@ -388,8 +406,9 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
 def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
     """Raise ValueError, beginning with `where`, for a draft with fewer rows than its tokenizer has ids."""
     if (rows := network.config.get_text_config().vocab_size) < ids:
-        raise ValueError(f"{where}: the draft has {rows} rows, and the tokenizer {ids} ids: use a model of the "
-                         "target's family")  # fmt: skip
+        raise ValueError(
+            f"{where}: the draft has {rows} rows, and the tokenizer {ids} ids: use a model of the target's family"
+        )
 
 
 def _config(path: str) -> PretrainedConfig:
@@ -428,8 +447,10 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     metadata = read(path).metadata if Path(path).is_dir() else None
     kinds = (student.kind, *student.begins_with)
     if metadata is not None and metadata.kind not in kinds:
-        raise ValueError(f"draft.path={path}: a draft of kind {metadata.kind}; draft={student.kind} begins with the "
-                         f"weights of one of {', '.join(kinds)}")  # fmt: skip
+        raise ValueError(
+            f"draft.path={path}: a draft of kind {metadata.kind}; draft={student.kind} begins with the "
+            f"weights of one of {', '.join(kinds)}"
+        )
     return path
 
 

@@ -74,8 +74,10 @@ class ParallelStudent(IndependentStudent):
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
-            raise ValueError(f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft: "
-                             "use another family, or draft=independent")  # fmt: skip
+            raise ValueError(
+                f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft: "
+                "use another family, or draft=independent"
+            )
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
@@ -132,16 +134,22 @@ class ParallelStudent(IndependentStudent):
         return states
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> proposers.Parallel:  # fmt: skip
+    ) -> proposers.Parallel:
         return proposers.Parallel(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
-        raise ValueError(f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
-                         "draft needs its whole text: use another family, or draft=independent")  # fmt: skip
+        raise ValueError(
+            f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
+            "draft needs its whole text: use another family, or draft=independent"
+        )
 
 
 def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
@@ -151,8 +159,10 @@ def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
         refuse_other(network, draft, {MARKOV: draft.markov})
         tokens = getattr(network.config, VOCABULARY, None) or network.config.get_text_config().vocab_size
         if own.markov_w2.out_features != tokens:
-            raise ValueError(f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has a Markov head over all "
-                             f"{own.markov_w2.out_features} tokens: set draft.vocabulary=null")  # fmt: skip
+            raise ValueError(
+                f"draft.vocabulary={draft.vocabulary}: draft.path={draft.path} has a Markov head over all "
+                f"{own.markov_w2.out_features} tokens: set draft.vocabulary=null"
+            )
     elif draft.markov:
         network.config.update({MARKOV: draft.markov})
         try:
@@ -223,9 +233,13 @@ class PEagleStudent(EagleStudent):
         return states
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> PEagle:  # fmt: skip
+    ) -> PEagle:
         return PEagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
 
 

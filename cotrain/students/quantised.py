@@ -49,9 +49,13 @@ class QuantisedStudent(Student):
         raise ValueError(f"draft={self.kind} is not trained")
 
     def proposer(
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False,
+        self,
+        *,
+        greedy: bool = False,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: Sequence[int] | None = None,
-    ) -> Quantised:  # fmt: skip
+    ) -> Quantised:
         """Return the proposer. int8 has no effect, because draft.bits decides."""
         assert self.target is not None
         return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
@@ -120,8 +124,10 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     known |= {id(part.weight) for part in _heads(draft)}
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]
     if others:
-        raise ValueError(f"{key}: {type(draft).__name__} has {len(others)} matrices that are not in an nn.Linear "
-                         f"({others[0]}) and cannot be rounded here: leave {key} at none")  # fmt: skip
+        raise ValueError(
+            f"{key}: {type(draft).__name__} has {len(others)} matrices that are not in an nn.Linear "
+            f"({others[0]}) and cannot be rounded here: leave {key} at none"
+        )
 
 
 class TwoLevelsStudent(Student):

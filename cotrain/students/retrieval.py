@@ -83,8 +83,17 @@ class HybridStudent(IndependentStudent):
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)
-        gate = calibrate(drafting, trials.plain(), Retrieval.of_settings(settings), trials.prompts,
-                         sampling=trials.sampling, new_tokens=trials.new_tokens, seed=trials.seed)  # fmt: skip
-        print(f"gate: a draft of the model takes {gate.step:.3f} plain steps, a column of the target's pass "
-              f"{gate.column:.3f}")  # fmt: skip
+        gate = calibrate(
+            drafting,
+            trials.plain(),
+            Retrieval.of_settings(settings),
+            trials.prompts,
+            sampling=trials.sampling,
+            new_tokens=trials.new_tokens,
+            seed=trials.seed,
+        )
+        print(
+            f"gate: a draft of the model takes {gate.step:.3f} plain steps, a column of the target's pass "
+            f"{gate.column:.3f}"
+        )
         return {"lookup": settings | {"gate": gate.to_json()}}

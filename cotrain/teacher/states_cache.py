@@ -83,9 +83,12 @@ class MemoryCache:
 
     @torch.no_grad()
     def _look_up(
-        self, ids: Tensor, names: list[tuple[int, Width]], position_ids: Tensor | None = None,
+        self,
+        ids: Tensor,
+        names: list[tuple[int, Width]],
+        position_ids: Tensor | None = None,
         source: Tensor | None = None,
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         if any(name not in self.records for name in names):
             record = self.read(ids, position_ids, source)
             self._store(names, record)
@@ -139,8 +142,10 @@ class DiskCache:
             write_atomic(path, json.dumps(maker, indent=2) + "\n")
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
         if differ := differences(stored, current):
-            raise ValueError(f"trainer.cache={folder}: it was made with another target (differences: "
-                             f"{', '.join(sorted(differ))}): name another folder")  # fmt: skip
+            raise ValueError(
+                f"trainer.cache={folder}: it was made with another target (differences: "
+                f"{', '.join(sorted(differ))}): name another folder"
+            )
         self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
             self.shards |= dict.fromkeys(_entries(shard), shard)

@@ -61,9 +61,13 @@ class Remembered:
 
 @torch.no_grad()
 def remembered(
-    target: TargetDistributions, guesses: Sequence[Guess], mask: Tensor, temperature: float | Tensor,
-    truncate: Truncate | None, chunk: int,
-) -> TargetDistributions:  # fmt: skip
+    target: TargetDistributions,
+    guesses: Sequence[Guess],
+    mask: Tensor,
+    temperature: float | Tensor,
+    truncate: Truncate | None,
+    chunk: int,
+) -> TargetDistributions:
     """Return the target's distributions, computed once, at the positions of mask (B, T) that have at least one guess.
     Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times as many), or need a
     gradient.

@@ -151,8 +151,10 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
             raise ValueError(f"{key}: {error}") from error
         if not (Path(folder) / CONFIG).is_file():
             adapter = "; an adapter is named by target.adapter=, and its model by target.path="
-            raise ValueError(f"{key}: {path} is not a model folder: it has no {CONFIG}"
-                             f"{adapter * (Path(folder) / ADAPTER[0]).is_file()}")  # fmt: skip
+            raise ValueError(
+                f"{key}: {path} is not a model folder: it has no {CONFIG}"
+                f"{adapter * (Path(folder) / ADAPTER[0]).is_file()}"
+            )
     else:
         tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:
@@ -286,8 +288,12 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
     decoder: Any = model.get_decoder()
-    return decoder(input_ids=sent(ids, model.device), encoder_hidden_states=states,
-                   encoder_attention_mask=_masked(model, source)[1], use_cache=False)  # fmt: skip
+    return decoder(
+        input_ids=sent(ids, model.device),
+        encoder_hidden_states=states,
+        encoder_attention_mask=_masked(model, source)[1],
+        use_cache=False,
+    )
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:

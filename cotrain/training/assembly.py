@@ -46,8 +46,9 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
     elif draft.quantisation != "none":
-        raise ValueError(f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set "
-                         "draft.quantisation=none")  # fmt: skip
+        raise ValueError(
+            f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set draft.quantisation=none"
+        )
     return student_class(draft.kind).initial(draft, init, target)
 
 

@@ -317,9 +317,11 @@ class StandingWeights(Callback):
         moved, learning = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         if moved <= learning / 2 and not rank():
             rate = trainer.optimizers[0].param_groups[0]["lr"]
-            print(f"after {FIRST} steps only {moved / max(learning, 1):.0%} of the draft's weights have moved: at the "
-                  f"learning rate {rate:.1e} rounding loses the others' updates; raise optimizer.lr",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"after {FIRST} steps only {moved / max(learning, 1):.0%} of the draft's weights have moved: at the "
+                f"learning rate {rate:.1e} rounding loses the others' updates; raise optimizer.lr",
+                file=sys.stderr,
+            )
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -395,8 +397,10 @@ class HeldOutPoints(Callback):
     def line(self) -> str:
         """Return a line with the number of points and the time that they took."""
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
-        return (f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
-                f"{self.seconds:.1f} s, {share:.1%} of the time of training")  # fmt: skip
+        return (
+            f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
+            f"{self.seconds:.1f} s, {share:.1%} of the time of training"
+        )
 
     def _shares(self, trainer: lightning.Trainer) -> int:
         return int(self.clock.progress.at(trainer.global_step) * POINTS + 1e-9)

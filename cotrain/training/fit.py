@@ -144,8 +144,10 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
         trainer.fit(module, texts, VALIDATION, ckpt_path=last if done else None)
     except NotFinite as error:
         named = ", ".join(repr(job.tokenizer.decode(ids[:SHOWN])) for ids in error.ids)
-        raise UserError(f"{error} ({named}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
-                        "last good checkpoint") from error  # fmt: skip
+        raise UserError(
+            f"{error} ({named}): lower optimizer.lr, or choose another loss; output={job.folder} has the "
+            "last good checkpoint"
+        ) from error
     job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
     if not rank():
         print(points.line())
@@ -159,9 +161,13 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
 
 
 def _ended(
-    saved: dict[str, Any], job: Job, module: Distillation, progress: Progress, speed: MeasureSpeed | None,
+    saved: dict[str, Any],
+    job: Job,
+    module: Distillation,
+    progress: Progress,
+    speed: MeasureSpeed | None,
     averaged: list[Averaged],
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether patience or a budget of time ended the training of a checkpoint. The state of both is restored,
     and if it ended, the weights or their average."""
     states, ended = saved.get("callbacks", {}), False
@@ -194,19 +200,33 @@ def _trainer(
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     again = done + 1 if done else None  # steps after the checkpoint are logged again
     return lightning.Trainer(
-        accelerator=job.target.device.type, devices=cfg.devices, num_nodes=cfg.nodes, strategy=strategy_of(cfg),
+        accelerator=job.target.device.type,
+        devices=cfg.devices,
+        num_nodes=cfg.nodes,
+        strategy=strategy_of(cfg),
         inference_mode=cfg.strategy != SHARDED,  # weights gathered in inference mode could not be trained later
         precision=cast(Any, precision(cfg.precision, job.target.device.type)),
-        accumulate_grad_batches=cfg.accumulate, use_distributed_sampler=False,
-        max_steps=phase.last, max_epochs=-1,
-        gradient_clip_val=cfg.clip, check_val_every_n_epoch=None,
+        accumulate_grad_batches=cfg.accumulate,
+        use_distributed_sampler=False,
+        max_steps=phase.last,
+        max_epochs=-1,
+        gradient_clip_val=cfg.clip,
+        check_val_every_n_epoch=None,
         val_check_interval=NEVER if time_limited(job.cfg) else every * cfg.accumulate,
-        num_sanity_val_steps=0, log_every_n_steps=WATCHED, enable_model_summary=False,
-        logger=[tensorboard(job.folder, again), *job.loggers], plugins=[Checkpoints()],
-        callbacks=[*extra, Bar(progress), Keeper(last, cfg.checkpoint_minutes, job.signals),
-                   ModelCheckpoint(last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False,
-                                   enable_version_counter=False)],
-    )  # fmt: skip
+        num_sanity_val_steps=0,
+        log_every_n_steps=WATCHED,
+        enable_model_summary=False,
+        logger=[tensorboard(job.folder, again), *job.loggers],
+        plugins=[Checkpoints()],
+        callbacks=[
+            *extra,
+            Bar(progress),
+            Keeper(last, cfg.checkpoint_minutes, job.signals),
+            ModelCheckpoint(
+                last.parent, "last", every_n_epochs=1, save_on_train_epoch_end=False, enable_version_counter=False
+            ),
+        ],
+    )
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
@@ -252,8 +272,10 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
     if rank():
         return
     if clock.validations < cfg.trainer.validations:
-        print(f"one validation takes {sum(validation):.0f} s, so {clock.validations} of trainer.validations="
-              f"{cfg.trainer.validations} fit minutes={cfg.minutes:g}")  # fmt: skip
+        print(
+            f"one validation takes {sum(validation):.0f} s, so {clock.validations} of trainer.validations="
+            f"{cfg.trainer.validations} fit minutes={cfg.minutes:g}"
+        )
     more = "; the whole run will exceed minutes=" if deadline.left <= LEAST * cfg.minutes else ""
     minutes = clock.progress.minutes
     print(f"training ends after {minutes:.1f} of minutes={cfg.minutes:g} or after its last step{more}")

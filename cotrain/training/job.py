@@ -96,9 +96,11 @@ class Job:
         server."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
-            sampled(self.cfg, self.target, self.tokenizer, folder), identity=self.identity,
-            minutes=self.cfg.minutes, seconds=self.deadline.sampling(self.cfg),
-        )  # fmt: skip
+            sampled(self.cfg, self.target, self.tokenizer, folder),
+            identity=self.identity,
+            minutes=self.cfg.minutes,
+            seconds=self.deadline.sampling(self.cfg),
+        )
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:

@@ -123,8 +123,10 @@ def original_texts(
 
 def _refuse_sampling(place: Path) -> Sampler:
     """The target of the last stage has moved, so it must not sample texts that are stored as the original's."""
-    raise UserError(f"{place} lacks the texts of the original target: delete {place.parent.parent / MOVING} and "
-                    f"{place.parent.parent / TARGET}, and the same command samples them again")  # fmt: skip
+    raise UserError(
+        f"{place} lacks the texts of the original target: delete {place.parent.parent / MOVING} and "
+        f"{place.parent.parent / TARGET}, and the same command samples them again"
+    )
 
 
 def refuse(cfg: TrainConfig, known: RunOutline) -> None:
@@ -141,11 +143,17 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         ("data.on_target=true", cfg.data.on_target, "the texts are not those of the moved target: set it to false"),
         ("minutes", cfg.minutes, "joint training is counted in steps: set minutes=null"),
         ("trainer.minutes", cfg.trainer.minutes, "joint training is counted in steps: set trainer.minutes=null"),
-        ("target.adapter", cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
-         "of a quantised target: merge the adapter into an unquantised checkpoint and give it as target.path="),
-        ("joint.warm_steps=0", not cfg.joint.warm_steps and cfg.init.kind != "pretrained",
-         "the draft must have learnt before the target moves: set joint.warm_steps=600, or init=pretrained"),
-    ):  # fmt: skip
+        (
+            "target.adapter",
+            cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
+            "of a quantised target: merge the adapter into an unquantised checkpoint and give it as target.path=",
+        ),
+        (
+            "joint.warm_steps=0",
+            not cfg.joint.warm_steps and cfg.init.kind != "pretrained",
+            "the draft must have learnt before the target moves: set joint.warm_steps=600, or init=pretrained",
+        ),
+    ):
         if wrong:
             raise UserError(f"{key}: mode=joint does not support it; {instead}")
     held, sources, tokens = cfg.rollout.held_out_texts, known.sources, cfg.rollout.prompt_tokens
@@ -154,9 +162,11 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         asked = sources["held_out"].prompts(held, tokens, cfg.rollout.seed)
         count = len(independent([prompt for _, prompt in asked], sources["held_out"], tokens))
     if count < FEWEST:
-        raise UserError(f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations "
-                        f"or documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
-                        "target: raise it, or give more prompts as data.path=")  # fmt: skip
+        raise UserError(
+            f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations "
+            f"or documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
+            "target: raise it, or give more prompts as data.path="
+        )
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
         phases_of(second, trainer.steps // trainer.validations)
@@ -169,10 +179,12 @@ def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
     about = moved_target.about(str(place))
     assert about is not None
     if not about["certified"] and not cfg.joint.uncertified:
-        raise UserError(f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
-                        f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
-                        "joint.uncertified=true, or certify with more texts: rollout.held_out_texts= and another "
-                        "output=")  # fmt: skip
+        raise UserError(
+            f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
+            f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
+            "joint.uncertified=true, or certify with more texts: rollout.held_out_texts= and another "
+            "output="
+        )
 
 
 # --- the settings of each stage
@@ -267,9 +279,15 @@ class JointTraining(Distillation):
     multiplier: Tensor
 
     def __init__(
-        self, student: Student, target: PreTrainedModel, *parts: Any, adapter: Sequence[nn.Parameter], settings: Joint,
-        remember: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        student: Student,
+        target: PreTrainedModel,
+        *parts: Any,
+        adapter: Sequence[nn.Parameter],
+        settings: Joint,
+        remember: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(student, target, *parts, **options)
         self.settings, self.adapter = settings, nn.ParameterList(adapter)
         self.register_buffer("multiplier", torch.tensor(START))
@@ -436,8 +454,11 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
     if cfg.joint.weight is None:
         scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
     if not scale:
-        print(f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
-              "not moved: sample more texts with rollout.held_out_texts=", file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
+            "not moved: sample more texts with rollout.held_out_texts=",
+            file=sys.stderr,
+        )
     with new_folder(place, replace=True) as new:
         if quantised(job.target.config):
             wrapped.save_pretrained(new)
@@ -479,11 +500,17 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
     each = {name: figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids))) for name, part in parts.items()}
     bound = max(one["bound"] for one in each.values())
-    return {"original": job.cfg.target.path, "identity": job.identity,
-            "epsilon": cfg.joint.epsilon, "weight": cfg.joint.weight,
-            "kl": max(one["kl"] for one in each.values()), "bound": bound,
-            "certified": all(one["bound"] <= cfg.joint.epsilon for one in each.values()),  # not if one is NaN
-            "confidence": CLAIMED, **each}  # fmt: skip
+    return {
+        "original": job.cfg.target.path,
+        "identity": job.identity,
+        "epsilon": cfg.joint.epsilon,
+        "weight": cfg.joint.weight,
+        "kl": max(one["kl"] for one in each.values()),
+        "bound": bound,
+        "certified": all(one["bound"] <= cfg.joint.epsilon for one in each.values()),  # not if one is NaN
+        "confidence": CLAIMED,
+        **each,
+    }
 
 
 def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:

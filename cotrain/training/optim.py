@@ -15,8 +15,12 @@ from inference.measure import environment
 from inference.models.pretrained import half
 
 # Lightning's precisions with weights in half precision -> those that compute in it, with weights in float32
-HALVES = {"16-true": "16-mixed", "bf16-true": "bf16-mixed",
-          "transformer-engine": "bf16-mixed", "transformer-engine-float16": "16-mixed"}  # fmt: skip
+HALVES = {
+    "16-true": "16-mixed",
+    "bf16-true": "bf16-mixed",
+    "transformer-engine": "bf16-mixed",
+    "transformer-engine-float16": "16-mixed",
+}
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -27,9 +31,13 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float] = (0.9, 0.95),
+        self,
+        model: nn.Module,
+        lr: float,
+        weight_decay: float,
+        betas: Iterable[float] = (0.9, 0.95),
         embedding_lr: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         matrices, others = matrices_and_others(model)
         first, second = betas
         muon: Callable[..., torch.optim.Optimizer] = partial(
@@ -118,8 +126,10 @@ def precision(name: str, device: str | None = None, key: str = "trainer.precisio
     Raises UserError, naming `key`, for weights in half precision. An update is lost there if it is below half the
     distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16."""
     if name in HALVES:
-        raise UserError(f"{key}={name}: weights in half precision lose small updates, so they hardly train: "
-                        f"set {key}=auto or {HALVES[name]}, with weights in float32")  # fmt: skip
+        raise UserError(
+            f"{key}={name}: weights in half precision lose small updates, so they hardly train: "
+            f"set {key}=auto or {HALVES[name]}, with weights in float32"
+        )
     if name != "auto":
         return name
     return "bf16-mixed" if half(device or environment.device()) == torch.bfloat16 else "32-true"

@@ -89,12 +89,16 @@ def require(cfg: TrainConfig) -> RunOutline:
             _refuse_template(cfg, opening(template).chat)
             _shares(cfg, target, {})
             if end := unended(template):
-                print(f"warning: the target's chat template ends answers with {end!r}, but its texts go on after it: "
-                      f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"warning: the target's chat template ends answers with {end!r}, but its texts go on after it: "
+                    f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json",
+                    file=sys.stderr,
+                )
             if reads_given(cfg, True):
-                raise UserError("data=self: prompts are sampled, without texts to learn from: set "
-                                "trainer.corpus_steps=0 data.on_target=false")  # fmt: skip
+                raise UserError(
+                    "data=self: prompts are sampled, without texts to learn from: set "
+                    "trainer.corpus_steps=0 data.on_target=false"
+                )
             sources = {}
         else:
             sources = require_texts(cfg, target, tokenizer)
@@ -171,16 +175,19 @@ def _settings(cfg: TrainConfig) -> None:
             f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"
         )
     if cfg.trainer.nodes > 1 and not LAUNCHERS & set(os.environ):
-        raise UserError(f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
-                        "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone")  # fmt: skip
+        raise UserError(
+            f"trainer.nodes={cfg.trainer.nodes}: each machine's process must be started by torchrun or "
+            "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone"
+        )
     if cfg.policy.k is None:
         raise UserError("policy.k: set the draft length at which checkpoints are compared, as in policy=fixed")
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
     if cfg.trainer.strategy not in ("auto", SHARDED, *StrategyRegistry.available_strategies()):
-        raise UserError(f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another "
-                        "strategy of Lightning")  # fmt: skip
+        raise UserError(
+            f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another strategy of Lightning"
+        )
     if cfg.trainer.logger == WANDB and find_spec("wandb") is None:
         raise UserError("trainer.logger=wandb: it needs wandb: pip install wandb")
     machine(cfg.trainer)
@@ -227,8 +234,10 @@ def refuse_minutes(cfg: TrainConfig) -> None:
         if limit and cfg.rollout.rounds > 1:
             raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
-        raise ValueError(f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
-                         f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes=")  # fmt: skip
+        raise ValueError(
+            f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
+            f"{100 * LEAST:.0f} % of them: raise minutes= or lower bench.minutes="
+        )
 
 
 def _lightning(cfg: Trainer) -> None:
@@ -236,10 +245,17 @@ def _lightning(cfg: Trainer) -> None:
     sampled. No process is started."""
     accelerator, chosen = "gpu" if device() != "cpu" else "cpu", precision(cfg.precision)
     if accelerator == "cpu" and chosen in HALF:
-        raise UserError(f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
-                        "set trainer.precision=auto")  # fmt: skip
-    options: dict[str, Any] = {"devices": cfg.devices, "num_nodes": cfg.nodes, "accelerator": accelerator,
-                               "logger": False, "enable_checkpointing": False}  # fmt: skip
+        raise UserError(
+            f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
+            "set trainer.precision=auto"
+        )
+    options: dict[str, Any] = {
+        "devices": cfg.devices,
+        "num_nodes": cfg.nodes,
+        "accelerator": accelerator,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
@@ -257,8 +273,9 @@ def machine(cfg: Trainer) -> None:
     """Raise UserError for GPUs that this machine does not have. Without a GPU, processes share the CPU."""
     if device() == "cpu":
         if cfg.accelerator == "gpu":
-            raise UserError("trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains "
-                            "without one")  # fmt: skip
+            raise UserError(
+                "trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains without one"
+            )
     elif cfg.devices > (count := torch.cuda.device_count()):
         raise UserError(f"trainer.devices={cfg.devices}: each process needs a GPU, and this machine has {count}")
 
@@ -307,8 +324,10 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
             f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no tokens"
         )
     if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
-        print(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
+            file=sys.stderr,
+        )
 
 
 def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
@@ -317,9 +336,11 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     start_of(target)
     config, depth = target.config, layers_of(target.config)
     if depth > config.num_hidden_layers and not getattr(config, CACHED, None):
-        raise UserError(f"target.path: {cfg.target.path} has a decoder of {depth} layers, deeper than its encoder; "
-                        f"transformers' generate, which a measurement is compared with, needs \"{CACHED}\": {depth} in "
-                        "its config.json")  # fmt: skip
+        raise UserError(
+            f"target.path: {cfg.target.path} has a decoder of {depth} layers, deeper than its encoder; "
+            f'transformers\' generate, which a measurement is compared with, needs "{CACHED}": {depth} in '
+            "its config.json"
+        )
     kinds = [kind for kind in KINDS if student_class(kind).sourced]
     name, choice = type(target).__name__, f"it is an encoder-decoder, for which {', '.join(kinds)} drafts are made"
     unsupported = {
@@ -335,8 +356,10 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
         f"trainer.strategy={SHARDED}": cfg.trainer.strategy == SHARDED,
     }
     if wrong := [key for key, used in unsupported.items() if used]:
-        raise UserError(f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
-                        "texts from this engine, and both models stay whole")  # fmt: skip
+        raise UserError(
+            f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
+            "texts from this engine, and both models stay whole"
+        )
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
@@ -363,8 +386,10 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
     larger, smaller = size_of(target), size_of(draft)
     for what, ours, theirs in zip(("parameters", "parameters used for a token"), smaller, larger, strict=True):
         if ours > theirs:
-            raise UserError(f"{_size_settings(cfg)}: the draft has {ours / 1e6:.2f} M {what}, the target "
-                            f"{theirs / 1e6:.2f} M: a draft must be the smaller model")  # fmt: skip
+            raise UserError(
+                f"{_size_settings(cfg)}: the draft has {ours / 1e6:.2f} M {what}, the target "
+                f"{theirs / 1e6:.2f} M: a draft must be the smaller model"
+            )
     return draft
 
 
@@ -404,9 +429,11 @@ def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -
     target's."""
     store = Retrieval.of_settings(getattr(draft.config, "lookup", None) or {}).datastore
     if store and store.about.tokenizer not in (None, hash_tokenizer(tokenizer)):
-        raise UserError(f"{where}: its datastore was made with the tokenizer of target.path="
-                        f"{store.about.made.get('target')}, which is not the target's; make one with the target's "
-                        "tokenizer: cotrain datastore")  # fmt: skip
+        raise UserError(
+            f"{where}: its datastore was made with the tokenizer of target.path="
+            f"{store.about.made.get('target')}, which is not the target's; make one with the target's "
+            "tokenizer: cotrain datastore"
+        )
 
 
 def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:
@@ -427,8 +454,14 @@ class Size(NamedTuple):
 def size_of(model: PreTrainedModel) -> Size:
     """Return the size of a model, which may be on the meta device."""
     config = model.config.get_text_config()
-    share = next((getattr(config, CHOSEN) / getattr(config, key) for key in EXPERTS
-                  if getattr(config, key, None) and getattr(config, CHOSEN, None)), 1.0)  # fmt: skip
+    share = next(
+        (
+            getattr(config, CHOSEN) / getattr(config, key)
+            for key in EXPERTS
+            if getattr(config, key, None) and getattr(config, CHOSEN, None)
+        ),
+        1.0,
+    )
     looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
     total, active = 0, 0.0
     for name, weight in model.named_parameters():
@@ -499,8 +532,10 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
         and not cfg.trainer.corpus_steps
         and any(row["completion"] for row in source.rows)
     ):
-        lines.append("data.path: its completions are not learnt from, since the target writes its own; "
-                     "data.on_target=true learns from those of the target")  # fmt: skip
+        lines.append(
+            "data.path: its completions are not learnt from, since the target writes its own; "
+            "data.on_target=true learns from those of the target"
+        )
     return [*lines, f"{texts} texts are learnt from, each about {each:.0f} times{limit}"] if each >= OFTEN else lines
 
 
@@ -588,8 +623,10 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
             if size > room:
                 raise UserError(f"{name}: {size} tokens exceed the longest text, which has {room} tokens")
     elif prompt + new > room:
-        raise UserError(f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
-                        f"longest text, which has {room} tokens")  # fmt: skip
+        raise UserError(
+            f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
+            f"longest text, which has {room} tokens"
+        )
 
 
 # --- combinations of losses, kinds and texts that are not possible
@@ -602,23 +639,29 @@ def refuse_packed(job: Job, student: Student) -> None:
     apart = keeps_apart(job.target, halves(job.target)[0])
     for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
         if not separate:
-            raise ValueError(f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
-                             "train only on texts of the target: set trainer.corpus_steps=0")  # fmt: skip
+            raise ValueError(
+                f"{key}: {type(model).__name__} reads texts packed into blocks as one text; "
+                "train only on texts of the target: set trainer.corpus_steps=0"
+            )
 
 
 def refuse_losses(cfg: TrainConfig) -> None:
     """Raise ValueError for losses that the texts do not support."""
     if missing := [t for t in cfg.draft.temperatures or () if t not in learnt(cfg)]:
-        raise ValueError(f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
-                         "rollout.train_temperatures=[], or add the temperature to it")  # fmt: skip
+        raise ValueError(
+            f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
+            "rollout.train_temperatures=[], or add the temperature to it"
+        )
 
 
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
     """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
-        raise ValueError(f"quantisation: {kind} drafts with the target in fewer bits, but the target is already in "
-                         f"{current}: use a target that is not quantised, or another kind of draft")  # fmt: skip
+        raise ValueError(
+            f"quantisation: {kind} drafts with the target in fewer bits, but the target is already in "
+            f"{current}: use a target that is not quantised, or another kind of draft"
+        )
 
 
 def refuse_given(cfg: TrainConfig) -> None:
@@ -629,5 +672,7 @@ def refuse_given(cfg: TrainConfig) -> None:
     active = [stage for stage, begin in zip(losses, begins, strict=True) if corpus > begin or (corpus and early)]
     # such a loss counts target calls, which are known only for tokens that the target emitted
     if any(stage.loss.sequence or stage.loss.weighted for stage in active):
-        raise ValueError("trainer.corpus_steps: calls, calls_block and calls_tv need texts "
-                         "sampled from the target, not texts of the user: set trainer.corpus_steps=0")  # fmt: skip
+        raise ValueError(
+            "trainer.corpus_steps: calls, calls_block and calls_tv need texts "
+            "sampled from the target, not texts of the user: set trainer.corpus_steps=0"
+        )

@@ -98,8 +98,10 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
         *_lines(durations(cfg, known)),
     ]
     if need.memory > memory:
-        raise UserError("\n".join(lines) + "\nnot enough memory: lower trainer.batch, rollout.new_tokens or "
-                                           "rollout.rows, or set quantisation=nf4")  # fmt: skip
+        raise UserError(
+            "\n".join(lines) + "\nnot enough memory: lower trainer.batch, rollout.new_tokens or "
+            "rollout.rows, or set quantisation=nf4"
+        )
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, *_prompts(cfg, known)]

@@ -54,8 +54,10 @@ def export(
     if others:
         held, provenance = others
         alpha, own = module.on(held)["all"].alpha, module.judged[module.temperature]["all"].alpha
-        print(f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is "
-              f"{own:.3f}")  # fmt: skip
+        print(
+            f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is "
+            f"{own:.3f}"
+        )
         given = asdict(provenance) | {"alpha": alpha, "alpha_own": own}
     extra: dict[str, Any] = {
         "held_out": module.acceptance() | module.without_markov(),
@@ -73,8 +75,11 @@ def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
     """Return the settings and the length of a training, for the draft folder and its report."""
     cfg, progress, known = job.cfg, module.progress, module.student.known
     assert progress is not None
-    pruned = None if bool(known.all()) else {
-        "tokens": int(known.sum()), "coverage": coverage(module.held_out[cfg.regime.temperature], known)}  # fmt: skip
+    pruned = (
+        None
+        if bool(known.all())
+        else {"tokens": int(known.sum()), "coverage": coverage(module.held_out[cfg.regime.temperature], known)}
+    )
     template = hashlib.sha256(str(job.tokenizer.chat_template).encode()).hexdigest()
     return {
         "loss": cfg.loss.model_dump(),

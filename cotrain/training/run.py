@@ -59,8 +59,18 @@ def train(
             place = Path(cfg.rollout.folder or folder / "rollouts")
             prompts, sources = target_prompts(cfg, target, tokenizer, place, deadline)
         sources = dict(sources or read_texts(cfg, target, tokenizer))
-        job = Job(cfg, folder, target, tokenizer, sources, signals=signals, loggers=loggers, deadline=deadline,
-                  sampled_prompts=prompts, train_texts=texts and texts(target, tokenizer))  # fmt: skip
+        job = Job(
+            cfg,
+            folder,
+            target,
+            tokenizer,
+            sources,
+            signals=signals,
+            loggers=loggers,
+            deadline=deadline,
+            sampled_prompts=prompts,
+            train_texts=texts and texts(target, tokenizer),
+        )
         job.shape = exits.planned(job)
         student = new_student(cfg, target, job.vocabulary)
         if not cfg.draft.trained:
@@ -131,9 +141,12 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
     cfg, k, tau = job.cfg, job.cfg.policy.k, ranking_tau(job, module)
     assert k is not None
     return MeasureSpeed(
-        lambda draft: measurement.quick(job.plan(draft), k), tau, job.folder / "checkpoints", cfg.trainer.patience,
+        lambda draft: measurement.quick(job.plan(draft), k),
+        tau,
+        job.folder / "checkpoints",
+        cfg.trainer.patience,
         lambda draft: sample_text(job.plan(draft), k),
-    )  # fmt: skip
+    )
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
@@ -151,7 +164,9 @@ def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
             best = type(module.student).load(chosen.path, job.target, job.vocabulary)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(f"{chosen.path} cannot be read ({reason}): delete {chosen.path.parent}, and the same "
-                            "command starts the training again") from error  # fmt: skip
+            raise UserError(
+                f"{chosen.path} cannot be read ({reason}): delete {chosen.path.parent}, and the same "
+                "command starts the training again"
+            ) from error
         module.draft.load_state_dict(best.network.state_dict())
         module.judge()

@@ -51,9 +51,10 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
-    if hub and (isinstance(try_to_load_from_cache(path, "config.json"), str) or not (
-        near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir())
-    )):  # fmt: skip
+    if hub and (
+        isinstance(try_to_load_from_cache(path, "config.json"), str)
+        or not (near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir()))
+    ):
         reach_hub()
         return
     message = f"{key}: {path} is no {what}"

@@ -26,11 +26,24 @@ LAYER, NUMBER = re.compile(r"\D*\d*"), re.compile(r"\d+")  # a tensor's name up 
 # The keys that a draft depends on. The hash does not include names, paths, versions, dtype, or keys of later versions
 # of transformers.
 CONFIG_KEYS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
-    "rope_parameters", "sliding_window", "tie_word_embeddings",
-    "num_experts", "num_local_experts", "num_experts_per_tok", "num_decoder_layers",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "num_decoder_layers",
+)
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
@@ -167,8 +180,9 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
         if ours != other:
-            raise ValueError(f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was "
-                             "made for")  # fmt: skip
+            raise ValueError(
+                f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was made for"
+            )
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:

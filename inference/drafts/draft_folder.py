@@ -220,9 +220,11 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
         return None
     if hash_weights(path, adapter) in (own, None):
         return None
-    return (f"the weights of the target {path} are not those that the draft was trained for, or are the same in "
-            "another dtype: text stays exact, acceptance may be lower; init=pretrained trains the draft "
-            "further")  # fmt: skip
+    return (
+        f"the weights of the target {path} are not those that the draft was trained for, or are the same in "
+        "another dtype: text stays exact, acceptance may be lower; init=pretrained trains the draft "
+        "further"
+    )
 
 
 def other_report(folder: Path, metadata: Metadata | None) -> str | None:

@@ -70,8 +70,10 @@ def _of_package(name: str, key: str) -> Path:
     if file is None:
         raise ValueError(f"{key}={name}: its weights are a file of the package {package.requirement}: {install}")
     if (own := sha256(file)) != package.sha256:
-        raise ValueError(f"{key}={name}: {file} is not the file of {package.requirement} (SHA-256 {own[:12]}..., not "
-                         f"{package.sha256[:12]}...): {install}, or {key}={file} for this one")  # fmt: skip
+        raise ValueError(
+            f"{key}={name}: {file} is not the file of {package.requirement} (SHA-256 {own[:12]}..., not "
+            f"{package.sha256[:12]}...): {install}, or {key}={file} for this one"
+        )
     return file
 
 
@@ -148,8 +150,11 @@ def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
 
     steps = next((steps for steps, known in SPLITS.items() if known == name), None)
     if steps is None:
-        print(f"warning: {file.name} cuts texts into words by {name!r}, which is not known here: prompts may get other "
-              "tokens than in llama.cpp", file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: {file.name} cuts texts into words by {name!r}, which is not known here: prompts may get other "
+            "tokens than in llama.cpp",
+            file=sys.stderr,
+        )
         return
     make: dict[str, Callable[[Any], Any]] = {
         "ByteLevel": lambda words: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words),

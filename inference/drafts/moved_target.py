@@ -24,6 +24,8 @@ def said(moved: dict[str, Any]) -> str:
         return f"The target is {moved['original']}: joint training did not move it."
     sure = f"{100 * moved['confidence']:g} % confidence"
     bound = f"certified with {sure} to be at most {moved['epsilon']:g}" if moved["certified"] else "not certified"
-    return (f"The target is {moved['original']}, moved by joint training: KL(original || moved) = {moved['kl']:.4f} "
-            f"nats per token in the mean over held-out texts, {bound}. "
-            "Exact means: with respect to the moved target.")  # fmt: skip
+    return (
+        f"The target is {moved['original']}, moved by joint training: KL(original || moved) = {moved['kl']:.4f} "
+        f"nats per token in the mean over held-out texts, {bound}. "
+        "Exact means: with respect to the moved target."
+    )

@@ -110,8 +110,9 @@ def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
             for name in wanted.keys() & set(tensors.keys()):
                 size, own = tensors.get_slice(name).get_shape(), list(wanted[name].shape)
                 if size != own:
-                    raise ValueError(f"{folder}: {CONFIG} asks for {name} of size {own}, and {file.name} has it of "
-                                     f"size {size}")  # fmt: skip
+                    raise ValueError(
+                        f"{folder}: {CONFIG} asks for {name} of size {own}, and {file.name} has it of size {size}"
+                    )
 
 
 def _whole(file: Path) -> None:

@@ -57,10 +57,12 @@ class LogitsCheck:
         return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
     def line(self) -> str:
-        return (f"logits are those of transformers' forward on {self.tokens} tokens at "
-                f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
-                f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
-                f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})")  # fmt: skip
+        return (
+            f"logits are those of transformers' forward on {self.tokens} tokens at "
+            f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
+            f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
+            f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})"
+        )
 
 
 @torch.inference_mode()
@@ -128,9 +130,15 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: lis
 
 
 def _passes(
-    lm: LM, prompts: list[list[int]], texts: list[list[int]], at: dict[int, list[int]], right: dict[int, Tensor],
-    block: int, width: int, tree: Parents | None = None,
-) -> Tensor:  # fmt: skip
+    lm: LM,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    at: dict[int, list[int]],
+    right: dict[int, Tensor],
+    block: int,
+    width: int,
+    tree: Parents | None = None,
+) -> Tensor:
     """Return how far the logits of passes of `width` ids, or over trees, differ from the logits `right` at the tokens
     `at`."""
     parts = []

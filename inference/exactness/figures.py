@@ -124,9 +124,11 @@ class CallsCheck:
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
-        return (f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
-                f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
-                f"{self.rare_expected:.1f} expected")  # fmt: skip
+        return (
+            f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
+            f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
+            f"{self.rare_expected:.1f} expected"
+        )
 
 
 @dataclass(frozen=True)

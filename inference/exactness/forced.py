@@ -246,8 +246,13 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
     near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
     nothing = torch.zeros_like(first)
-    return first_token._replace(k=torch.tensor(levels), logq=nothing, alpha=first, near_q=near,
-                                reach=None if reach is None else reach.double().cpu())  # fmt: skip
+    return first_token._replace(
+        k=torch.tensor(levels),
+        logq=nothing,
+        alpha=first,
+        near_q=near,
+        reach=None if reach is None else reach.double().cpu(),
+    )
 
 
 def levels_of(proposal: Proposal) -> list[int]:
@@ -258,9 +263,17 @@ def levels_of(proposal: Proposal) -> list[int]:
 
 
 def reach_along(
-    p: Tensor, drawn: Mapping[int, Tensor], offered: Mapping[int, Tensor], x: Tensor, inside: Tensor,
-    shape: tuple[int, ...], nodes: Tensor, rule: Rule, certain: bool, seed: int,
-) -> Tensor | None:  # fmt: skip
+    p: Tensor,
+    drawn: Mapping[int, Tensor],
+    offered: Mapping[int, Tensor],
+    x: Tensor,
+    inside: Tensor,
+    shape: tuple[int, ...],
+    nodes: Tensor,
+    rule: Rule,
+    certain: bool,
+    seed: int,
+) -> Tensor | None:
     """Return P(the round accepts at least n nodes | the text) -> (A, D+1) float64, or None if acceptance depends on
     noise.
 

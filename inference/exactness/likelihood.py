@@ -48,9 +48,11 @@ class LikelihoodCheck:
         return likely and self.impossible <= IMPOSSIBLE * self.tokens
 
     def line(self) -> str:
-        return (f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
-                f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
-                f"{self.impossible} of {self.tokens} impossible")  # fmt: skip
+        return (
+            f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
+            f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
+            f"{self.impossible} of {self.tokens} impossible"
+        )
 
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:

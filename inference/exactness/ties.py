@@ -64,9 +64,11 @@ class TextCheck:
         others, differences = self.prompts - self.equal, self.ties + self.unexplained
         words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
         said = f"{self.equal} of {self.prompts} prompts{f'; {words}' if others else ''}"
-        return (f"coupled text equals plain text: {said} "
-                f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
-                f"{self.limit:.2g}){share}")  # fmt: skip
+        return (
+            f"coupled text equals plain text: {said} "
+            f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
+            f"{self.limit:.2g}){share}"
+        )
 
 
 class Difference(NamedTuple):
@@ -108,9 +110,15 @@ def check_coupled(
     engine.slots.current = None
     texts = out.whole().tokens  # a text that ends in an error is only a part of the plain text
     compared = compare_text(
-        engine.target, prompts, texts, sampling, width=verifying_width(engine, prompts), noise_keys=(ids, seed),
-        bound=bound, tree=tree,
-    )  # fmt: skip
+        engine.target,
+        prompts,
+        texts,
+        sampling,
+        width=verifying_width(engine, prompts),
+        noise_keys=(ids, seed),
+        bound=bound,
+        tree=tree,
+    )
     equal = len(prompts) - len({difference.text for difference in compared.differences})
     noise = max(compared.noise, compared.limit / GAP)  # short texts may show no noise, although logits are rounded
     ties, gap = _ties_and_gap(compared.differences, noise, sampling)

@@ -85,8 +85,10 @@ class Datastore:
         about = _about(path / ABOUT)
         tokens, order = _mapped(path / TOKENS), _mapped(path / ORDER)
         if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
-            raise ValueError(f"{path}: {ABOUT} has {about.tokens} tokens of {about.documents} documents, the "
-                             f"arrays hold {len(order)} and {len(tokens)}")  # fmt: skip
+            raise ValueError(
+                f"{path}: {ABOUT} has {about.tokens} tokens of {about.documents} documents, the "
+                f"arrays hold {len(order)} and {len(tokens)}"
+            )
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:

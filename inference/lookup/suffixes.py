@@ -59,8 +59,14 @@ def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int6
     return rank
 
 
-def first_place(ids: Ids, order: NDArray[np.integer], pattern: Sequence[int], low: int = 0, high: int | None = None,
-                after: bool = False) -> int:  # fmt: skip
+def first_place(
+    ids: Ids,
+    order: NDArray[np.integer],
+    pattern: Sequence[int],
+    low: int = 0,
+    high: int | None = None,
+    after: bool = False,
+) -> int:
     """Return the first index of `order`, from low to high, whose ids are not less than the pattern. after: the first
     index whose ids are greater and do not begin with the pattern. The binary search reads len(pattern) ids about
     log2(n) times."""

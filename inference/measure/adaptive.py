@@ -101,8 +101,16 @@ def until_known(
     near = timing.ratio(*pair).within
     within = wanted.within if wanted.within < inf else None
     enough = near <= wanted.within and done >= least and (within is None or len(runs) >= LEAST)
-    return timing, Reached(near if near < inf else None, within, enough, len(runs), done,
-                           clock() - start, others(before, reading()), cores())  # fmt: skip
+    return timing, Reached(
+        near if near < inf else None,
+        within,
+        enough,
+        len(runs),
+        done,
+        clock() - start,
+        others(before, reading()),
+        cores(),
+    )
 
 
 def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Timing:

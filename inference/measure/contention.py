@@ -71,8 +71,10 @@ def line(used: float | None, of: int) -> str:
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
-        return (f"measured during other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
-                "lower and noisier than on a quiet machine")  # fmt: skip
+        return (
+            f"measured during other work: other processes used {used:.2f} of {of} cores meanwhile; speeds are "
+            "lower and noisier than on a quiet machine"
+        )
     return f"no other work meanwhile: other processes used {used:.2f} of {of} cores"
 
 

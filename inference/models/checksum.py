@@ -60,9 +60,18 @@ class Stamp:
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
-        modules = [(type(m).forward, vars(m).get("forward"), *map(id, m._parameters.values()),
-                    *(value for value in vars(m).values() if type(value) is float),
-                    *m._forward_hooks, "before", *m._forward_pre_hooks) for m in model.modules()]  # fmt: skip
+        modules = [
+            (
+                type(m).forward,
+                vars(m).get("forward"),
+                *map(id, m._parameters.values()),
+                *(value for value in vars(m).values() if type(value) is float),
+                *m._forward_hooks,
+                "before",
+                *m._forward_pre_hooks,
+            )
+            for m in model.modules()
+        ]
         kinds = {(p.dtype, p.device) for p in model.parameters()}
         tensors = [(changes([t]), _where(t)) for t in _tensors(model)] if self.addresses else []
         config = getattr(model, "config", None)

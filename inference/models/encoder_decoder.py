@@ -73,8 +73,9 @@ class CrossStore(Cache):
         high, width = low + len(lengths), parts[0][0].shape[2]
         for layer, part in zip(self.stores, parts, strict=True):
             if self.width == 0:
-                layer.stored = tuple(one.new_zeros(len(self.lengths), one.shape[1], width, one.shape[3])
-                                     for one in part)  # type: ignore[assignment]  # fmt: skip
+                layer.stored = tuple(
+                    one.new_zeros(len(self.lengths), one.shape[1], width, one.shape[3]) for one in part
+                )  # type: ignore[assignment]
             elif width > self.width:
                 layer.stored = grown(layer.stored[0], width), grown(layer.stored[1], width)
             for store, one in zip(layer.stored, part, strict=True):
@@ -179,8 +180,10 @@ def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjection
         return CrossProjections(bart.k_proj, bart.v_proj, bart.head_dim)
     if t5 := modules.get("layer.1.EncDecAttention"):
         return CrossProjections(t5.k, t5.v, t5.key_value_proj_dim)
-    raise ValueError(f"{type(model).__name__}: decoder layers of {type(layer).__name__} are not known here; those of "
-                     "T5, BART, Marian and Whisper are")  # fmt: skip
+    raise ValueError(
+        f"{type(model).__name__}: decoder layers of {type(layer).__name__} are not known here; those of "
+        "T5, BART, Marian and Whisper are"
+    )
 
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:

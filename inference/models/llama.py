@@ -306,12 +306,13 @@ def _layer(layer: Any) -> Layer:
     return Layer(
         first=layer.input_layernorm.weight.data,
         qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        q_norm=_data(q_norm and q_norm.weight), k_norm=_data(k_norm and k_norm.weight),
+        q_norm=_data(q_norm and q_norm.weight),
+        k_norm=_data(k_norm and k_norm.weight),
         out=_joined([attention.o_proj]),
         second=layer.post_attention_layernorm.weight.data,
         gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
         down=_joined([mlp.down_proj]),
-    )  # fmt: skip
+    )
 
 
 def _data(parameter: Tensor | None) -> Tensor | None:

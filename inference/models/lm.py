@@ -78,8 +78,10 @@ class LM:
         positions = positions_of(config)
         self.context = min(context or positions, positions)
         if self.context < 2:
-            raise ValueError(f"{type(model).__name__}: a context of {self.context} token has no room for a prompt and "
-                             "a new token; set context= to 2 or more")  # fmt: skip
+            raise ValueError(
+                f"{type(model).__name__}: a context of {self.context} token has no room for a prompt and "
+                "a new token; set context= to 2 or more"
+            )
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
         self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
@@ -193,9 +195,16 @@ class LM:
         return Pass(fitted(output.logits, self.vocabulary), output.states)
 
     def drafts(
-        self, round: Any, name: tuple[Any, ...], run: Run, given: Mapping[str, Tensor], ids: Tensor, limit: int,
-        K: int, greedy: bool,
-    ) -> Drafts | None:  # fmt: skip
+        self,
+        round: Any,
+        name: tuple[Any, ...],
+        run: Run,
+        given: Mapping[str, Tensor],
+        ids: Tensor,
+        limit: int,
+        K: int,
+        greedy: bool,
+    ) -> Drafts | None:
         """Return K drafts per row and their distributions in one call. Return None if it cannot be replayed: passes are
         neither compiled nor recorded, the round cannot be, or drafts may be ids that the model lacks. The next call may
         overwrite the results.
@@ -328,8 +337,9 @@ def store_prompts(
     if lm.encodes:
         sources = [source for prompt in prompts if (source := source_of(prompt)) is not None]
         if len(sources) < len(prompts):
-            raise ValueError(f"{type(lm.model).__name__}: a text without its source; `Engine.starts` makes texts that "
-                             "have one")  # fmt: skip
+            raise ValueError(
+                f"{type(lm.model).__name__}: a text without its source; `Engine.starts` makes texts that have one"
+            )
         lm.encode(low, sources, encoded)
     parts = [lm.no_states(len(prompts), states), *store_tails(lm, low, prompts, chunk=chunk, states=states)]
     return {layer: torch.cat([part[layer] for part in parts], 1) for layer in states}

@@ -84,13 +84,17 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if type(config) not in model_class._model_mapping and model_class.__name__ not in (
         getattr(config, "auto_map", None) or {}
     ):
-        raise ValueError(f"{config.name_or_path} is a model of type {config.model_type}, which writes no text: name a "
-                         "causal language model, or an encoder-decoder that writes text")  # fmt: skip
+        raise ValueError(
+            f"{config.name_or_path} is a model of type {config.model_type}, which writes no text: name a "
+            "causal language model, or an encoder-decoder that writes text"
+        )
     encoder = model_class is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
     if encoder and getattr(config, "is_decoder", True) is False:
-        raise ValueError(f"{config.name_or_path} is a masked language model ({config.model_type} with is_decoder "
-                         "false in its config.json), whose tokens see later ones: name a causal language "
-                         "model")  # fmt: skip
+        raise ValueError(
+            f"{config.name_or_path} is a masked language model ({config.model_type} with is_decoder "
+            "false in its config.json), whose tokens see later ones: name a causal language "
+            "model"
+        )
     return model_class
 
 
@@ -155,14 +159,18 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
     """Raise ValueError for a model whose state cannot be rolled back, or whose code ignores a 4-d mask."""
     settings, name = config.to_dict(), type(model).__name__
     if config._attn_implementation not in MASKED_ATTENTION:
-        raise ValueError(f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
-                         f"load it with attn_implementation='sdpa'")  # fmt: skip
+        raise ValueError(
+            f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
+            f"load it with attn_implementation='sdpa'"
+        )
     if model._is_stateful:
         raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
     types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
     if types - LAYER_TYPES:
-        raise ValueError(f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
-                         f"per row; {', '.join(sorted(LAYER_TYPES))} can")  # fmt: skip
+        raise ValueError(
+            f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
+            f"per row; {', '.join(sorted(LAYER_TYPES))} can"
+        )
 
 
 def layers_of(config: PreTrainedConfig) -> int:

@@ -37,8 +37,20 @@ WARMUP = 3  # runs before a recording, in which libraries choose their kernels
 MOST = 256  # graphs of one `Recorded`; before one more is recorded, all are dropped
 FEWEST = 64  # slots of the smallest bucket
 # the dimension of an input whose size changes between calls of one compiled function
-DYNAMIC = {"ids": 1, "positions": 1, "nodes": 1, "seen": 1, "masked": 1, "lacking": 1, "features": 1, "cos": 0,
-           "sin": 0, "slots": 0, "keys": 2, "values": 2}  # fmt: skip
+DYNAMIC = {
+    "ids": 1,
+    "positions": 1,
+    "nodes": 1,
+    "seen": 1,
+    "masked": 1,
+    "lacking": 1,
+    "features": 1,
+    "cos": 0,
+    "sin": 0,
+    "slots": 0,
+    "keys": 2,
+    "values": 2,
+}
 
 Inputs = Mapping[str, Tensor]
 Reads = Mapping[str, Any]
@@ -88,9 +100,17 @@ class Replay:
         """Forget what was made from weights or slots that are replaced."""
 
     def __call__(
-        self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, *, rows: int = 0, widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(), first: Inputs | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        make: Make,
+        reads: Reads,
+        *,
+        rows: int = 0,
+        widths: Sequence[int] = (),
+        steady: frozenset[str] = frozenset(),
+        first: Inputs | None = None,
+    ) -> Any:
         """Return what make()(**inputs, **reads) returns, or None if it cannot be recorded or compiled. A result of a
         recording is valid until the next call.
 
@@ -107,22 +127,39 @@ class Replay:
         return None
 
     def replayed(
-        self, round: Any, name: tuple[Any, ...], given: Inputs, make: Make, K: int = 0, reads: Reads | None = None, *,
-        greedy: bool = False, trees: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        round: Any,
+        name: tuple[Any, ...],
+        given: Inputs,
+        make: Make,
+        K: int = 0,
+        reads: Reads | None = None,
+        *,
+        greedy: bool = False,
+        trees: bool = False,
+    ) -> Any:
         """Return run(round, tensors, K), run being what `make` returns, or None if it is not replayed. tensors: those
         of `given` and `reads`. greedy: whether it drafts the likeliest tokens. trees: whether it draws children."""
         pure = None if self.failed else self.pure(round, K, greedy, trees)
         if pure is None:
             return None
         inputs = {part: tensor.to(self.device) for part, tensor in pure.tensors.items()} | dict(given)
-        return self((*name, K, greedy, pure.key), inputs, lambda: _Bound(make(), pure.on, K), reads or {},
-                    steady=pure.steady)  # fmt: skip
+        return self(
+            (*name, K, greedy, pure.key), inputs, lambda: _Bound(make(), pure.on, K), reads or {}, steady=pure.steady
+        )
 
     def of_round(
-        self, round: Any, name: tuple[Any, ...], given: Inputs, run: Callable[..., Any], k: int = 0, K: int = 0,
-        reads: Reads | None = None, make: Make | None = None, **how: bool,
-    ) -> Any:  # fmt: skip
+        self,
+        round: Any,
+        name: tuple[Any, ...],
+        given: Inputs,
+        run: Callable[..., Any],
+        k: int = 0,
+        K: int = 0,
+        reads: Reads | None = None,
+        make: Make | None = None,
+        **how: bool,
+    ) -> Any:
         """Return what `replayed` returns, or run(round, tensors, k) as it is. make: returns a module that does the same
         as `run`, and refers to nothing that a compiled module must not keep."""
         result = self.replayed(round, name, given, make or (lambda: run), K, reads, **how)
@@ -242,9 +279,17 @@ class Recorded(Replay):
         self.sources: dict[str, Tensor] = {}  # the tensor that was last copied, of each steady input
 
     def __call__(
-        self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, *, rows: int = 0, widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(), first: Inputs | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        make: Make,
+        reads: Reads,
+        *,
+        rows: int = 0,
+        widths: Sequence[int] = (),
+        steady: frozenset[str] = frozenset(),
+        first: Inputs | None = None,
+    ) -> Any:
         if self.failed:
             return None
         packed = [part for part, x in inputs.items() if x.element_size() == 8 and x.dim() < 3 and part not in steady]
@@ -272,9 +317,15 @@ class Recorded(Replay):
         return results if A == rows and n == width else [part[:A, :n] if widths else part[:A] for part in results]
 
     def _record(
-        self, key: Hashable, run: Callable[..., Any], rows: int, given: Inputs, shapes: Mapping[str, torch.Size],
-        copies: Inputs, reads: Reads,
-    ) -> None:  # fmt: skip
+        self,
+        key: Hashable,
+        run: Callable[..., Any],
+        rows: int,
+        given: Inputs,
+        shapes: Mapping[str, torch.Size],
+        copies: Inputs,
+        reads: Reads,
+    ) -> None:
         if len(self.graphs) >= MOST:
             self.drop()
         if not self.graphs:
@@ -363,9 +414,17 @@ class Compiled(Replay):
         return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
     def __call__(
-        self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, *, rows: int = 0, widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(), first: Inputs | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        make: Make,
+        reads: Reads,
+        *,
+        rows: int = 0,
+        widths: Sequence[int] = (),
+        steady: frozenset[str] = frozenset(),
+        first: Inputs | None = None,
+    ) -> Any:
         # one stride for each shape
         parts = {part: value.reshape(-1).view(value.shape) for part, value in inputs.items()} | dict(reads)
         try:

@@ -145,8 +145,9 @@ class SelfCheck:
             depth, name = layers_of(self.model.config), type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
             if unknown:
-                raise ValueError(f"states: {name} has layers 0 .. {depth}, and {LAST} for what its head reads; "
-                                 f"not {unknown[0]}")  # fmt: skip
+                raise ValueError(
+                    f"states: {name} has layers 0 .. {depth}, and {LAST} for what its head reads; not {unknown[0]}"
+                )
             self._check("states", Probe.states)
             self.agreed.add(layers)
         return layers
@@ -353,9 +354,11 @@ class Probe:
         rows = []
         for row, start in enumerate(self.starts):
             source = self.sources[row] if self.sources else None
-            cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.sources else (
-                DynamicCache(config=self.model.config)
-            )  # fmt: skip
+            cache = (
+                EncoderDecoderCache(DynamicCache(), DynamicCache())
+                if self.sources
+                else (DynamicCache(config=self.model.config))
+            )
             ids = self.ids[row : row + 1, : start + self.later]
             with torch.no_grad():
                 inputs = [own_inputs(self.model, part, source) for part in (ids[:, :start], ids[:, start:])]

@@ -46,8 +46,10 @@ def projection(width: int, tokens: int, rank: int | None) -> Projection:
     if rank is None:
         return nn.Linear(width, tokens, bias=False)
     if not 1 <= rank <= min(width, tokens):
-        raise ValueError(f"{RANK}: {rank} is not from 1 to {min(width, tokens)}, the smaller size of the head's matrix "
-                         f"of {tokens} tokens by {width}")  # fmt: skip
+        raise ValueError(
+            f"{RANK}: {rank} is not from 1 to {min(width, tokens)}, the smaller size of the head's matrix "
+            f"of {tokens} tokens by {width}"
+        )
     return LowRank(width, tokens, rank)
 
 
@@ -158,8 +160,10 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
     if getattr(plain, "bias", None) is not None:
         raise ValueError(f"{name}: its head has a bias, which small heads do not support")
     if tokens and getattr(config, "final_logit_softcapping", None):
-        raise ValueError(f"{name}: it caps its logits, so that a token without a row would still have mass: "
-                         f"{VOCABULARY} must be null")  # fmt: skip
+        raise ValueError(
+            f"{name}: it caps its logits, so that a token without a row would still have mass: "
+            f"{VOCABULARY} must be null"
+        )
     head = SmallHead(config.hidden_size, config.vocab_size, tokens, rank)
     for linear in linears(head):
         if not linear.weight.is_meta:

@@ -257,14 +257,23 @@ class Replayed(Lean):
             inputs |= {"nodes": branches.slots, "seen": branches.seen, "anchor": branches.anchor}
         inputs |= {} if only is None else {"only": only}
         name, reads = ("pass", layers, head), self._reads(window.limit)
-        results: list[Tensor] | None = self.replay(name, inputs, lambda: self._step(layers, head), reads,
-                                                   rows=self.rows, widths=widths)  # fmt: skip
+        results: list[Tensor] | None = self.replay(
+            name, inputs, lambda: self._step(layers, head), reads, rows=self.rows, widths=widths
+        )
         return results
 
     def drafts(
-        self, round: Any, name: tuple[Any, ...], run: Run, given: Inputs, ids: Tensor, window: Window, K: int,
-        greedy: bool, fit: Callable[[Tensor], Tensor],
-    ) -> Drafts | None:  # fmt: skip
+        self,
+        round: Any,
+        name: tuple[Any, ...],
+        run: Run,
+        given: Inputs,
+        ids: Tensor,
+        window: Window,
+        K: int,
+        greedy: bool,
+        fit: Callable[[Tensor], Tensor],
+    ) -> Drafts | None:
         """Return all K drafts of a round, see `LM.drafts`. Return None if they are not replayed. window.limit: the
         slots of the longest text with its drafts."""
         if not self._fits(ids, window):

@@ -57,14 +57,22 @@ class BlockConfig(EagleConfig):
     loaded_as = ARCHITECTURES
 
     def __init__(
-        self, num_hidden_layers: int = 1, causal: bool = False, markov_rank: int = 0,
-        dflash_config: Mapping[str, Any] | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_hidden_layers: int = 1,
+        causal: bool = False,
+        markov_rank: int = 0,
+        dflash_config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings | NO_CONFIDENCE)
         self.num_hidden_layers, self.markov_rank = num_hidden_layers, markov_rank
         self.causal = bool((dflash_config or {}).get("causal", causal))
-        self.dflash_config = {"mask_token_id": self.vocab_size - 1, **(dflash_config or {}), "causal": self.causal,
-                              "target_layer_ids": output_layers(self.layers)}  # fmt: skip
+        self.dflash_config = {
+            "mask_token_id": self.vocab_size - 1,
+            **(dflash_config or {}),
+            "causal": self.causal,
+            "target_layer_ids": output_layers(self.layers),
+        }
 
 
 class BlockNetwork(FeatureNetwork):
@@ -190,9 +198,14 @@ class Block(Eagle):
     compiles = False
 
     def __init__(
-        self, network: BlockNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        self,
+        network: BlockNetwork,
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.depths = network.config.depths
 

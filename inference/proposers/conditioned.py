@@ -100,9 +100,14 @@ class Conditioned(Independent):
     scaled = True
 
     def __init__(
-        self, model: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        self,
+        model: PreTrainedModel,
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         knots_of(model.config)
         self.scale_of: Scale

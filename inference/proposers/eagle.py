@@ -101,8 +101,15 @@ class EagleConfig(PretrainedConfig):
         self.eagle_aux_hidden_state_layer_ids = list(layers)
         self.eagle_config = {"use_aux_hidden_state": True, **(eagle_config or {}), LAYER_IDS: output_layers(layers)}
         self.depths, self.initializer_range = depths, initializer_range
-        known = ("rope_parameters", "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
-                 "tie_word_embeddings", "architectures")  # fmt: skip
+        known = (
+            "rope_parameters",
+            "num_hidden_layers",
+            "hidden_act",
+            "attention_bias",
+            "mlp_bias",
+            "tie_word_embeddings",
+            "architectures",
+        )
         rest = {name: value for name, value in other.items() if name not in known}
         named: dict[str, Any] = {"tie_word_embeddings": False, "architectures": self.loaded_as}
         super().__init__(**named, **rest)
@@ -348,9 +355,14 @@ class EagleDrafting(nn.Module):
     """The drafts of a round as a function of tensors. branching: the trees to draft, None for chains."""
 
     def __init__(
-        self, network: Any, embedding: nn.Module, shape: llama.ModelShape, vocabulary: int,
-        branching: StaticTrees | None, greedy: bool,
-    ) -> None:  # fmt: skip
+        self,
+        network: Any,
+        embedding: nn.Module,
+        shape: llama.ModelShape,
+        vocabulary: int,
+        branching: StaticTrees | None,
+        greedy: bool,
+    ) -> None:
         super().__init__()
         self.network, self.embedding, self.shape = network, embedding, shape
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
@@ -418,9 +430,14 @@ class Eagle(Proposer):
     compiles = True  # whether rounds can be compiled on a CPU
 
     def __init__(
-        self, network: FeatureNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        self,
+        network: FeatureNetwork,
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.network, self.greedy, self.compile, self.int8 = network.eval(), greedy, compile, int8
         self.served: Any = network  # with rounded or packed weights, once it is open
         self.branching = trees_of(shape)
@@ -464,8 +481,14 @@ class Eagle(Proposer):
             copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
-            self.shape = llama.ModelShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                                     self.network.scale, config.rms_norm_eps, held)  # fmt: skip
+            self.shape = llama.ModelShape(
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                self.network.scale,
+                config.rms_norm_eps,
+                held,
+            )
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
             self.plain, self.replay, self.module = Replay(self.network), self._replay(host), self._module(self.served)
@@ -557,8 +580,9 @@ class Eagle(Proposer):
         width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
         given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))
         name = type(self).__name__, self.vocabulary
-        x, q = replay.of_round(round, name, given, self.module, wanted, K, reads, self._fresh, greedy=self.greedy,
-                               trees=bool(shape))  # fmt: skip
+        x, q = replay.of_round(
+            round, name, given, self.module, wanted, K, reads, self._fresh, greedy=self.greedy, trees=bool(shape)
+        )
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 

@@ -94,8 +94,10 @@ class ExitNetwork(PreTrainedModel):
         theirs = projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
-                raise ValueError(f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
-                                 "only serve the target that it was made for")  # fmt: skip
+                raise ValueError(
+                    f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
+                    "only serve the target that it was made for"
+                )
 
     def get_input_embeddings(self) -> Any:
         """Return None, since the target's embeddings are used."""
@@ -244,9 +246,14 @@ class EarlyExit(Independent):
     tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
 
     def __init__(
-        self, network: ExitNetwork, target: PreTrainedModel, greedy: bool = False, *, compile: bool | None = None,
+        self,
+        network: ExitNetwork,
+        target: PreTrainedModel,
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         refuse_encoder(target)
         super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
         self.network, self.target, self.rank = network, target, network.config.rank

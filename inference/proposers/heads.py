@@ -38,9 +38,14 @@ class MedusaConfig(PretrainedConfig):
     model_type = "medusa"
 
     def __init__(
-        self, hidden_size: int = 16, vocab_size: int = 32, num_heads: int = 4, num_hidden_layers: int = 1,
-        markov_rank: int = 0, **other: Any,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int = 16,
+        vocab_size: int = 32,
+        num_heads: int = 4,
+        num_hidden_layers: int = 1,
+        markov_rank: int = 0,
+        **other: Any,
+    ) -> None:
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_hidden_layers, self.markov_rank = num_heads, num_hidden_layers, markov_rank
         super().__init__(**{"tie_word_embeddings": False} | other)
@@ -223,8 +228,9 @@ class DraftHeads(Proposer):
         shape = self.branching
         sent = round.send(shape.nodes(k) if shape else k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}
-        x, q = self.replay.of_round(round, ("heads",), given, self._drafted, K, K, greedy=self.greedy,
-                                    trees=bool(shape))  # fmt: skip
+        x, q = self.replay.of_round(
+            round, ("heads",), given, self._drafted, K, K, greedy=self.greedy, trees=bool(shape)
+        )
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:

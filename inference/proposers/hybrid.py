@@ -114,8 +114,10 @@ DepthCounts = list[tuple[int, int]]  # by depth: rounds that accepted all drafts
 
 
 def _lookup_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
-    return [(sum(one.right > depth for one in cell), sum(len(one.match.drafts) > depth for one in cell))
-            for depth in range(depths)]  # fmt: skip
+    return [
+        (sum(one.right > depth for one in cell), sum(len(one.match.drafts) > depth for one in cell))
+        for depth in range(depths)
+    ]
 
 
 def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:

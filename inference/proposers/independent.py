@@ -46,9 +46,15 @@ class Independent(Proposer):
     tail = 2  # last ids of a text that a round with all drafts at once reads: up to two are not stored yet
 
     def __init__(
-        self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
-        int8: bool = False, shape: TreeShape = None, own_encoder: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel | str | PathLike[str],
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
+        shape: TreeShape = None,
+        own_encoder: bool = False,
+    ) -> None:
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
             raise ValueError(f"model must be a draft model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
@@ -102,8 +108,9 @@ class Independent(Proposer):
         wanted = host.rows, host.vocabulary, host.context, host.spare
         if wanted != self.opened or self.lm.stale:  # slots last from call to call
             self.opened = wanted
-            self.lm = LM(self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare,
-                         scaled=self.scaled)  # fmt: skip
+            self.lm = LM(
+                self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare, scaled=self.scaled
+            )
             self.served = None
         if self.served is not host.target or not all(stamp.holds(encoder) for encoder, stamp in self.shared):
             self.served = host.target
@@ -219,8 +226,9 @@ class Independent(Proposer):
             self._catch_up(round, k)  # after rounds in which another part drafted
         last, at = self._on_device(sent["last"], sent["ends"])
         limit = max(ends) + self.longest - 1
-        drafts = self.lm.drafts(round, ("chain",), chain(self.greedy), {"last": last, "ends": at}, last, limit,
-                                self.longest, self.greedy)  # fmt: skip
+        drafts = self.lm.drafts(
+            round, ("chain",), chain(self.greedy), {"last": last, "ends": at}, last, limit, self.longest, self.greedy
+        )
         if drafts is None:
             return None
         # for a row without drafts, no draft counts as stored (another part may draft for it), and a gap stays a gap
@@ -272,7 +280,8 @@ def _load(path: str) -> PreTrainedModel:
     loaded: Any = CausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True)
     network, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
-        raise ValueError(f"{path}: tensors are missing, or their shapes are not those of config.json: "
-                         f"{', '.join(lacking)}")  # fmt: skip
+        raise ValueError(
+            f"{path}: tensors are missing, or their shapes are not those of config.json: {', '.join(lacking)}"
+        )
     require_sound(network, path)
     return widened(network.eval())

@@ -88,9 +88,14 @@ class PEagle(Eagle):
     compiles = False
 
     def __init__(
-        self, network: PEagleNetwork, greedy: bool = False, *, compile: bool | None = None, int8: bool = False,
+        self,
+        network: PEagleNetwork,
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
 

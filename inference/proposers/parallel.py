@@ -33,9 +33,14 @@ class Parallel(Independent):
     scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
 
     def __init__(
-        self, model: PreTrainedModel | str | PathLike[str], greedy: bool = False, *, compile: bool | None = None,
-        int8: bool = False, shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel | str | PathLike[str],
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
+        int8: bool = False,
+        shape: TreeShape = None,
+    ) -> None:
         super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most

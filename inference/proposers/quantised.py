@@ -51,9 +51,14 @@ class Quantised(Independent):
     network_class: Any = QuantisedNetwork
 
     def __init__(
-        self, target: PreTrainedModel, bits: str = "int8", greedy: bool = False, *, compile: bool | None = None,
+        self,
+        target: PreTrainedModel,
+        bits: str = "int8",
+        greedy: bool = False,
+        *,
+        compile: bool | None = None,
         shape: TreeShape = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if bits not in BITS:
             raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
         if quantised(target.config):

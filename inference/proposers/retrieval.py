@@ -146,8 +146,10 @@ class Retrieval(Proposer):
     def check_vocabulary(self, vocabulary: int, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
         if self.datastore and self.datastore.about.vocabulary > vocabulary:
-            raise ValueError(f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
-                             f"has {vocabulary}; make one with the target's tokenizer: cotrain datastore")  # fmt: skip
+            raise ValueError(
+                f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
+                f"has {vocabulary}; make one with the target's tokenizer: cotrain datastore"
+            )
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.rows[low:] = map(SuffixAutomaton, map(searched, prompts))

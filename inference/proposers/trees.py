@@ -20,9 +20,13 @@ from inference.verify.tree import Tree, depths_of, levels, ranks_of
 
 
 def from_one_pass(
-    round: Any, logits: Tensor, shape: "StaticTrees | None", greedy: bool,
-    anchor: Tensor, term: Term | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    round: Any,
+    logits: Tensor,
+    shape: "StaticTrees | None",
+    greedy: bool,
+    anchor: Tensor,
+    term: Term | None,
+) -> tuple[Tensor, Tensor]:
     """Return drafts and the distributions they were drawn from, given logits (A, K, V) of one pass. They are trees of a
     shape, or chains. anchor (A,): the last tokens of the texts. term: adds a term for the token before each draft to
     its logits."""

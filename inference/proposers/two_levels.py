@@ -47,8 +47,10 @@ class TwoLevels(CompositeProposer):
 
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:
-            raise ValueError(f"TwoLevels: the small draft's class is {type(small).__name__}; it must be Independent "
-                             "and draft chains, since the small draft may read nothing of the target")  # fmt: skip
+            raise ValueError(
+                f"TwoLevels: the small draft's class is {type(small).__name__}; it must be Independent "
+                "and draft chains, since the small draft may read nothing of the target"
+            )
         if inner < 1:
             raise ValueError(f"TwoLevels: inner must be at least 1, not {inner}")
         self.model, self.small, self.guesses, self.rule = model, small, inner, inner_rule(rule)
@@ -147,8 +149,9 @@ class OuterDrafts:
         """Return the next inner round. stored: number of tokens of each text that the model's slots hold."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
-        wanted = [0 if reads or not left else min(guesses, left - 1)
-                  for left, reads in zip(room, self.history, strict=True)]  # fmt: skip
+        wanted = [
+            0 if reads or not left else min(guesses, left - 1) for left, reads in zip(room, self.history, strict=True)
+        ]
         tails = [text[held:] if left else text[-1:] for text, held, left in zip(self.texts, stored, room, strict=True)]
         lacking: tuple[Numbers, ...] = padded(tails), [len(tail) - 1 for tail in tails], stored
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
@@ -225,9 +228,15 @@ class InnerRound(RoundView):
     """
 
     def __init__(
-        self, round: Round, asked: list[int], texts: Sequence[list[int]], done: list[int], k: list[int],
-        outer: OuterDrafts, numbers: Mapping[str, Numbers],
-    ) -> None:  # fmt: skip
+        self,
+        round: Round,
+        asked: list[int],
+        texts: Sequence[list[int]],
+        done: list[int],
+        k: list[int],
+        outer: OuterDrafts,
+        numbers: Mapping[str, Numbers],
+    ) -> None:
         super().__init__(round, k)
         self.asked, self.outer = asked, outer
         self.with_drafts = texts

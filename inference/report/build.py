@@ -207,8 +207,10 @@ def _of_engine(engine: Engine) -> dict[str, Any]:
 
 
 def _arm(timing: Timing, name: str) -> dict[str, Any]:
-    whole, decode = ([sum(part) for part in zip(*(r.paid(only) for r in timing.results(name)), strict=True)]
-                     for only in (False, True))  # fmt: skip
+    whole, decode = (
+        [sum(part) for part in zip(*(r.paid(only) for r in timing.results(name)), strict=True)]
+        for only in (False, True)
+    )
     stats = timing.stats(name)
     rounds = stats.times["target"] if stats else 0
     return {

@@ -29,8 +29,16 @@ if TYPE_CHECKING:
 FORMAT, FILE = 1, "replay.json"
 STATES = ("accepted", "refused", "unread")  # unread: after a rejection, or a sibling that was not tested
 KINDS = ("corrected", "bonus")
-_DRAFT = {"id": int, "text": str, "parent": int, "p": Maybe(float), "q": Maybe(float), "u": Maybe(float),
-          "ratio": Maybe(float), "state": str}  # fmt: skip
+_DRAFT = {
+    "id": int,
+    "text": str,
+    "parent": int,
+    "p": Maybe(float),
+    "q": Maybe(float),
+    "u": Maybe(float),
+    "ratio": Maybe(float),
+    "state": str,
+}
 SCHEMA: dict[str, Any] = {
     "format": int,
     "rule": str,
@@ -58,7 +66,7 @@ class Recorder:
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a round that has ended, see `trace.RoundRecorder`."""
         if len(self.rounds) < self.most:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
@@ -87,8 +95,18 @@ def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase |
         state = "accepted" if i in accepted else "refused" if i in rejected else "unread"
         ratio = None if p is None or q is None or (p and not q) else p / q if p else 0.0
         before = row.drafts[parent] if parent >= 0 else anchor
-        drafts.append({"id": token, "text": _text([token], tokenizer, before), "parent": parent, "p": p, "q": q,
-                       "u": u, "ratio": ratio, "state": state})  # fmt: skip
+        drafts.append(
+            {
+                "id": token,
+                "text": _text([token], tokenizer, before),
+                "parent": parent,
+                "p": p,
+                "q": q,
+                "u": u,
+                "ratio": ratio,
+                "state": state,
+            }
+        )
     last = None
     if row.emitted > len(row.path):
         kind = "corrected" if any(row.parents[i] == (row.path[-1] if row.path else -1) for i in rejected) else "bonus"

@@ -103,8 +103,10 @@ def _speedup(report: Mapping[str, Any]) -> str:
     s = report["speedup"]
     if s is None:
         return ""
-    line = (f"speed-up of {s['of']} over {s['over']}: {_range(s['whole'])} with prefill, {_range(s['decode'])} "
-            f"decode only (95 % bootstrap intervals over batches)")  # fmt: skip
+    line = (
+        f"speed-up of {s['of']} over {s['over']}: {_range(s['whole'])} with prefill, {_range(s['decode'])} "
+        f"decode only (95 % bootstrap intervals over batches)"
+    )
     return "\n".join([line, *_words(s), *report["extra"].get("said", [])])
 
 

@@ -166,8 +166,13 @@ class Regimes:
         self.temperatures = [float(s.temperature) for s in sampling]
         self.cut = any(s.top_k or s.top_p < 1 or s.min_p for s in sampling)
         nucleus = [row for row, s in enumerate(sampling) if s.temperature and s.top_p < 1]
-        columns = [self.temperatures, [s.min_p for s in sampling], [1 - s.top_p for s in sampling],
-                   [s.top_k for s in sampling], nucleus + [0] * (len(sampling) - len(nucleus))]  # fmt: skip
+        columns = [
+            self.temperatures,
+            [s.min_p for s in sampling],
+            [1 - s.top_p for s in sampling],
+            [s.top_k for s in sampling],
+            nucleus + [0] * (len(sampling) - len(nucleus)),
+        ]
         table = torch.tensor(columns, dtype=torch.float64, device=device)  # (5, A)
         self.temperature, self.min_p, tail = table[:3].unbind()
         self.greedy, self.top_k = self.temperature == 0, table[3].to(torch.int64)
@@ -201,9 +206,14 @@ class Regimes:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that distributions are computed from, by name."""
         return {
-            "temperature": self.temperature, "min_p": self.min_p, "greedy": self.greedy, "top_k": self.top_k,
-            "divisor": self.divisor, "nucleus": self.nucleus, "tail": self.tail,
-        }  # fmt: skip
+            "temperature": self.temperature,
+            "min_p": self.min_p,
+            "greedy": self.greedy,
+            "top_k": self.top_k,
+            "divisor": self.divisor,
+            "nucleus": self.nucleus,
+            "tail": self.tail,
+        }
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
         """Return the same computation on other tensors with the names and shapes of `tensors()`. They may be the

@@ -180,8 +180,9 @@ class Penalties:
         self.bias = self._table([s.logit_bias or {} for s in settings])  # (A, V)
         self.ends = self._marked([row.ends if row.sampling.min_new_tokens else frozenset() for row in rows])  # (A, V)
         self.first = self._marked([frozenset(s.banned_first) for s in settings])  # (A, V)
-        penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.min_new_tokens]
-                     for s in settings]  # fmt: skip
+        penalties = [
+            [s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.min_new_tokens] for s in settings
+        ]
         self.penalised = any(row[:3] != [1, 0, 0] for row in penalties)
         table = torch.tensor(penalties, dtype=torch.float64, device=device)
         self.repetition, self.presence, self.frequency, self.least = table.view(-1, 4, 1, 1).unbind(1)
@@ -235,10 +236,17 @@ class Penalties:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `apply` reads, by name."""
         tensors = {
-            "bias": self.bias, "ends": self.ends, "first": self.first, "repetition": self.repetition,
-            "presence": self.presence, "frequency": self.frequency, "least": self.least, "words": self.words,
-            "prompt": self.prompt, "generated": self.generated,
-        }  # fmt: skip
+            "bias": self.bias,
+            "ends": self.ends,
+            "first": self.first,
+            "repetition": self.repetition,
+            "presence": self.presence,
+            "frequency": self.frequency,
+            "least": self.least,
+            "words": self.words,
+            "prompt": self.prompt,
+            "generated": self.generated,
+        }
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":

@@ -24,11 +24,22 @@ LIKE_VLLM, LLAMA_CPP = ("vllm", "sglang"), "llamacpp"
 LIKE_VLLM_ONLY = ("stop_ids", "min_new_tokens", "presence_penalty", "frequency_penalty")
 PAGE_SECONDS = 30.0  # in which a server must answer when it has no text to write
 LARGEST_BIAS = 100.0  # servers clip what is above it
-OF_LLAMA_CPP = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"], "repeat_last_n": -1, "mirostat": 0,
-                "dynatemp_range": 0.0}  # fmt: skip
+OF_LLAMA_CPP = {
+    "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+    "repeat_last_n": -1,
+    "mirostat": 0,
+    "dynatemp_range": 0.0,
+}
 # fields that only some servers know, or whose empty values some reject, with their neutral values
-NOT_EVERYWHERE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0, "logit_bias": {},
-                  "stop": [], "ignore_eos": False}  # fmt: skip
+NOT_EVERYWHERE = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "repeat_penalty": 1.0,
+    "logit_bias": {},
+    "stop": [],
+    "ignore_eos": False,
+}
 COUNTER = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 
@@ -103,9 +114,11 @@ class Client:
             asked = common | {"prompt": prompt, "seed": self._seed(seed)}
             completion, tokens = self._read("/v1/completions", _completion, asked)
             if completion.finish == "length" and tokens is not None and tokens < max_new_tokens:
-                raise ValueError(f"{self.root}: it ended a text after {tokens} of {max_new_tokens} tokens: raise its "
-                                 "context, or its own limit (max_new_tokens of vLLM's generation config, "
-                                 "--n-predict of llama.cpp)")  # fmt: skip
+                raise ValueError(
+                    f"{self.root}: it ended a text after {tokens} of {max_new_tokens} tokens: raise its "
+                    "context, or its own limit (max_new_tokens of vLLM's generation config, "
+                    "--n-predict of llama.cpp)"
+                )
             return completion
 
         with ThreadPoolExecutor(at_once) as pool:
@@ -193,8 +206,10 @@ class Client:
         try:
             return read(answer)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise ConnectionError(f"{self.root}{path} answered in another form than vLLM, SGLang and llama.cpp do "
-                                  f"({type(error).__name__}: {error}): {answer[:200]!r}") from error  # fmt: skip
+            raise ConnectionError(
+                f"{self.root}{path} answered in another form than vLLM, SGLang and llama.cpp do "
+                f"({type(error).__name__}: {error}): {answer[:200]!r}"
+            ) from error
 
 
 def _first_model(answer: str) -> tuple[str, Any]:
@@ -212,9 +227,11 @@ def _completion(answer: str) -> tuple[Completion, int | None]:
     tokens = usage.get("completion_tokens") if usage is not None and ids is None else None
     tokens = tokens if ids is None else len([_typed(one, int) for one in _typed(ids, list)])
     completion = Completion(
-        _typed(choice["text"], str), ids, "length" if finish is None else _typed(finish, str),
+        _typed(choice["text"], str),
+        ids,
+        "length" if finish is None else _typed(finish, str),
         end if isinstance(end, int) else None,
-    )  # fmt: skip
+    )
     return completion, None if tokens is None else _typed(tokens, int)
 
 
@@ -243,8 +260,12 @@ def counted_in(page: str) -> Served | None:
             counts[name] = counts.get(name, 0) + int(float(value))  # summed over engines of one server
     if "num_drafts" not in counts:
         return None
-    return Served(counts["num_drafts"], counts["num_draft_tokens"], counts["num_accepted_tokens"],
-                  tuple(depths[depth] for depth in sorted(depths)))  # fmt: skip
+    return Served(
+        counts["num_drafts"],
+        counts["num_draft_tokens"],
+        counts["num_accepted_tokens"],
+        tuple(depths[depth] for depth in sorted(depths)),
+    )
 
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:

@@ -26,9 +26,16 @@ class Server(Worker):
     """
 
     def __init__(
-        self, python: str, target: str, speculative: dict[str, Any] | None, rows: int, context: int, log: Path,
-        pauses: bool = False, dtype: str = "bfloat16",
-    ) -> None:  # fmt: skip
+        self,
+        python: str,
+        target: str,
+        speculative: dict[str, Any] | None,
+        rows: int,
+        context: int,
+        log: Path,
+        pauses: bool = False,
+        dtype: str = "bfloat16",
+    ) -> None:
         settings = {"target": target, "speculative": speculative, "rows": rows, "context": context, "dtype": dtype}
         super().__init__("vLLM", [python, str(WORKER)], settings, log, pauses)
 

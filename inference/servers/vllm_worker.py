@@ -41,11 +41,15 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     length = request["max_new_tokens"]
     params = [
         SamplingParams(
-            temperature=request["temperature"], max_tokens=length, min_tokens=length, ignore_eos=True,
-            seed=request["seed"] + row, detokenize=False,
+            temperature=request["temperature"],
+            max_tokens=length,
+            min_tokens=length,
+            ignore_eos=True,
+            seed=request["seed"] + row,
+            detokenize=False,
         )
         for row in range(len(request["prompts"]))
-    ]  # fmt: skip
+    ]
     before = counters(llm)
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], params, use_tqdm=False)
@@ -64,10 +68,14 @@ def main() -> None:
 
     repair()
     llm = vllm.LLM(
-        settings["target"], dtype=settings.get("dtype", "bfloat16"), max_model_len=settings["context"],
-        max_num_seqs=settings["rows"], enforce_eager=True, disable_log_stats=False,
+        settings["target"],
+        dtype=settings.get("dtype", "bfloat16"),
+        max_model_len=settings["context"],
+        max_num_seqs=settings["rows"],
+        enforce_eager=True,
+        disable_log_stats=False,
         speculative_config=settings["speculative"],
-    )  # fmt: skip
+    )
     print(json.dumps({"version": vllm.__version__}), file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(llm, json.loads(line))), file=out, flush=True)

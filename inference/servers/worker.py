@@ -26,8 +26,11 @@ class Worker:
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, json.dumps(settings)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         self.version: str = self._read()["version"]
         if pauses:
             self.process.send_signal(signal.SIGSTOP)

@@ -159,9 +159,16 @@ Distributions = tuple[Tensor, Tensor, Tensor]
 
 
 def reach_traversal(
-    p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None,
-    k: int | Tensor | None = None, *, samples: int = SAMPLES, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    p: Tensor,
+    q: Tensor,
+    x: Tensor,
+    parents: tuple[int, ...],
+    lengths: Tensor | None = None,
+    k: int | Tensor | None = None,
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Tensor:
     """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.traversal`, for children drawn
     from q -> (B, T, D+1). It is the sum over the nodes of each depth of their probabilities, see `chances_traversal`.
     Likeliest children are accepted as under `tree.tree`: use `by_rank`."""
@@ -170,9 +177,15 @@ def reach_traversal(
 
 
 def chances_traversal(
-    p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, *,
-    samples: int = SAMPLES, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    p: Tensor,
+    q: Tensor,
+    x: Tensor,
+    parents: tuple[int, ...],
+    lengths: Tensor | None = None,
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Tensor:
     """Return P(a round that starts at t follows the text down to each node | the text) -> (B, T, N). It holds for
     `tree.traversal` and children drawn from q. It depends on the node's path of child numbers alone, so one table
     serves every tree within `parents`.
