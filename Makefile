@@ -2,7 +2,8 @@
 # PYTHON=       the interpreter to build .venv with; by default the newest of 3.13, 3.12, 3.11 that works
 # TORCH_INDEX=  the package index torch comes from; by default the one pip is set to
 # Either is read when .venv is first made: `make clean` before another choice.
-# MINUTES=      `make mutants` and `make test-engines` begin nothing more after so many minutes, and list what they left
+# MINUTES=      `make mutants`, `make test-thorough` and `make test-engines` begin nothing more after so many minutes, and
+#               list what they left
 
 PYTHON ?=
 TORCH_INDEX ?=
@@ -22,11 +23,12 @@ LLAMACPP_READY = $(LLAMACPP)/ready
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv demo test lint mutants gpu-rehearsal test-engines clean
+.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal test-engines clean
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
 	@echo "make test      set up, then run the test suite (no GPU needed)"
+	@echo "make test-thorough  set up, then run the tests that take long or are of variants of a kind"
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
 	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, five minutes at most"
@@ -44,12 +46,15 @@ demo: $(READY)
 	@echo "  $(BIN)/cotrain bench draft.path=smollm2"
 	@echo "  $(BIN)/cotrain generate draft.path=smollm2 prompt='What is rain?'"
 
-test mutants gpu-rehearsal test-engines: export OMP_WAIT_POLICY = PASSIVE
+test test-thorough mutants gpu-rehearsal test-engines: export OMP_WAIT_POLICY = PASSIVE
 
 # two processes of one thread each; tests of a file share what they make
-test: export OMP_NUM_THREADS = 1
+test test-thorough: export OMP_NUM_THREADS = 1
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+
+test-thorough: $(READY)
+	COTRAIN_TEST_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 2 --dist loadfile -m thorough
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
@@ -66,7 +71,7 @@ gpu-rehearsal: $(READY)
 
 test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \
-	    COTRAIN_ENGINE_MINUTES=$(MINUTES) $(BIN)/python -m pytest -rA -s tests/engines
+	    COTRAIN_TEST_MINUTES=$(MINUTES) $(BIN)/python -m pytest -rA -s tests/engines
 
 clean:
 	rm -rf .venv .venv-engines $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache

@@ -1,11 +1,8 @@
-"""What was found with an engine, kept as a report in outputs/engines/, and in the folder that COTRAIN_REPORTS names.
-And the time for the tests (COTRAIN_ENGINE_MINUTES, by default as much as they need)."""
+"""What was found with an engine, kept as a report in outputs/engines/, and in the folder that COTRAIN_REPORTS names."""
 
 import json
 import os
-import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +16,6 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "engines"
 KEPT = "COTRAIN_REPORTS"  # as outputs/results
 CASES = [("two layers", "sampled"), ("four layers", "greedy")]
-
-
-MINUTES = float(os.environ.get("COTRAIN_ENGINE_MINUTES") or "inf")
-BEGAN = time.monotonic()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a limit of time, each day begins with another file, so that none is always left out."""
-    files = list(dict.fromkeys(item.path for item in items))
-    if MINUTES < float("inf"):
-        first = date.today().toordinal() % len(files)
-        order = {path: place for place, path in enumerate(files[first:] + files[:first])}
-        items.sort(key=lambda item: order[item.path])
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test for which no time is left; tests that did not run are listed at the end."""
-    if time.monotonic() - BEGAN > 60 * MINUTES:
-        pytest.skip(f"no time left: COTRAIN_ENGINE_MINUTES={MINUTES:g}")
 
 
 @pytest.fixture(scope="session")

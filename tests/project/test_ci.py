@@ -20,11 +20,19 @@ def make(*words: str) -> str:
 
 def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
     stages = re.findall(r"^stage (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert stages == ["test", "lint", "mutants", "gpu-rehearsal", ".venv-engines/ready", "test-engines"]
+    assert stages == [
+        "test",
+        "lint",
+        "test-thorough",
+        "mutants",
+        "gpu-rehearsal",
+        ".venv-engines/ready",
+        "test-engines",
+    ]
     for stage in stages:
         make(stage)
     assert "--minutes 15" in make("mutants", "MINUTES=15") and "--minutes" not in make("mutants")
-    assert "COTRAIN_ENGINE_MINUTES=25 " in make("test-engines", "MINUTES=25")
+    assert all("COTRAIN_TEST_MINUTES=25 " in make(stage, "MINUTES=25") for stage in ("test-thorough", "test-engines"))
 
 
 def test_every_planted_bug_can_be_planted() -> None:
