@@ -88,6 +88,11 @@ def over_http(client: Client, plan: Plan) -> Ask:
                 "url: the server returns no token ids, and the prediction needs them; use a server that "
                 "returns them, such as vLLM"
             )
+        if early := sum(len(one.ids or []) < size.new_tokens for one in answers):
+            raise ValueError(
+                f"url: the server ended {early} of {len(answers)} texts before {size.new_tokens} tokens, though "
+                "ignore_eos and min_tokens were sent: use a server that heeds them, or lower new_tokens= to its limit"
+            )
         return [one.ids or [] for one in answers], seconds, after - before if after else None
 
     return ask

@@ -10,6 +10,7 @@ import glob
 import io
 import json
 import lzma
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ def files_of(path: str) -> dict[str, Path]:
         matching = {name: Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()}
         if not matching:
             raise ValueError(f"data.path: no such file, and none that matches: {path}")
-        return matching
+        return {name: file for name, file in matching.items() if kind_of(file)} or matching
     if kind_of(place) or place.is_absolute() or path.startswith(".") or path.count("/") > 1:
         raise ValueError(f"data.path: no such file: {path}")
     return {}
@@ -99,6 +100,11 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
             raise ValueError(f"data.path: {path} is empty")
+        if sampled(path):
+            raise ValueError(
+                f"data.path: {path} holds texts that a target sampled: give rollout.folder={path.parent}, and the "
+                "prompts as data.path="
+            )
     none = True
     try:
         for row in islice(_rows(data, files), data.take if data.streaming else None):
@@ -108,6 +114,17 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
         raise unreadable(data, error) from error
     if none:
         raise ValueError(f"data.path: {data.path} holds no rows")
+
+
+def sampled(path: Path) -> bool:
+    """Whether a file is one that a rollout wrote: its prompts are ids."""
+    if path.suffix != ".parquet":
+        return False
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except UNREADABLE:  # said where its rows are read
+        return False
+    return {"prompt", "completion"} <= {*schema.names} and str(schema.field("prompt").type).endswith("int32>")
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
@@ -150,7 +167,8 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
             splits = datasets.load_dataset_builder(loader, data_dir=glob.escape(path)).config.data_files
             if data.split not in splits:
                 raise ValueError(f"no split {data.split!r}, it has {', '.join(map(str, splits))}: set data.split=")
-            files = {str(Path(file).relative_to(Path(path).absolute())): Path(file) for file in splits[data.split]}
+            found = filter(kind_of, map(Path, splits[data.split]))
+            files = {str(file.relative_to(Path(path).absolute())): file for file in found}
         yield from rows_in(files)
         return
     if saved:
@@ -236,7 +254,8 @@ def _cleaned(value: Any) -> Any:
 
 def _loader(path: str, files: Mapping[str, Path]) -> str:
     """The name of the `datasets` loader for all of the files."""
-    kinds = sorted({kind for kind in map(kind_of, files.values()) if kind})
+    counts = Counter(kind for kind in map(kind_of, files.values()) if kind)
+    kinds = [kind for kind, _ in counts.most_common()]
     loaders = {LOADERS[kind] for kind in kinds}
     if not loaders:
         raise ValueError(f"it ends in none of {', '.join(LOADERS)}")

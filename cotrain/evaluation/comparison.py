@@ -15,7 +15,7 @@ from cotrain.config.drafts import DRAFTS
 from cotrain.config.settings import flat
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
-from cotrain.run_folder import read_marker, refuse_unfinished
+from cotrain.run_folder import MARKER, read_marker, refuse_unfinished
 from inference.drafts.weight_files import read_json
 
 FIGURES = "held_out.json"
@@ -69,7 +69,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
-    files = sorted(folder.rglob(FIGURES))
+    files = [file for file in sorted(folder.rglob(FIGURES)) if not _of_stage(file, folder)]
     if not files:
         refuse_unfinished("folder", folder)
         if not folder.exists():
@@ -86,6 +86,12 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
         for run, settings in some:
             groups[",".join([label, *(f"{key}={settings.get(key)}" for key in differing)])].append(run)
     return dict(groups)
+
+
+def _of_stage(file: Path, folder: Path) -> bool:
+    """Return whether figures are those of a stage of a run in `folder`: of a joint training."""
+    within = [place for place in file.parent.parents if place == folder or folder in place.parents]
+    return not (file.parent / MARKER).is_file() and any((place / MARKER).is_file() for place in within)
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:

@@ -191,8 +191,8 @@ class Sampled:
         sampled, rows = len(rows), [row for row in rows if row["completion"]]
         if len(rows) < sampled:
             print(
-                f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: the server sends no token ids, "
-                "and they do not survive decoding and encoding"
+                f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: they are empty, or the server "
+                "sends no token ids and they do not survive decoding and encoding"
             )
         ends = ends_of(self.target)
         empty = sum(ends.issuperset(row["completion"]) for row in rows)
@@ -203,8 +203,8 @@ class Sampled:
             print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
             raise UserError(
-                "rollout.url: none of the server's texts survives decoding and encoding: use a server that "
-                "sends token ids, such as vLLM"
+                "rollout.url: each of the server's texts is empty, or does not survive decoding and encoding: look at "
+                "what it answers to one of the prompts, or use a server that sends token ids, such as vLLM"
             )
         if empty == len(rows):
             raise UserError(

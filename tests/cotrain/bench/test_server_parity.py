@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -95,3 +96,11 @@ def test_a_server_without_token_ids_is_an_error(
     with pytest.raises(ValueError, match="url: .*/metrics shows no counters of drafts"):
         server_parity.over_http(Client(url), plan)([[1, 2]], 1)
     assert len(Lookalike.requests) == asked  # nothing was generated in vain
+
+
+def test_a_server_that_ends_texts_early_is_an_error(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    client: Any = SimpleNamespace(root="url", timeout=1.0)
+    client.complete = lambda *given, **more: [SimpleNamespace(ids=ids) for ids in ([], [1] * plan.bench.new_tokens)]
+    monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: Served(0, 0, 0))
+    with pytest.raises(ValueError, match="url: the server ended 1 of 2 texts before"):
+        server_parity.over_http(client, plan)([[1], [2]], 1)

@@ -107,10 +107,29 @@ def test_a_folder_of_parquet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_two_kinds_of_files_is_refused(tmp_path: Path) -> None:
+    """The pattern that is proposed is that of most files."""
     (tmp_path / "a.jsonl").write_text(lines("a"))
+    (tmp_path / "a2.jsonl").write_text(lines("b"))
     csv(tmp_path / "b.csv")
-    with pytest.raises(ValueError, match=r"data.path: .* several kinds, .csv, .jsonl: give a pattern, as in .*/\*.csv"):
+    with pytest.raises(ValueError, match=r"several kinds, .jsonl, .csv: give a pattern, as in .*/\*.jsonl"):
         texts(tmp_path)
+
+
+def test_other_files_of_a_folder_are_no_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines("a"))
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.4\xff\n")
+    assert texts(tmp_path) == texts(tmp_path / "*") == ["a"]
+
+
+def test_texts_of_a_rollout_are_refused_as_prompts(tmp_path: Path) -> None:
+    rows = {"domain": ["own"], "prompt": [[1, 2]], "completion": [[3]]}
+    features = datasets.Features({"domain": datasets.Value("string"), **dict.fromkeys(
+        ("prompt", "completion"), datasets.List(datasets.Value("int32")))})  # fmt: skip
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train_T1.parquet"))
+    (tmp_path / "train_T1.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "train_T1.parquet"):
+        with pytest.raises(ValueError, match="a target sampled: give rollout.folder="):
+            texts(path)
 
 
 def test_saved_data_sets_of_one_split_and_of_several_are_read(tmp_path: Path) -> None:

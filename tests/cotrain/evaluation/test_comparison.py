@@ -200,6 +200,8 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
             (settings[group] if group else settings)[key] = 1.0 if value == "1.0" else value
         (place / "held_out.json").write_text(json.dumps(run("kl", index, 1.0)))
         (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
+        (place / "warm").mkdir()  # of a joint training, which is no run
+        (place / "warm" / "held_out.json").write_text(json.dumps(run("tv", index, 1.0)))
     return sorted(read(folder))
 
 
