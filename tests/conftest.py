@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ MINUTES = float(os.environ.get("COTRAIN_TEST_MINUTES") or "inf")  # after these,
 BEGAN = time.monotonic()
 NO_TIME = f"no time left: COTRAIN_TEST_MINUTES={MINUTES:g}"
 # of a kind, beside the kind itself: `make test-thorough` runs what a suite over all kinds says of them
+STUDIES = Path(__file__).parent / "studies"
 VARIANT = re.compile(r"\[.*, (pruned|low rank|markov|causal|greedy)\b")
 
 
@@ -110,8 +112,8 @@ def fast_settings() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a CUDA device, tests marked `gpu` are skipped; without a vLLM, those marked `engine`, without a llama.cpp
-    those marked `llamacpp`, without Chromium those marked `browser`. Variants of kinds are `thorough`. With a limit of
-    time, each day begins with another file, so that none is always left out."""
+    those marked `llamacpp`, without Chromium those marked `browser`. Variants of kinds and studies are `thorough`. With
+    a limit of time, each day begins with another file, so that none is always left out."""
     wanted = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
         "browser": (CHROMIUM is not None, "needs Chromium: apt-get install chromium"),
@@ -124,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order = {path: place for place, path in enumerate(files[first:] + files[:first])}
         items.sort(key=lambda item: order[item.path])
     for item in items:
-        if VARIANT.search(item.name):
+        if VARIANT.search(item.name) or STUDIES in item.path.parents:
             item.add_marker(pytest.mark.thorough)
         for mark, (there, reason) in wanted.items():
             if item.get_closest_marker(mark) and not there:

@@ -30,8 +30,6 @@ class Parallel(Independent):
     no mask.
     """
 
-    scaled = False  # `OnePass` ignores a scale, and no parallel draft depends on the temperature
-
     def __init__(
         self,
         model: PreTrainedModel | str | PathLike[str],

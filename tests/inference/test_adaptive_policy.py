@@ -148,6 +148,7 @@ def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
 # --- drafting nothing
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", [
     Script([0] * 40, stops=False), Script(ended=20, stops=False), Script([0] * 40, stops=False, waits=True),
 ], ids=["none", "one", "none, prompt unread"])  # fmt: skip

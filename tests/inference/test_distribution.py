@@ -96,6 +96,7 @@ def pair():
     return target, near(target, noise=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "samples"), [("token", 60_000), ("block", 60_000), ("match", 32_000), ("coupled", 32_000)]
 )

@@ -22,8 +22,8 @@ from tests.inference.test_distribution import p_value, pair
 from tests.kinds import KINDS, SHAPED, example_code
 from tests.tiny import tiny
 
-PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 1, 4)]
-LIMITS = [5, 14, 9, 17, 7, 3, 11]
+PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 1, 11, 4, 7)]
+LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12]
 MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
 SAMPLING = [MIXED[n % 4] for n in range(len(PROMPTS))]
 WHOLE: dict[str, Any] = {"max_new_tokens": LIMITS, "sampling": SAMPLING, "ids": range(len(PROMPTS)), "ignore_eos": True}

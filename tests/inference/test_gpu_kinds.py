@@ -61,6 +61,7 @@ ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one tem
          ("conditioned", "temperatures")]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize(("kind", "settings"), ASKED)
 def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +84,7 @@ def test_a_gpu_writes_the_text_of_a_cpu(kind: str, settings: str) -> None:
 DRAWN = [kind for kind in gpu_counts.KINDS if kinds.KINDS[kind].drawn and kind not in ("retrieval", "hybrid")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", DRAWN)
 def test_a_verdict_reads_the_same_drafts_from_recordings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts end one after the other, so later rounds are shorter than those that are recorded."""
@@ -111,6 +113,7 @@ def drafts_of_turns(kind: str, device: str) -> list[tuple[Tensor, Tensor]]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", gpu_counts.KINDS)
 def test_no_recording_outlives_the_slots_that_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.models.replay.WARMUP", 0)

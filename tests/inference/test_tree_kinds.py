@@ -87,6 +87,7 @@ def test_coupled_text_is_plain_text(kind: str) -> None:
     assert out.tokens == plain.tokens and out.finish == plain.finish
 
 
+@pytest.mark.thorough
 @each_kind
 def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes, drafts and verdicts recorded there, in two calls of other rows and another seed."""

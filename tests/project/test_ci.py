@@ -35,6 +35,7 @@ def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
     assert all("COTRAIN_TEST_MINUTES=25 " in make(stage, "MINUTES=25") for stage in ("test-thorough", "test-engines"))
 
 
+@pytest.mark.thorough
 def test_every_planted_bug_can_be_planted() -> None:
     for row in run_mutants.MUTANTS:
         row.applied(run_mutants.ROOT)

@@ -42,6 +42,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_chat_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("chat_target", monkeypatch)
     assert set(report(place / "chat" / "run")["extra"]["held_out"]) >= {"alpha_T1/all"}
@@ -50,6 +51,7 @@ def test_a_chat_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "$ cotrain generate" in said
 
 
+@pytest.mark.thorough
 def test_a_quantised_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("quantised_target", monkeypatch)
     report(place / "quantised" / "run")
@@ -58,12 +60,14 @@ def test_a_quantised_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "warning: quantisation=nf4 on a CPU" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_own_data_from_parquet(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("parquet_data", monkeypatch)
     held = report(place / "parquet" / "run")["extra"]["held_out"]
     assert {"alpha_T1/letters", "alpha_T1/stories"} <= set(held)
 
 
+@pytest.mark.thorough
 def test_a_sweep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("sweep", monkeypatch)
     compared = json.dumps(json.loads((place / "sweep" / "compared.json").read_text()))
@@ -72,6 +76,7 @@ def test_a_sweep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs == [f"loss={loss},trainer.seed={seed}" for loss in ("kl", "kl_then_tv") for seed in (0, 1)]
 
 
+@pytest.mark.thorough
 def test_serving_without_vllm_says_the_command(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +94,7 @@ def cells(notebook: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
+@pytest.mark.thorough
 def test_the_notebook(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, names = cells(EXAMPLES / "first_draft.ipynb"), dict[str, Any]()
     for number, cell in enumerate(code):

@@ -60,6 +60,7 @@ def train(place: Path, target: str, output: Path, *settings: str) -> int:
 
 
 class TestDataSelf:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("target", ["base", "chat"])
     def test_a_run_needs_nothing_but_the_target(
         self, target: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -92,6 +93,7 @@ class TestDataSelf:
         assert train(place, target, tmp_path / "run", measured) == 0  # finished, as its settings are the same
         assert self_prompts.line(counts) not in capsys.readouterr().out
 
+    @pytest.mark.thorough
     def test_every_stage_of_joint_training_has_the_prompts_of_the_original(self, place: Path, tmp_path: Path) -> None:
         run = tmp_path / "run"
         assert train(place, "base", run, "mode=joint", "joint.warm_steps=2", "joint.steps=2", "joint.rank=1",
@@ -130,6 +132,7 @@ class TestDataSelf:
 
 
 class TestGGUF:
+    @pytest.mark.thorough
     def test_a_draft_of_a_gguf_target_says_so_and_is_served(
         self, place: Path, tmp_path: Path, cache: None, capsys: pytest.CaptureFixture[str]
     ) -> None:

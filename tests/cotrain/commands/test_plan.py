@@ -106,6 +106,7 @@ def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:
     assert repr(found["cells"][0]["tau"][found["cells"][0]["k"]]) in page
 
 
+@pytest.mark.thorough
 def test_a_tree_is_forecast_beside_the_chain(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(run, "bench.trees=4", "batches=[1]") == 0
     (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["cells"]
@@ -115,6 +116,7 @@ def test_a_tree_is_forecast_beside_the_chain(run: Path, capsys: pytest.CaptureFi
     assert "a tree of" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "draft", tmp_path / "copy")
     assert plan(run, f"drafts=[{tmp_path / 'copy'}]") == 0
@@ -142,6 +144,7 @@ def test_a_plan_without_a_draft_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "draft.path=" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_policy(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

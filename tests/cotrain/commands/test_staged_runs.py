@@ -91,6 +91,7 @@ def test_processes_share_every_batch() -> None:
 ROUNDS = ("rollout.rounds=2", "rollout.texts=16", "trainer.steps=4", "rollout.rows=2", "trainer.corpus_steps=1")
 
 
+@pytest.mark.thorough
 def test_rounds_sample_with_the_draft_that_learns(place: Path) -> None:  # noqa: F811
     assert job(place, "rounds", *ROUNDS, "rollout.temperatures=[1.0]") == 0
     made = sorted(path.name for path in (place / "rounds" / "rollouts").glob("train*.parquet"))
@@ -171,6 +172,7 @@ def test_the_average_of_a_short_run_is_near_its_last_weights() -> None:
     assert averaged.average[0].item() > 0.99
 
 
+@pytest.mark.thorough
 def test_an_averaged_run_resumes_and_exports_its_average(
     place: Path,  # noqa: F811
     run: Path,  # noqa: F811

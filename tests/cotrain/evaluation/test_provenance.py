@@ -43,6 +43,7 @@ def test_own_texts_are_known(temperature: float, top_p: float) -> None:
     assert result.own and abs(result.z) < 4 and result.impossible == 0 and result.tokens == 1600
 
 
+@pytest.mark.thorough
 def test_z_of_own_texts_has_the_spread_of_a_standard_normal() -> None:
     z = torch.tensor([of(sampled(1.0, seed=seed), 1.0).z for seed in range(16)])
     assert 0.6 < z.std() < 1.5 and z.mean().abs() < 0.8

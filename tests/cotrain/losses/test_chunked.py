@@ -299,6 +299,7 @@ def test_comparisons_equal_whole_distributions() -> None:
     assert (p[~mask] == 0).all() and (q[~mask] == -torch.inf).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)  # two processes at 12,000 tokens, a quarter of a minute each on a busy machine
 def test_both_sides_agree_and_chunks_take_less_memory() -> None:
     figures = run(12_000, 2_048, repeats=1)  # 0.46 here; with half of the tokens it is 0.6

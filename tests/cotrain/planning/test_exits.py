@@ -194,6 +194,7 @@ def test_exits_are_rated_on_prompts_that_rank(tmp_path: Path, monkeypatch: pytes
     assert (given[0].ranking, given[0].final) == (rows[SPLITS[1]], rows[SPLITS[2]])
 
 
+@pytest.mark.thorough
 def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl")

@@ -34,6 +34,7 @@ def figures(r: Tensor, lengths: Tensor) -> Figures:
     return Figures(torch.full_like(r, -0.1), r.log() - 0.1, r, none, none, whole, lengths)
 
 
+@pytest.mark.thorough
 def test_expected_calls_are_those_of_simulated_rounds() -> None:
     torch.manual_seed(0)
     lengths = torch.tensor([30, 21])

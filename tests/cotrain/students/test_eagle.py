@@ -157,6 +157,7 @@ def test_rounds_without_drafts_lose_no_features() -> None:
 SETTINGS = [Sampling(0.8), Sampling(0.0), Sampling(0.9, repetition_penalty=1.2, top_k=9)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sampling", "compile"), [*((one, True) for one in SETTINGS), (SETTINGS[-1], False)])
 def test_text_on_a_device_is_that_of_the_host(
     sampling: Sampling, compile: bool, monkeypatch: pytest.MonkeyPatch

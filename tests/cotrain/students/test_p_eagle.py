@@ -153,6 +153,7 @@ def test_no_more_is_drafted_than_was_learnt() -> None:
     assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sampling", "compile"), [*((one, True) for one in SETTINGS), (SETTINGS[-1], False)])
 def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def proposer(target: Any) -> Any:

@@ -57,6 +57,7 @@ def alone(place: Path) -> Path:
     return place / "alone"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pair", "parts"])
 def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path], name: str) -> None:
     one, two = alone, pairs[name]
@@ -70,6 +71,7 @@ def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path],
     assert (two / "draft" / "report.json").exists() and not list(two.rglob("*.lock"))
 
 
+@pytest.mark.thorough
 def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     """Also with steps in which the adapter has no gradient."""
     given = ("mode=joint", "joint.warm_steps=3", "joint.steps=4", "joint.every=2", "joint.rank=2", "joint.lr=0.05",
@@ -84,6 +86,7 @@ def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     assert apart < 0.2 * distance and distance > 1e-2  # Adam's first step is the sign of a gradient, even of rounding
 
 
+@pytest.mark.thorough
 def test_a_killed_sharded_run_resumes_as_if_it_had_not_been_killed(place: Path, pairs: dict[str, Path]) -> None:
     parts, killed, last = pairs["parts"], place / "killed", Path("checkpoints") / "last.ckpt"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -170,6 +170,7 @@ print(pages() >= held)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_stays_with_the_process() -> None:
     out = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)

@@ -414,6 +414,7 @@ def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
     assert "lacks the texts of the original target" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_shared_folders_are_the_originals(place: Path) -> None:
     shared, cache = place / "shared texts", place / "shared states"
     given = (*SETTINGS, "joint.epsilon=9", f"rollout.folder={shared}", f"trainer.cache={cache}")

@@ -16,6 +16,7 @@ SERVED = {"plain": (), "average": ("trainer.ema=0.9",)}
 ENDS = {"steps": ("trainer.steps=4",), "minutes": ("trainer.minutes=0.1", "trainer.steps=1000")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ended", ENDS)
 @pytest.mark.parametrize("served", SERVED)
 def test_the_draft_is_what_the_training_left(

@@ -12,7 +12,7 @@ from inference.exactness.figures import check_calls, check_depth
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import Compared, Difference
 from inference.exactness.verdict import check
-from inference.models import compiled, forward, llama
+from inference.models import forward, llama, step
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -131,10 +131,10 @@ def test_what_goes_wrong_late_in_a_text_fails(dtype, fault, monkeypatch):
 
 
 def test_the_compiled_engine_is_checked(monkeypatch):
-    step = compiled.Step.forward
+    right = step.Step.forward
 
-    def wrong(self, *inputs):
-        logits, *states = step(self, *inputs)
+    def wrong(self, *given, **inputs):
+        logits, *states = right(self, *given, **inputs)
         logits = logits.clone()
         logits[..., 0] += 1
         return [logits, *states]
@@ -142,7 +142,7 @@ def test_the_compiled_engine_is_checked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module: module)
     target, draft = pair(SINGLE)
     assert verdict_of(target, Independent(draft), compile=True).passed
-    monkeypatch.setattr(compiled.Step, "forward", wrong)
+    monkeypatch.setattr(step.Step, "forward", wrong)
     assert verdict_of(target, Independent(draft)).passed
     result = verdict_of(target, Independent(draft), compile=True)
     assert not result.logits.passed and not result.passed

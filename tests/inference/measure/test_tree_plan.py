@@ -166,6 +166,7 @@ def test_chances_are_drawn_to_their_mean() -> None:
     assert Search(distributions(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
 
 
+@pytest.mark.thorough
 def test_shrunk_chances_choose_better_trees_for_other_texts() -> None:
     """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
     drawn to their mean."""

@@ -32,6 +32,7 @@ def test_passes_are_the_models_own() -> None:
     assert len(graphs(lm)) == 2  # several rows with several ids, and with one
 
 
+@pytest.mark.thorough
 def test_passes_that_end_early_give_the_states_there(monkeypatch: pytest.MonkeyPatch) -> None:
     traced(monkeypatch)
     model = tiny()
@@ -60,6 +61,7 @@ def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: 
     assert [key[2] for key in graphs(lm)] == [True]  # that of several ids
 
 
+@pytest.mark.thorough
 def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     traced(monkeypatch)
     lm = LM(tiny(layers=1), 3, compile=True)

@@ -173,6 +173,7 @@ def test_copies_are_of_the_present_weights_and_dropped_with_them() -> None:
     assert copies() == before
 
 
+@pytest.mark.thorough
 @needs_fbgemm
 def test_compiled_passes_read_copies_and_share_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has the operator for every projection, and no product of torch's own. It is compiled once for all models
@@ -205,6 +206,7 @@ def test_compiled_passes_read_copies_and_share_their_graphs(monkeypatch: pytest.
     assert copies() == before  # no copies of the old weights
 
 
+@pytest.mark.thorough
 @needs_fbgemm
 @compiles
 def test_compiled_engines_write_the_same_text() -> None:
@@ -220,6 +222,7 @@ def test_compiled_engines_write_the_same_text() -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 @needs_fbgemm
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind", FEATURES)

@@ -149,6 +149,7 @@ def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
     assert not torch.allclose(part, whole[:2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", ["stock", "in passes", "in graphs", "in graphs, with cuts", "in graphs, trees"])
 def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' forward, single passes, and CUDA graphs on the stand-in device: all drafts of a round at once, at
@@ -170,6 +171,7 @@ def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.
     assert plain.stats.accepted != expected.stats.accepted
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize("cut", [0, 31])
 def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +197,7 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
     assert expected[0] != expected[3]
 
 
+@pytest.mark.thorough
 def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as the graph has, of one temperature, of several, and with a greedy row, which drafts pass by
     pass."""

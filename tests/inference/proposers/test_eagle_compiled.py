@@ -140,6 +140,7 @@ def test_rounds_are_compiled_with_the_target(calls: list[int]) -> None:
         assert bool(calls) == wanted, kind
 
 
+@pytest.mark.thorough
 def test_few_graphs_serve_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths, slots and uniforms differ from round to round; other weights are read."""
     traced(monkeypatch)
@@ -187,6 +188,7 @@ def proposals(engine: Engine, n: int = 24) -> list[Any]:
     return seen
 
 
+@pytest.mark.thorough
 @compiles
 @pytest.mark.parametrize(("size", "int8"), [(16, True), (None, False)])
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: int | None, int8: bool) -> None:

@@ -118,6 +118,7 @@ DRAFTS: dict[str, tuple[Make, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: list[object]) -> None:
     """Calls on one engine that differ in a setting, and then in the draft length."""

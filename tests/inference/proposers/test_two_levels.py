@@ -107,6 +107,7 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
     return x, q
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", CELLS)
 @pytest.mark.parametrize(("k", "inner"), [(1, 1), (2, 1), (2, 3), (3, 1), (3, 2)])
 def test_what_is_drafted_has_the_distribution_of_the_model_in_between(k: int, inner: int, rule: str) -> None:
@@ -150,6 +151,7 @@ def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
     assert p_value(target, proposer, rule, 24_000, tokens=3, k=2, regime=Sampling()) > 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rule", "bits"), [("token", "nf4"), ("block", "int8")])
 def test_three_tokens_of_several_rounds_have_the_targets_distribution(bits: str, rule: str) -> None:
     target, draft = pair()
@@ -249,6 +251,7 @@ def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() ->
     assert results[0] == results[1] and 0 < sum(results[0][2]) < sum(results[0][1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20)])
 def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small draft that makes all guesses of an inner round at once reads the numbers of that round, no others."""
