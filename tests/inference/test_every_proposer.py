@@ -85,7 +85,8 @@ def test_coupled_text_is_plain_text(kind: Any, plain: Any, policy: Any) -> None:
 
 
 def test_text_on_a_device_is_that_of_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With passes and verdicts recorded there."""
+    """With passes and verdicts recorded there, and slots that grow under them."""
+    monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     host, whole = tiny(), {"max_new_tokens": 5, "sampling": SAMPLING[:4], "ids": range(4)}
     wanted = Engine(host, kind(host), rows=3, policy=Fixed(2)).generate(PROMPTS[:4], **whole)

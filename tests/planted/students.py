@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
+    ('a_resumed_average_rests_on_the_cpu', 'cotrain/training/callbacks.py', 'Averaged.on_fit_start', '[one.to(weight) for one, weight in zip(average, weights, strict=True)]', 'list(average)', ['tests/cotrain/training/test_on_a_device.py::test_commands_train_a_draft_that_decodes'], 'a training with an average does not resume on a GPU'),
+    ('generate_drafts_on_the_cpu', 'cotrain/commands/generate.py', '_engine', ', device=device()', '', ['tests/cotrain/training/test_on_a_device.py::test_commands_train_a_draft_that_decodes'], 'a draft is served by the CPU of a machine with a GPU'),
     ('keys_read_from_the_device', 'cotrain/training/module.py', 'Distillation.learn', 'host["key"], host.', 'batch["key"], host.', ['tests/cotrain/training/test_on_a_device.py::test_a_draft_of_every_kind_trains_and_decodes[medusa]'], 'a GPU waits for the host in every step'),
     ('masks_read_on_the_device', 'cotrain/training/module.py', 'Distillation.learn', 'sampled(host), self', 'sampled(batch), self', ['tests/cotrain/training/test_on_a_device.py::test_a_draft_of_every_kind_trains_and_decodes[medusa]'], 'a GPU waits for the host in every step'),
     ('copies_of_a_step_wait', 'cotrain/losses/guess.py', 'sent', 'values.pin_memory()', 'values', ['tests/cotrain/training/test_on_a_device.py::test_a_draft_of_every_kind_trains_and_decodes[medusa]'], 'a GPU waits for the host in every step'),

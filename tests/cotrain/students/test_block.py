@@ -19,9 +19,9 @@ from inference.proposers.block import Block, BlockNetwork
 from tests import kinds
 from tests.cotrain.losses.test_batch import CONVERSATIONS, module
 from tests.cotrain.losses.test_sequence import batch
-from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
+from tests.cotrain.students.test_eagle import PROMPTS, WHOLE, distributions, draft
 from tests.cotrain.students.test_p_eagle import IDS, TARGET, guessed, states_of
-from tests.feature_drafts import check_packed_texts, check_text_on_a_device
+from tests.feature_drafts import check_packed_texts
 from tests.tiny import tiny
 
 SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
@@ -250,15 +250,6 @@ def test_a_markov_head_that_says_nothing_changes_nothing() -> None:
     engine = Engine(target, Block(with_head), policy=Fixed(3), rows=2)
     q = recorded(engine, anchors)
     assert q[1, 0, 4] > 0.99 and q[0, 0, 4] < 0.9
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("sampling", SETTINGS)
-def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def proposer(target: Any) -> Block:
-        return Block(kinds.block(target, draft_vocab_size=16, markov_rank=3))
-
-    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 # --- first weights and folders

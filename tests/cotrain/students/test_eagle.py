@@ -23,7 +23,7 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.policy import Fixed
 from inference.proposers.eagle import EagleNetwork, fused
 from tests import kinds
-from tests.feature_drafts import check_packed_texts, check_text_on_a_device
+from tests.feature_drafts import check_packed_texts
 from tests.tiny import tiny
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
@@ -155,17 +155,6 @@ def test_rounds_without_drafts_lose_no_features() -> None:
 
 
 SETTINGS = [Sampling(0.8), Sampling(0.0), Sampling(0.9, repetition_penalty=1.2, top_k=9)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sampling", "compile"), [*((one, True) for one in SETTINGS), (SETTINGS[-1], False)])
-def test_text_on_a_device_is_that_of_the_host(
-    sampling: Sampling, compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def proposer(target: Any) -> eagle_module.Eagle:
-        return eagle_module.Eagle(kinds.eagle(target, draft_vocab_size=16))
-
-    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 def test_other_settings_raise() -> None:

@@ -21,9 +21,9 @@ from inference.policy import Fixed
 from inference.proposers.eagle import LAYER_IDS
 from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
 from tests import kinds
-from tests.cotrain.students.test_eagle import PROMPTS, SETTINGS, WHOLE, distributions, draft
+from tests.cotrain.students.test_eagle import PROMPTS, WHOLE, distributions, draft
 from tests.dropped_starts import check_dropped_starts
-from tests.feature_drafts import check_packed_texts, check_text_on_a_device
+from tests.feature_drafts import check_packed_texts
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -151,15 +151,6 @@ def test_no_more_is_drafted_than_was_learnt() -> None:
     target = tiny()
     engine = Engine(target, kinds.KINDS["p_eagle"].proposer(target), policy=Fixed(6), rows=3)
     assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == 3
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sampling", "compile"), [*((one, True) for one in SETTINGS), (SETTINGS[-1], False)])
-def test_text_on_a_device_is_that_of_the_host(sampling: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def proposer(target: Any) -> Any:
-        return proposers.kind_of("p_eagle")(kinds.p_eagle(target, draft_vocab_size=16))
-
-    check_text_on_a_device(proposer, PROMPTS, WHOLE, sampling, compile, monkeypatch)
 
 
 # --- folders
