@@ -51,10 +51,10 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Return whether the server's tau is within `TOLERANCE` of the predicted one, and the interval of `ratio`
-        overlaps 1 ± `TOLERANCE`."""
+        """Return whether the texts are those of the target, the server's tau is within `TOLERANCE` of the predicted
+        one, and the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
-        return abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
+        return not self.unlike and abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
     def line(self) -> str:
         return (

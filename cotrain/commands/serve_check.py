@@ -24,11 +24,16 @@ def run(cfg: ServeCheckConfig) -> None:
     with answering(cfg.as_json) as answer:
         report, figures = _compared(cfg, cfg.url, cfg.draft.path)
         answer(report, f"{cfg.url}: {figures.line()}")
+    if figures.unlike:
+        raise UserError(
+            f"{cfg.url}: its texts are not of this target in this regime: {figures.unlike}: check that the server "
+            "serves this target and uses the settings of each request"
+        )
     if not figures.passed:
         raise UserError(
             f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
             f"prediction for {report['objective']} drafting with k={report['k']}: check that the server uses this "
-            "draft and these settings" + (f" and this target: {figures.unlike}" if figures.unlike else "")
+            "draft and these settings"
         )
 
 

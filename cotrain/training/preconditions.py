@@ -476,7 +476,7 @@ def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) 
     """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
     draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
     splits = SPLITS if cfg.data.path else SPLITS[:2] if reads_given(cfg, False) else ()
-    limit = partial(fill_prompt_tokens, cfg, target, timed(cfg.bench))
+    limit = partial(fill_prompt_tokens, cfg, target, timed(cfg.bench) * cfg.measure)
     if not splits:
         limit({})
         return {}

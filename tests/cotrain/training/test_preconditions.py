@@ -230,6 +230,11 @@ def test_speeds_on_a_cpu_are_warned_of_if_the_quantisation_is_for_gpus(
     assert ("speeds are not" in capsys.readouterr().err) == (kind == "nf4")
 
 
+def test_what_is_not_measured_needs_no_room(mistakes: Path) -> None:
+    asked = command(mistakes, "rollout.prompt_tokens=0", "bench.new_tokens=999", "check=true", "measure=false")
+    assert main(asked) == 0 and main(asked[:-1]) == 1
+
+
 def test_a_mistake_does_not_delete_the_run_it_would_replace(
     mistakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
