@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def compiles(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that needs torch.compile, whose first run takes minutes on a busy machine."""
+    """A thorough test that needs torch.compile, whose first run takes minutes on a busy machine."""
     found = any(map(shutil.which, ("g++", "clang++", "c++")))
     patient = pytest.mark.timeout(600)
+    test = pytest.mark.thorough(test)
     return patient(pytest.mark.skipif(not found, reason="no C++ compiler")(test))
 
 

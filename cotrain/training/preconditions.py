@@ -254,7 +254,6 @@ def _lightning(cfg: Trainer) -> None:
         "num_nodes": cfg.nodes,
         "accelerator": accelerator,
         "logger": False,
-        "enable_checkpointing": False,
     }
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
@@ -262,7 +261,7 @@ def _lightning(cfg: Trainer) -> None:
         ("strategy", cfg.strategy, strategy_of(cfg), chosen),
     ):
         try:
-            lightning.Trainer(strategy=strategy, precision=cast(Any, name), **options)
+            lightning.Trainer(strategy=strategy, precision=cast(Any, name), enable_checkpointing=False, **options)
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
             message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"

@@ -36,6 +36,7 @@ LINE = 64  # bytes: as far as offsets go
 NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processors' builds too
 
 
+@pytest.mark.thorough
 @case("unaligned mask")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(

@@ -131,6 +131,7 @@ ESTIMATES = Estimates(0.6, (0.3, 0.9, 1, 0.4), (0.1, 0.8, 1, 0.3))
 VARIED = Adaptive({1: (1, 1.3, 1.7, 2.0), 3: (1.1, 1.5, 1.8, 2.4)}, ESTIMATES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [
     Script([0, 2, 0, 0, 1]), Script([0, 2, 0, 0, 1], waits=True), VARIED,
 ], ids=["script", "prompts unread", "adaptive"])  # fmt: skip

@@ -107,6 +107,7 @@ def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule, samp
     assert p_value(target, Independent(draft), rule, samples) > 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "rule"), [("greedy", "token"), ("greedy", "block"), ("greedy", "match"), ("ngram", "match")]
 )

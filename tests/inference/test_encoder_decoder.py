@@ -158,6 +158,7 @@ CASES += [(family, "shared encoder", "block", None) for family in ("bart", "mari
 CASES += [(family, "independent", "traversal", SHAPE) for family in ("bart", "marian", "whisper")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "kind", "rule", "shape"), CASES)
 def test_the_joint_distribution_of_the_text_is_the_targets(family: str, kind: str, rule: str, shape: Any) -> None:
     """Three tokens of several rounds, for rows of two sources in one batch, by chi-square over all texts."""
@@ -188,6 +189,7 @@ def settings_of(rows: slice) -> dict[str, Any]:
     return {"max_new_tokens": LIMITS[rows], "sampling": [MIXED[n % 4] for n in range(9)[rows]], "ignore_eos": True}
 
 
+@pytest.mark.thorough
 def test_rows_are_as_if_alone(draft: Any) -> None:
     """Text and counts; earlier calls leave nothing behind."""
     target = t5()
@@ -201,6 +203,7 @@ def test_rows_are_as_if_alone(draft: Any) -> None:
     assert sum(out.stats.drafted) > 3
 
 
+@pytest.mark.thorough
 def test_coupled_text_is_plain_text(model: Any, draft: Any) -> None:
     prompts, whole = sources(model, 9), settings_of(slice(9))
     plain = Engine(model, verify="coupled", rows=4).generate(prompts, **whole)

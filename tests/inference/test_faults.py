@@ -213,6 +213,7 @@ def test_a_policy_that_gives_no_draft_lengths_is_named(lengths: list[Any]) -> No
         drafted("draft", policy=Odd()).generate([[1, 2]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, repetition_penalty=1.2, banned=((1,), (2, 3)))])
 def test_a_draft_on_another_device_than_the_target(sampling: Sampling) -> None:
     run = {"prompts": PROMPTS[:2], "sampling": sampling, "max_new_tokens": 6, "ignore_eos": True}

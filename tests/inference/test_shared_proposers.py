@@ -36,6 +36,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [name for name in KINDS if not name.endswith("greedy") and name != "quantised"])
 def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
     target = tiny(positions=64)

@@ -33,6 +33,7 @@ def test_a_row_whose_slot_may_hold_nan_gets_a_second_try(monkeypatch: pytest.Mon
         assert run.rows[0].new == (wanted[0] if stained else wanted[0][:2])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [None, "independent", "parallel", "eagle", "block"])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))

@@ -48,6 +48,7 @@ KINDS = ["plain", "draft", "ngram"]
 RULES = [("plain", "token"), *product(KINDS[1:], ["token", "block", "match", "coupled"])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind, rule, rows, prompts", [*((*one, 4, 5) for one in RULES), *((kind, "token", 1, 2) for kind in KINDS)]
 )
@@ -66,6 +67,7 @@ def test_every_setting_stays_on_its_device(sampling: Sampling) -> None:
         assert texts("cuda", "draft", "token", 4, False, sampling) == wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device, arch", [("cuda", "sm80"), ("cuda:1", "sm90")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_give_the_text_of_plain_passes(

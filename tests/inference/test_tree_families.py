@@ -59,6 +59,7 @@ def copying(target: Any, text: list[list[int]], markov: bool, causal: bool) -> B
     return network
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("name", [*TWELVE, "Mpt"])
 def test_greedy_text_of_families_with_block_drafts(name: str, causal: bool) -> None:

@@ -44,6 +44,7 @@ def test_every_kind_that_takes_a_shape_is_here() -> None:
     assert len(SHAPED) > 5
 
 
+@pytest.mark.thorough
 @each_kind
 def test_the_distribution_of_the_text_is_the_targets(kind: str) -> None:
     """Three tokens of several rounds, by chi-square. Trees of likeliest tokens have no distribution of their own: that
@@ -104,6 +105,7 @@ def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.Mon
     assert [one.stats.accepted for one in outs] == [one.stats.accepted for one in wanted]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
 @each_kind
 def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: float) -> None:

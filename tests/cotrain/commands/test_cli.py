@@ -360,6 +360,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [[], ["-m"]])
 def test_a_command_composes_its_settings_with_hydra_as_it_is(flags: list[str]) -> None:
     """In this process files are parsed once, and `hydra.mode` is not asked for: see `tests/conftest.py`."""

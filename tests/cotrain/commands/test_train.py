@@ -221,6 +221,7 @@ def test_a_run_that_lost_its_patience_stays_ended(
     assert [one.step for one in kept] == [0, 2] and not (place / "patience" / "checkpoints" / "step-4").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", ["", "draft.quantisation=int8", "trainer.ema=0.5 trainer.patience=1"])
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     settings: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -249,6 +250,7 @@ def test_a_sweep_without_measurement_keeps_figures_only(place: Path) -> None:
     assert (found["label"], list(found["texts"])) == ("kl", ["1"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", ["trainer.ema=0.5", "draft.quantisation=int8"])
 def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     setting: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -285,6 +287,7 @@ def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
     )
 
 
+@pytest.mark.thorough
 def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = (
         "measure=false",

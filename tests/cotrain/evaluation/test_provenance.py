@@ -68,6 +68,7 @@ def test_foreign_texts_surprise_more() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [0.05, 0.1, 0.2])
 @pytest.mark.parametrize(("temperature", "own"), [(0.0, True), (0.1, False), (0.3, False)])
 def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(

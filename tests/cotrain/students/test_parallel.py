@@ -109,6 +109,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(markov:
             torch.testing.assert_close(q[row], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("markov", [False, True], ids=["plain", "markov"])
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.9, top_k=5, repetition_penalty=1.2)])
 def test_on_a_device_a_round_is_one_replay_one_copy_and_one_read(

@@ -123,6 +123,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_other_process_says_in_one_line_that_one_was_killed(killed: int, tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

@@ -396,6 +396,7 @@ def run(place: Path) -> Path:
     return place / "run"
 
 
+@pytest.mark.thorough
 def test_a_run_ends_with_a_measured_draft(run: Path) -> None:
     report = json.loads((run / "draft" / "report.json").read_text())
     assert report["exactness"]["passed"] and abs(report["extra"]["parity"]["z"]) < 4

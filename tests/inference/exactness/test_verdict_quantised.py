@@ -16,6 +16,7 @@ SHAPE = (-1, -1, 0, 0, 1, 2)
 PROMPTS = [[3, 5, 7, 3], [9], [11, 12]] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("quantisation", "rule"), [("nf4", "tree"), ("int8", "traversal"), ("int8_rows", "tree")])
 def test_the_verdict_of_trees_on_rounded_targets(quantisation: str, rule: str, tmp_path: Path) -> None:
     target, _ = load_pair(str(target_folder(tmp_path)), quantisation)

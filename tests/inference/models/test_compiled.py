@@ -78,7 +78,7 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: py
     model = tiny()
     lm = LM(model, 3, compile=True)
 
-    def broken(*_: object) -> None:
+    def broken(**_: object) -> None:
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda _: broken)

@@ -224,6 +224,7 @@ def of_target(kind, target):
     return EarlyExit(exit_network(tiny()), target) if kind == "early_exit" else Quantised(target)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["early_exit", "quantised"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not widened], ids=[n for n in NAMES if n != "widened"])
 def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, kind):
@@ -236,6 +237,7 @@ def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, kind):
     assert texts(engine) == texts(Engine(again, of_target(kind, again), rows=2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS, ids=NAMES)
 def test_a_draft_has_its_weights_as_they_are(way):
     target, model, again = tiny(), near(tiny(), 0.2), near(tiny(), 0.2)
@@ -249,6 +251,7 @@ def test_a_draft_has_its_weights_as_they_are(way):
     assert (out.tokens, out.stats.accepted) == (wanted.tokens, wanted.stats.accepted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "way"), [("eagle", given_data), ("medusa", given_a_parameter)])
 def test_what_is_recorded_of_a_draft_reads_its_weights_as_they_are(kind, way):
     """On a GPU: a recording reads the memory that a weight was in."""

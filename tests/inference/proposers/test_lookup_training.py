@@ -36,6 +36,7 @@ def store(place: Path) -> Path:
     return where
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
 def test_kinds_with_look_up_are_trained_measured_and_served(kind: str, place: Path, store: Path) -> None:
     settings = (f"draft={kind}", f"draft.datastore={store}", "draft.shortest=1", "trainer.steps=2", "overwrite=true")

@@ -28,6 +28,7 @@ class InTurns:
         return [3 * (len(text) // 6 % 2) for text in texts]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "first"), [(Late(), 0), (InTurns(), 1)], ids=["late", "in turns"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drafted_after_a_pause_is_as_if_alone(kind: str, policy: Any, first: int) -> None:

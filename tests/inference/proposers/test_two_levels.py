@@ -143,6 +143,7 @@ def test_the_text_has_the_targets_distribution(rule: str, outer: str) -> None:
     torch.testing.assert_close(masses.flatten(), joint(TARGET, 3), rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
     """By chi-square with the real random streams, of distributions where shared ones would show most."""
@@ -176,6 +177,7 @@ MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repet
          Sampling(0.7, frequency_penalty=0.3, banned=((3,),))]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("held", [64, 14])
 def test_every_distribution_is_that_of_its_model_given_the_text(
