@@ -167,8 +167,8 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
             splits = datasets.load_dataset_builder(loader, data_dir=glob.escape(path)).config.data_files
             if data.split not in splits:
                 raise ValueError(f"no split {data.split!r}, it has {', '.join(map(str, splits))}: set data.split=")
-            found = filter(kind_of, map(Path, splits[data.split]))
-            files = {str(file.relative_to(Path(path).absolute())): file for file in found}
+            texts = filter(kind_of, map(Path, splits[data.split]))
+            files = {str(file.relative_to(Path(path).absolute())): file for file in texts}
         yield from rows_in(files)
         return
     if saved:
