@@ -2,7 +2,7 @@
 
 # fmt: off
 ROWS_OF_BUGS = [
-    ('steps_of_trees_are_forgotten', 'inference/proposers/trees.py', '', '@cache  #', '@(lambda made: made)  #', ['tests/inference/proposers/test_recordings.py::test_recordings_of_one_tree_outlive_those_of_another'], 'recordings read memory that is free'),
+    ('steps_of_trees_are_forgotten', 'inference/proposers/trees.py', '', '@cache  #', '@__import__("functools").lru_cache(1)  #', ['tests/inference/proposers/test_recordings.py::test_recordings_of_one_tree_outlive_those_of_another'], 'recordings read memory that is free'),
     ('tasks_are_timed_by_their_launches', 'inference/measure/costs.py', 'interleaved', '            wait_for(device)\n            if', '            if', ['tests/inference/measure/test_costs.py::test_no_task_is_timed_by_its_launches'], 'a plan of launches'),
     ('children_take_the_draft_of_their_parents_parent', 'inference/proposers/trees.py', 'StaticTrees.grown', 'distributions[:, parent, rank', 'distributions[:, 0 * parent, rank', ['tests/inference/test_tree_drafts.py::test_nodes_come_with_the_distributions_of_their_paths'], 1),
     ('scale_of_rows_that_left', 'inference/proposers/conditioned.py', 'Conditioned._write', 'temperature is not self.written', 'self.written is None', ['tests/inference/proposers/test_conditioned.py::test_a_row_drafts_with_the_scale_of_its_own_temperature'], 'rows that come later are drafted for at the temperatures of the first'),
