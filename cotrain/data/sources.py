@@ -100,11 +100,12 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
             raise ValueError(f"data.path: {path} is empty")
-        if sampled(path):
-            raise ValueError(
-                f"data.path: {path} holds texts that a target sampled: give rollout.folder={path.parent}, and the "
-                "prompts as data.path="
-            )
+    table = next((path for path in files.values() if path.suffix == ".parquet"), None)
+    if table and is_rollout(table):
+        raise ValueError(
+            f"data.path: {table} holds texts that a target sampled: give rollout.folder={table.parent}, and the "
+            "prompts as data.path="
+        )
     none = True
     try:
         for row in islice(_rows(data, files), data.take if data.streaming else None):
@@ -116,10 +117,8 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"data.path: {data.path} holds no rows")
 
 
-def sampled(path: Path) -> bool:
-    """Whether a file is one that a rollout wrote: its prompts are ids."""
-    if path.suffix != ".parquet":
-        return False
+def is_rollout(path: Path) -> bool:
+    """Whether a Parquet file is one that a rollout wrote: its prompts are ids."""
     try:
         schema = pyarrow.parquet.read_schema(path)
     except UNREADABLE:  # said where its rows are read

@@ -109,7 +109,7 @@ class Replay:
         rows: int = 0,
         widths: Sequence[int] = (),
         steady: frozenset[str] = frozenset(),
-        first: Inputs | None = None,
+        first: Callable[[], Inputs] | None = None,
     ) -> Any:
         """Return what make()(**inputs, **reads) returns, or None if it cannot be recorded or compiled. A result of a
         recording is valid until the next call.
@@ -117,8 +117,8 @@ class Replay:
         name: everything that the function depends on but its arguments. reads: what it reads where it is, and whose
         owner calls `drop` when it is replaced. rows: of the slots that it may write to; a recording is made for a power
         of two of them. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one,
-        which writes the same keys and values again. steady: see `Pure`. first: the inputs of the runs before a
-        recording, if they may not have the present ones.
+        which writes the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before
+        a recording, if they may not have the present ones.
         """
         return None
 
@@ -288,7 +288,7 @@ class Recorded(Replay):
         rows: int = 0,
         widths: Sequence[int] = (),
         steady: frozenset[str] = frozenset(),
-        first: Inputs | None = None,
+        first: Callable[[], Inputs] | None = None,
     ) -> Any:
         if self.failed:
             return None
@@ -301,7 +301,7 @@ class Recorded(Replay):
         held = [(part, value.shape) for part, value in reads.items() if isinstance(value, Tensor)]
         key = name, rows, *shapes.items(), *((part, x.dtype, x.shape) for part, x in copies.items()), *held
         if key not in self.graphs:
-            given = first or inputs
+            given = first() if first else inputs
             try:
                 self._record(key, make(), rows, {part: given[part] for part in packed}, shapes, copies, reads)
             except RuntimeError as error:
@@ -423,7 +423,7 @@ class Compiled(Replay):
         rows: int = 0,
         widths: Sequence[int] = (),
         steady: frozenset[str] = frozenset(),
-        first: Inputs | None = None,
+        first: Callable[[], Inputs] | None = None,
     ) -> Any:
         # one stride for each shape
         parts = {part: value.reshape(-1).view(value.shape) for part, value in inputs.items()} | dict(reads)

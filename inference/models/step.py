@@ -295,8 +295,11 @@ class Replayed(Lean):
             return run
 
         reads = {name: self._reads(1)[name] for name in ("keys", "values")} if self.replay.fixed else {}
-        inputs, still = {"start": start, "path": path}, {"start": start, "path": torch.full_like(path, -1)}
-        # recording runs the move more than once
+        inputs = {"start": start, "path": path}
+
+        def still() -> Inputs:  # recording runs the move more than once
+            return inputs | {"path": torch.full_like(path, -1)}
+
         if not reads or self.replay("keep", inputs, make, reads, rows=self.rows, first=still) is None:
             super().keep(start, path)
 
