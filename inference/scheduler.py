@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from inference.models.lm import LM, store_prompts
+from inference.models.passes import wait_for
 from inference.output import Counts, Stats
 from inference.policy import Decisions, Policy
 from inference.proposers.base import Host, Proposer
@@ -141,7 +142,7 @@ class Slots:
                         ]
                     else:
                         call.active += new
-                self.target.wait()
+                wait_for(self.target.device)
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
         """End a row whose next token has no distribution. If the row has drafted (`doubtful`), keys and values of a

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from inference.models.lm import LM
+from inference.models.passes import wait_for
 from inference.models.small_heads import RANK, VOCABULARY, put_small_head
 from inference.sampling import draw, probs_at, wide
 from studies.floor import weight_bytes
@@ -90,7 +91,7 @@ def timed(made: dict[str, tuple[LM, Step, Step]], repeats: int) -> dict[str, dic
             lm, step, single = made[name]
             begin = time.perf_counter()
             (step if part == "step" else single)()
-            lm.wait()
+            wait_for(lm.device)
             if repeat >= 0:
                 seconds[name, part].append(1000 * (time.perf_counter() - begin))
     whole, found = seconds["whole", "step"], {}

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from inference import Engine, Sampling
 from inference.adaptive_policy import INPUTS, Adaptive, CallDecisions, Estimates, Numbers, Recent, inputs
-from inference.measure.costs import Costs, drafting_by, wait_for
+from inference.measure.costs import Costs, drafting_by
+from inference.models.passes import wait_for
 
 UNKNOWN = Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS)
 BY_RATE = (0.0, 1.0, *(0.0,) * (INPUTS - 2))  # weights of an estimate that is the row's recent acceptance

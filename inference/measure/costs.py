@@ -25,6 +25,7 @@ from torch import Tensor
 from inference.engine import Engine
 from inference.models.encoder_decoder import any_source
 from inference.models.lm import LM, store_prompts
+from inference.models.passes import wait_for
 from inference.output import Output, Stats
 from inference.policy import Fixed, Policy
 from inference.proposers.base import Host, Outcome, Proposer
@@ -238,12 +239,6 @@ def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Ten
         return one.last(verification.probs).tolist(), verification.accepted.tolist()
 
     return run
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all launched work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)

@@ -293,11 +293,6 @@ class LM:
         positions = at.unsqueeze(1) + offsets
         return Window(low, low + len(start), positions, None, first + width)
 
-    def wait(self) -> None:
-        """Wait for the device, so that a clock measures the work and not its launch."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
     def move(self, source: int, target: int, length: int) -> None:
         """Copy slot `source` (its first `length` tokens) to slot `target`."""
         self.cache.move(source, target, length)

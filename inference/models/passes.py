@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from threading import RLock
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Layers = tuple[int, ...]
@@ -37,3 +38,9 @@ class Branches(NamedTuple):
     slots: Tensor
     seen: Tensor
     depths: Tensor | None = None
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all launched work, so that a clock measures the work and not its launch."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
