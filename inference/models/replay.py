@@ -68,6 +68,26 @@ class Pure(NamedTuple):
     steady: frozenset[str] = frozenset()
 
 
+class Asked(NamedTuple):
+    """A function to record or compile, make(), and what it is called with.
+
+    name: everything that the function depends on but its arguments. reads: what it reads where it is, and whose owner
+    calls `drop` when it is replaced. rows: of the slots that it may write to; a recording is made for a power of two of
+    them. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one, which writes
+    the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before a recording, if
+    they may not have the present ones.
+    """
+
+    name: Hashable
+    inputs: Inputs
+    make: Make
+    reads: Reads
+    rows: int = 0
+    widths: Sequence[int] = ()
+    steady: frozenset[str] = frozenset()
+    first: Callable[[], Inputs] | None = None
+
+
 class Replay:
     """Runs functions as they are. model: that whose weights the functions read. int8: whether they are rounded."""
 
@@ -99,27 +119,13 @@ class Replay:
     def drop(self) -> None:
         """Forget what was made from weights or slots that are replaced."""
 
-    def __call__(
-        self,
-        name: Hashable,
-        inputs: Inputs,
-        make: Make,
-        reads: Reads,
-        *,
-        rows: int = 0,
-        widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(),
-        first: Callable[[], Inputs] | None = None,
-    ) -> Any:
+    def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
         """Return what make()(**inputs, **reads) returns, or None if it cannot be recorded or compiled. A result of a
-        recording is valid until the next call.
+        recording is valid until the next call. See `Asked`; how: its other fields."""
+        return self.run(Asked(name, inputs, make, reads, **how))
 
-        name: everything that the function depends on but its arguments. reads: what it reads where it is, and whose
-        owner calls `drop` when it is replaced. rows: of the slots that it may write to; a recording is made for a power
-        of two of them. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one,
-        which writes the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before
-        a recording, if they may not have the present ones.
-        """
+    def run(self, asked: Asked) -> Any:
+        """Return the result of what is asked, or None, see `__call__`."""
         return None
 
     def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
@@ -278,20 +284,10 @@ class Recorded(Replay):
         self.graphs: dict[Hashable, tuple[Graph, Tensor]] = {}  # with its buffer
         self.sources: dict[str, Tensor] = {}  # the tensor that was last copied, of each steady input
 
-    def __call__(
-        self,
-        name: Hashable,
-        inputs: Inputs,
-        make: Make,
-        reads: Reads,
-        *,
-        rows: int = 0,
-        widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(),
-        first: Callable[[], Inputs] | None = None,
-    ) -> Any:
+    def run(self, asked: Asked) -> Any:
         if self.failed:
             return None
+        name, inputs, make, reads, rows, widths, steady, first = asked
         packed = [part for part, x in inputs.items() if x.element_size() == 8 and x.dim() < 3 and part not in steady]
         copies = self._copied({part: value for part, value in inputs.items() if part not in packed}, steady)
         A, n = len(inputs[packed[0]]), inputs["ids"].shape[1] if widths else 0
@@ -309,7 +305,7 @@ class Recorded(Replay):
                 self.drop()
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 message = f"{type(self.model).__name__}: CUDA graphs failed; passes run without: {reason}"
-                warnings.warn(message, stacklevel=4)
+                warnings.warn(message, stacklevel=5)
                 return None
         graph, buffer = self.graphs[key]
         torch.cat([x for part in packed for x in _columns(inputs[part], shapes[part])], 1, out=buffer[:A])
@@ -413,25 +409,14 @@ class Compiled(Replay):
         """Return whether the compiler packs the weights itself; it does so for bfloat16 only."""
         return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
-    def __call__(
-        self,
-        name: Hashable,
-        inputs: Inputs,
-        make: Make,
-        reads: Reads,
-        *,
-        rows: int = 0,
-        widths: Sequence[int] = (),
-        steady: frozenset[str] = frozenset(),
-        first: Callable[[], Inputs] | None = None,
-    ) -> Any:
+    def run(self, asked: Asked) -> Any:
         # one stride for each shape
-        parts = {part: value.reshape(-1).view(value.shape) for part, value in inputs.items()} | dict(reads)
+        parts = {part: value.reshape(-1).view(value.shape) for part, value in asked.inputs.items()} | dict(asked.reads)
         try:
-            return self._called(name, self.compiled(name, make), parts)
+            return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
         except Exception as error:  # the compiler may raise anything
             Compiled.failed = True
-            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=2)
+            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=3)
             return None
 
     def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:
