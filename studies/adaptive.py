@@ -31,7 +31,7 @@ from inference.measure.adaptive import Wanted, until_known
 from inference.measure.arms import Arm, ArmResult
 from inference.measure.costs import drafting_by
 from inference.measure.environment import environment
-from inference.policy import Fixed
+from inference.policy import Fixed, Policy
 
 QUEUE = 3  # prompts per row, so that rows that end are replaced
 BATCHES = 5  # different batches that are timed at least
@@ -120,7 +120,7 @@ def timed(
     if not size.seconds:
         return None
     dear = {rows: (row[0], *(100 * row[0] for _ in row[1:])) for rows, row in policy.seconds.items()}
-    policies = {ADAPTIVE: policy, NEVER: Adaptive(dear, policy.estimates)}
+    policies: dict[str, Policy] = {ADAPTIVE: policy, NEVER: Adaptive(dear, policy.estimates)}
     if best != PLAIN:
         policies[best] = Fixed(int(best.removeprefix("k = ")))
     arms = [arm(PLAIN, plain, None, sampling, size.tokens)]

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
             if repeat >= 3:
                 seconds[number].append(time.perf_counter() - began)
     about = environment()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"depths": n, "milliseconds": [1000 * one for one in middle(mine).values()],
          "ratio": list(middle([own / first for own, first in zip(mine, seconds[0], strict=True)]).values())}
         for n, mine in zip(depths, seconds, strict=True)

@@ -27,7 +27,7 @@ from cotrain.teacher.target_model import served
 from cotrain.training.assembly import held_out_texts
 from cotrain.training.job import Job, models
 from cotrain.training.joint import TARGET, sampled_again
-from cotrain.training.preconditions import fill_prompt_tokens
+from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference.drafts.atomic import write_atomic
 from inference.drafts.moved_target import about
 from inference.measure.environment import environment
@@ -43,7 +43,7 @@ def fresh(run: Path, texts: int) -> dict[str, Movement]:
     with tempfile.TemporaryDirectory() as folder:
         cfg.rollout.folder, cfg.rollout.seed, cfg.rollout.held_out_texts = folder, SEED, texts
         target, tokenizer = models(cfg)
-        fill_prompt_tokens(cfg, target, {})
+        fill_prompt_tokens(cfg, target, timed(cfg.bench), {})
         job = Job(cfg, Path(folder), target, tokenizer)
         held = held_out_texts(job)[cfg.regime.temperature].texts
     moved = models(again)[0]

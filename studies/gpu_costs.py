@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[type[EagleConfig], Any, type[Eagle]]] = {
 
 
 def random_target(shape: dict[str, Any], device: torch.device | str, context: int = 2048) -> PreTrainedModel:
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ends: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = LlamaConfig(max_position_embeddings=context, **ends, **shape)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
@@ -204,7 +204,7 @@ def forecasts() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main(file: Path) -> None:
-    report = {
+    report: dict[str, Any] = {
         "about": "a forecast by arithmetic, not a measurement: see studies/gpu_costs.py",
         "environment": environment(),
         "chips": {name: asdict(chip) for name, chip in CHIPS.items()},

@@ -257,8 +257,8 @@ def counts_of(name: str) -> dict[str, Any]:
 
 def verdict() -> dict[str, Any]:
     """Of an eagle of a tiny target, with recorded rounds on a GPU."""
-    target = tiny(positions=128)
-    proposer = kinds.KINDS["eagle"].proposer(target)
+    target: Any = tiny(positions=128)
+    proposer: Any = kinds.KINDS["eagle"].proposer(target)
     target.to(device())
     proposer.network.to(device())
     sampling, new = Sampling(0.8), 6 if standin.HERE else 24

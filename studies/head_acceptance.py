@@ -109,8 +109,8 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"{asked.target}: its head caps logits, which heads of this study do not")
     texts = [padded(read_rows(path.with_suffix(""))) for path in (asked.learnt, asked.judged)]
     weight = wide(target.get_output_embeddings().weight.detach())[: len(tokenizer)]  # later rows are padding
-    learnt_from, judged = (states_of(target, one, asked.positions) for one in texts)
-    lengths, states, learnt_from = [len(one) for one in judged], torch.cat(judged), torch.cat(learnt_from)
+    first, judged = (states_of(target, one, asked.positions) for one in texts)
+    lengths, states, learnt_from = [len(one) for one in judged], torch.cat(judged), torch.cat(first)
     counts = torch.bincount(texts[0].ids[:, 1:][texts[0].sampled], minlength=len(weight)).to(weight.device)
     heads = {}
     for size in (one for one in asked.tokens if one < len(weight)):

@@ -162,7 +162,8 @@ def judged(one: Chosen, timing: Timing) -> dict[str, Any]:
 def checks(one: Chosen, timing: Timing) -> tuple[Verdict, CallsCheck | None]:
     """The verdict on the engine that was timed, from some of its texts, and the target calls of all of them."""
     plan, texts = one.plan, timing.texts(one.draft.name)
-    some = Emitted(*(part[: max(COMPARED, one.engine.rows)] for part in texts))
+    count = max(COMPARED, one.engine.rows)
+    some = Emitted(texts.prompts[:count], texts.ids[:count], texts.tokens[:count], texts.counts[:count])
     verdict = check(one.engine, some, plan.sampling, plan.bench.new_tokens, plan.bench.seed)
     return verdict, check_calls(text_figures(plan, texts, one.k, verdict.text.explained), texts, plan.rule)
 

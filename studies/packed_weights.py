@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> None:
         for lm in ways.values():
             lm.store(stored, [0])
         for count in asked.ids:
-            ids, seconds = torch.randint(0, model.config.vocab_size, (1, count)), {name: [] for name in ways}
+            ids = torch.randint(0, model.config.vocab_size, (1, count))
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
             for repeat in range(asked.repeats + 2):
                 for name, lm in ways.items():
                     start = time.perf_counter()

@@ -61,7 +61,8 @@ def texts_of(engine: Engine, prompts: list[list[int]], tokens: int, temperature:
 
 def half(texts: Emitted, part: int) -> Emitted:
     """Return every second text."""
-    return Emitted(*(list(field)[part::2] for field in (texts.prompts, texts.ids, texts.tokens, texts.counts)))
+    some = slice(part, None, 2)
+    return Emitted(texts.prompts[some], texts.ids[some], texts.tokens[some], texts.counts[some])
 
 
 def taus(figures: Figures, longest: int) -> list[float]:
@@ -107,10 +108,10 @@ def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float],
     assert engine.proposer is not None and engine.tokenizer is not None
     longest = min(LONGEST, engine.proposer.depths or LONGEST)
     draft = engine.proposer.language_model(ROWS, engine.target.vocabulary)
-    alone = load(path, engine.target.model, rows=1).proposer
-    assert alone is not None
+    proposer = load(path, engine.target.model, rows=1).proposer
+    assert proposer is not None
     one_row = LM(engine.target.model, 1, engine.target.vocabulary)
-    costs = measure_costs(one_row, alone, longest, context=96, repeats=5)
+    costs = measure_costs(one_row, proposer, longest, context=96, repeats=5)
     found = []
     for domain in DOMAINS:
         rows = [row["text"] for row in shipped() if row["domain"] == domain][: size.texts]
@@ -200,7 +201,7 @@ def judged(cells: Sequence[Any], taus: Sequence[Sequence[float]]) -> dict[str, f
         hits += chosen == int(speeds.argmax())
     ranks = [np.argsort(np.argsort(values)) for values in (truth, said)]
     return {
-        "rank_correlation": float(np.corrcoef(*ranks)[0, 1]),
+        "rank_correlation": float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1]),
         "r2": float(1 - ((said - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()),
         "error": float(np.abs(said / truth - 1).mean()), "best_length": hits / len(cells),
         "regret": float(np.mean(regrets)), "within_3_percent": float(np.mean(np.array(regrets) <= 0.03)),
@@ -245,7 +246,7 @@ def main() -> None:
         if path is not None:
             metadata = read(path).metadata
             assert metadata is not None
-            cells += cells_of(path, size, texts.setdefault(metadata.target["name"], {}))
+            cells += cells_of(path, size, texts.setdefault(str(metadata.target["name"]), {}))
         content = {"environment": environment(), "commands": commands, **report(cells), "cells": cells}
         size.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for name, table in content["tables"].items():

@@ -35,7 +35,7 @@ def main(quantised: str, whole: str, report: str) -> None:
         kept = torch.load(Path(run) / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")
         module.load_state_dict(kept["state_dict"])
         module.judge()
-        runs[name] = [{"seed": settings["trainer"]["seed"], "texts": per_text(module.scores())}]
+        runs[name] = [{"seed": settings["trainer"]["seed"], "texts": per_text(module.scores(), module.held_out)}]
     gains = [asdict(gain) for gain in compare(runs, NAMES[1]) if gain.k == 8]
     for gain in gains:
         print({key: gain[key] for key in ("label", "temperature", "alpha", "tau", "gain", "low", "high")})

@@ -193,7 +193,7 @@ def acceptances(cells: Cells, asked: argparse.Namespace) -> Iterator[dict[str, A
     (name,), rows = cells.drafts, max(asked.rows)
     for regime, task in product(asked.regimes, asked.tasks):
         plan = cells.ready((name, regime, rows, task))
-        prompts = plan.prompts.final[: plan.bench.prompts]
+        prompts = list(plan.prompts.final[: plan.bench.prompts])
         for engine in (vllm_serves, llamacpp_serves):
             if served := engine(asked, prompts, plan.sampling, plan.bench.new_tokens):
                 yield {"draft": name, "regime": regime, "task": task} | compared(plan, prompts, served)

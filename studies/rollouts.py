@@ -22,11 +22,12 @@ ROWS, BATCHES, PROMPT, NEW = (1, 4, 8, 32), 6, 48, 208
 
 def measured(folder: str, rows: int) -> dict[str, Any]:
     drafted = load(folder, rows=rows)
-    plain = Engine(drafted.target.model, tokenizer=drafted.tokenizer, rows=rows)
+    tokenizer: Any = drafted.tokenizer
+    plain = Engine(drafted.target.model, tokenizer=tokenizer, rows=rows)
     arms = [engine_arm(name, engine, Sampling(), NEW) for name, engine in (("draft", drafted), ("plain", plain))]
     texts = [row["text"] for row in shipped()]
     count = rows * (BATCHES if rows > 1 else 3 * BATCHES)
-    prompts = [drafted.tokenizer(texts[i % len(texts)])["input_ids"][:PROMPT] for i in range(count)]
+    prompts = [tokenizer(texts[i % len(texts)])["input_ids"][:PROMPT] for i in range(count)]
     timing = interleave(arms, prompts, rows, 0)
     ratio = timing.ratio("draft", "plain")._asdict()
     return {"rows": rows, "draft": timing.speed("draft"), "plain": timing.speed("plain"), "ratio": ratio}

@@ -42,7 +42,8 @@ def job_of(settings: list[str]) -> Job:
 def scores(job: Job, folder: str, held: HeldOut) -> Scores:
     """Of the draft in a folder, on all texts together."""
     student = student_class(read(folder).kind).load(Path(folder), job.target, job.vocabulary)
-    student.network.to(job.target.device).eval()
+    network: Any = student.network
+    network.to(job.target.device).eval()
     return evaluate(held, student, job.halves[1])["all"]
 
 

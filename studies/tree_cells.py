@@ -59,7 +59,7 @@ def ratio(calls: Tensor, over: Tensor) -> tuple[float, float]:
     return value, float(spread.sqrt() / calls.sum())
 
 
-def positional(accept: Tensor, lengths: Tensor | None = None) -> tuple[float, ...]:
+def positional(accept: Tensor, lengths: Tensor) -> tuple[float, ...]:
     """Chance that a node's child number c is accepted, c = 0 .. C-1, without context: the mean over tokens, at the
     first level if accept has a depth axis."""
     first = of_rounds(accept, 0, lengths)
@@ -235,7 +235,11 @@ def cell(exact: Exact, costs: Costs) -> dict[str, Any]:
 def orders(exact: Exact) -> dict[str, Any]:
     """Tokens a call of the largest tree under both rules and of the best chain, as ratios with standard errors."""
     largest, line = exact.largest(), exact.chain()
-    found = {"largest": largest, "best_chain": line, "gain": ratio(exact.calls(largest), exact.calls(line))}
+    found: dict[str, Any] = {
+        "largest": largest,
+        "best_chain": line,
+        "gain": ratio(exact.calls(largest), exact.calls(line)),
+    }
     found["gain_over_any"] = ratio(exact.calls(largest), exact.calls(exact.chain(exact.most)))
     if exact.temperature:
         both = [exact.calls(exact.largest(rule)) for rule in ("traversal", "tree")]

@@ -43,7 +43,7 @@ def plans(cells: list[dict[str, Any]]) -> dict[str, Any]:
 def of_orders(orders: list[dict[str, Any]]) -> dict[str, Any]:
     """Whether traversal gives at least the tokens a call of multi-round, and that those of the best chain: cells, those
     below, those below by more than 2 standard errors."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("traversal_over_tree", "tree_over_chain"):
         ratios = [one[name] for one in orders if name in one]
         found[name] = {"cells": len(ratios), "below": sum(value < 1 for value, _ in ratios),

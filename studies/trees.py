@@ -94,7 +94,7 @@ class Study:
     def drafts(self, shape: TreeShape = None, likeliest: bool = False) -> Any:
         """A proposer of chains, or of trees."""
         given = (self.network, self.target.model) if self.kind == "early_exit" else (self.network,)
-        return self.proposes(*given, likeliest, shape=shape)  # type: ignore[call-arg]
+        return self.proposes(*given, likeliest, shape=shape)
 
     @cache  # noqa: B019 - one object a study
     def costs(self, batch: int) -> Costs:
@@ -166,12 +166,13 @@ class Study:
                 reach, lengths, near = self.forced(texts, shape, rule, sampling)
             else:
                 distributions = self.distributions(texts, sampling, max(depths_of(shape)))
-                reach, lengths, near = reach_under(distributions, shape, rule, likeliest), distributions.lengths, 0
-            variance = variance_from(reach, lengths) + near
-            each = zip(calls_from(reach, lengths).tolist(), variance.tolist(), strict=True)
+                reach, lengths = reach_under(distributions, shape, rule, likeliest), distributions.lengths
+                near = torch.zeros(())
+            spread = variance_from(reach, lengths) + near
+            each = zip(calls_from(reach, lengths).tolist(), spread.tolist(), strict=True)
             self.known |= dict(zip(keys, each, strict=True))
-        calls, variance = (sum(self.known[key][part] for key in keys) for part in (0, 1))
-        return calls, math.sqrt(max(variance, 0.0))
+        calls, variances = zip(*(self.known[key] for key in keys), strict=True)
+        return sum(calls), math.sqrt(max(sum(variances), 0.0))
 
     def forced(
         self, texts: Emitted, shape: TreeShape, rule: str, sampling: Sampling
@@ -201,7 +202,7 @@ def main(arguments: list[str]) -> None:
     asked = parser.parse_args(arguments)
     start, batches = time.perf_counter(), [int(batch) for batch in asked.batches.split(",")]
     target = Target(max(asked.texts, asked.prompts), asked.tokens)
-    studies = [Study(*one.split("=", 1), target) for one in asked.folders]
+    studies = [Study(kind, path, target) for kind, _, path in (one.partition("=") for one in asked.folders)]
     command = " ".join(["python -m studies.trees", *arguments])
     report: dict[str, Any] = {"environment": environment(), "command": command, "cells": [], "orders": [], "rows": []}
 

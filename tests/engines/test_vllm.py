@@ -115,7 +115,7 @@ def test_a_draft_is_accepted_as_here(
             kept: list[list[list[int]]] = []
             ask = checked.over_http(client, regime)
 
-            def noted(prompts: list[list[int]], at_once: int, ask=ask, kept=kept) -> checked.Answer:
+            def noted(prompts: list[list[int]], at_once: int, ask: Any = ask, kept: Any = kept) -> checked.Answer:
                 answer = ask(prompts, at_once)
                 kept.append(answer[0])
                 return answer
@@ -154,7 +154,7 @@ def test_defaults_of_the_targets_config_change_no_text(plain: dict[str, Any], tm
         texts = greedy(client, prompts)
         few = {"model": client.model, "prompt": prompts[0], "max_tokens": SIZE.new_tokens, "temperature": 0,
                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-        filled = json.loads(client._read("/v1/completions", few))["choices"][0]["token_ids"]
+        filled = client._read("/v1/completions", json.loads, few)["choices"][0]["token_ids"]
         sampled = client.complete(prompts, SIZE.new_tokens, Sampling(), row_ids(prompts), ignore_eos=True)
     assert filled != texts[0]  # the server does fill
     assert same_text(plan, plain["texts"], texts).unexplained == 0
@@ -186,7 +186,7 @@ def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, A
 def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict[str, Any]) -> None:
     draft, _, _ = load_draft(draft_folder("four layers, sampled"))
     for temperature in TEMPERATURES:
-        plan = in_regime(replace(plain["plan"], draft=draft, bench=replace(SIZE, prompts=24)), temperature)
+        plan = in_regime(replace(plain["plan"], draft=draft, bench=resized(SIZE, prompts=24)), temperature)
         prompts = plan.final(0, plan.bench.prompts)
         arm = assisted_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
         timing = interleave([arm], prompts, len(prompts), warmup=0)

@@ -37,14 +37,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[str, Any]:
+def served() -> dict[Any, Any]:
     """By draft and temperature: the texts that vLLM served in one layout, and their figures."""
     return {}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_draft_is_accepted_as_here(
-    name: str, plain: dict[str, Any], found: dict[str, Any], served: dict[str, Any], tmp_path: Path
+    name: str, plain: dict[str, Any], found: dict[str, Any], served: dict[Any, Any], tmp_path: Path
 ) -> None:
     """A draft whose texts and rounds in another layout are the same is not compared once more."""
     case, figures = CASES[name], found.setdefault(name, {})
