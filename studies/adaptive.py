@@ -55,15 +55,22 @@ def by_table(engine: Engine, policy: Adaptive, prompts: list[list[int]], tokens:
     """Return tokens per second by the table of `policy`, tau, drafts per round, and the oracle's tokens per second.
     Rounds of an adaptive policy have the seconds of its decisions too."""
     engine.record = rounds = Rounds()
-    out = engine.generate(prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=1,
-                          ignore_eos=True).whole()  # fmt: skip
+    out = engine.generate(
+        prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=1, ignore_eos=True
+    ).whole()
     engine.record = None
     decides = isinstance(engine.policy, Adaptive) and engine.proposer is not None
-    seconds = sum(seconds_of(policy.seconds, rows)[k] + decides * k * (policy.decision(rows) or 0.0)
-                  for rows, k, _ in rounds.rounds)  # fmt: skip
+    seconds = sum(
+        seconds_of(policy.seconds, rows)[k] + decides * k * (policy.decision(rows) or 0.0)
+        for rows, k, _ in rounds.rounds
+    )
     drafts = sum(rows * k for rows, k, _ in rounds.rounds) / sum(rows for rows, _, _ in rounds.rounds)
-    return {"tokens_per_second": out.stats.tokens / seconds, "tau": out.stats.tau, "drafts": drafts,
-            "oracle": oracle(policy, rounds.rounds)}  # fmt: skip
+    return {
+        "tokens_per_second": out.stats.tokens / seconds,
+        "tau": out.stats.tau,
+        "drafts": drafts,
+        "oracle": oracle(policy, rounds.rounds),
+    }
 
 
 def oracle(policy: Adaptive, rounds: Sequence[tuple[int, int, list[int]]]) -> float:
@@ -95,8 +102,10 @@ def cell(draft: str, policy: Adaptive, rows: int, temperature: float, size: argp
     engine = load(draft, rows=rows, policy=policy)
     plain = Engine(engine.target.model, tokenizer=engine.tokenizer, rows=rows)
     prompts = prompts_of(engine, size.prompts)
-    counted = {PLAIN: by_table(plain, policy, prompts, size.tokens, sampling),
-               ADAPTIVE: by_table(engine, policy, prompts, size.tokens, sampling)}  # fmt: skip
+    counted = {
+        PLAIN: by_table(plain, policy, prompts, size.tokens, sampling),
+        ADAPTIVE: by_table(engine, policy, prompts, size.tokens, sampling),
+    }
     for k in range(1, policy.longest + 1):
         engine.policy = Fixed(k)
         counted[f"k = {k}"] = by_table(engine, policy, prompts, size.tokens, sampling)
@@ -104,12 +113,20 @@ def cell(draft: str, policy: Adaptive, rows: int, temperature: float, size: argp
     best = max((name for name in speeds if name != ADAPTIVE), key=speeds.__getitem__)
     oracle = counted[f"k = {policy.longest}"]["oracle"]
     found = {
-        "rows": rows, "temperature": temperature, "by_table": counted, "best_fixed": best, "oracle": oracle,
-        "gain": speeds[ADAPTIVE] / speeds[best] - 1, "oracle_gain": oracle / speeds[best] - 1,
+        "rows": rows,
+        "temperature": temperature,
+        "by_table": counted,
+        "best_fixed": best,
+        "oracle": oracle,
+        "gain": speeds[ADAPTIVE] / speeds[best] - 1,
+        "oracle_gain": oracle / speeds[best] - 1,
         "over_plain": speeds[ADAPTIVE] / speeds[PLAIN],
-    }  # fmt: skip
-    print(f"{rows} rows, T = {temperature:g}: best fixed {best}, adaptive {100 * found['gain']:+.1f} %, oracle "
-          f"{100 * found['oracle_gain']:+.1f} %, over plain {found['over_plain']:.3f}", flush=True)  # fmt: skip
+    }
+    print(
+        f"{rows} rows, T = {temperature:g}: best fixed {best}, adaptive {100 * found['gain']:+.1f} %, oracle "
+        f"{100 * found['oracle_gain']:+.1f} %, over plain {found['over_plain']:.3f}",
+        flush=True,
+    )
     return found | {"timed": timed(engine, plain, policy, best, sampling, size)}
 
 
@@ -129,10 +146,16 @@ def timed(
     batch = QUEUE * engine.rows
     prompts = prompts_of(engine, max(size.prompts, BATCHES * batch))
     timing, reached = until_known(arms, prompts, batch, (ADAPTIVE, best), wanted)
-    over_plain, decoding = ({one.name: timing.ratio(one.name, PLAIN, decode=part)._asdict() for one in arms}
-                            for part in (False, True))  # fmt: skip
-    return {"adaptive_over_best": timing.ratio(ADAPTIVE, best)._asdict(), "over_plain": over_plain,
-            "over_plain_decoding": decoding, "runs": reached.runs, "others": reached.others}  # fmt: skip
+    over_plain, decoding = (
+        {one.name: timing.ratio(one.name, PLAIN, decode=part)._asdict() for one in arms} for part in (False, True)
+    )
+    return {
+        "adaptive_over_best": timing.ratio(ADAPTIVE, best)._asdict(),
+        "over_plain": over_plain,
+        "over_plain_decoding": decoding,
+        "runs": reached.runs,
+        "others": reached.others,
+    }
 
 
 def lengths(prompts: Sequence[list[int]], tokens: int) -> list[int]:
@@ -146,8 +169,9 @@ def arm(name: str, engine: Engine, policy: Any, sampling: Sampling, tokens: int)
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
         start = time.perf_counter()
         with drafting_by(engine, policy or engine.policy):
-            out = engine.generate(prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=seed,
-                                  ids=ids, ignore_eos=True).whole()  # fmt: skip
+            out = engine.generate(
+                prompts, max_new_tokens=lengths(prompts, tokens), sampling=sampling, seed=seed, ids=ids, ignore_eos=True
+            ).whole()
         seconds = time.perf_counter() - start
         return ArmResult(out.tokens, seconds, seconds - out.stats.seconds["prefill"], out.stats)
 
@@ -178,10 +202,18 @@ def main() -> None:
     file = size.plan / "policy.json"
     given, policy = json.loads(file.read_text(encoding="utf-8")), Adaptive.load(file)
     cells = [cell(given["draft"], policy, rows, t, size) for rows in size.rows for t in size.temperatures]
-    more = [beside_plain(given["draft"], policy, rows, t, size) for rows in size.beside_plain
-            for t in size.temperatures]  # fmt: skip
-    report = {"environment": environment(), "command": " ".join(sys.argv[1:]), "policy": given,
-              "prompts": size.prompts, "tokens": size.tokens, "cells": cells, "beside_plain": more}  # fmt: skip
+    more = [
+        beside_plain(given["draft"], policy, rows, t, size) for rows in size.beside_plain for t in size.temperatures
+    ]
+    report = {
+        "environment": environment(),
+        "command": " ".join(sys.argv[1:]),
+        "policy": given,
+        "prompts": size.prompts,
+        "tokens": size.tokens,
+        "cells": cells,
+        "beside_plain": more,
+    }
     size.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -86,8 +86,13 @@ def gain(kl: np.ndarray, other: np.ndarray) -> dict[str, float]:
     draws = [rng.integers(len(kl), size=len(kl)) for _ in range(RESAMPLES)]
     low, high = np.quantile([other[i, 0].sum() / kl[i, 0].sum() - 1 for i in draws], [0.025, 0.975])
     (ours, count), (theirs, _) = other.sum(0).tolist(), kl.sum(0).tolist()
-    return {"alpha_kl": theirs / count, "alpha": ours / count, "gain": ours / theirs - 1,
-            "low": float(low), "high": float(high)}  # fmt: skip
+    return {
+        "alpha_kl": theirs / count,
+        "alpha": ours / count,
+        "gain": ours / theirs - 1,
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def main(report: str) -> None:

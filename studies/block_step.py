@@ -59,13 +59,21 @@ def main(arguments: list[str]) -> None:
                 seconds[number].append(time.perf_counter() - began)
     about = environment()
     rows: list[dict[str, Any]] = [
-        {"depths": n, "milliseconds": [1000 * one for one in middle(mine).values()],
-         "ratio": list(middle([own / first for own, first in zip(mine, seconds[0], strict=True)]).values())}
+        {
+            "depths": n,
+            "milliseconds": [1000 * one for one in middle(mine).values()],
+            "ratio": list(middle([own / first for own, first in zip(mine, seconds[0], strict=True)]).values()),
+        }
         for n, mine in zip(depths, seconds, strict=True)
-    ]  # fmt: skip
+    ]
     command = " ".join(["python -m studies.block_step", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "texts": list(texts.ids.shape),
-              "rows": rows}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "texts": list(texts.ids.shape),
+        "rows": rows,
+    }
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
     print("\n".join(f"{row['depths']} depths: {row['milliseconds'][0]:.1f} ms, {row['ratio'][0]:.2f}x" for row in rows))
 

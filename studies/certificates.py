@@ -72,11 +72,22 @@ def entry(run: Path, texts: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, one in fresh(run, texts).items():
         kl = float(one.kl.double().mean())
-        figures[name] = {"texts": len(one.text.unique()), "tokens": len(one.kl), "kl": kl,
-                         "bound": said[name]["bound"], "held": said[name]["bound"] >= kl,
-                         "coverage": coverage(one, size, confidence)}  # fmt: skip
-    return {"run": f"{run.parent.name}/{run.name}", "epsilon": said["epsilon"], "certified": said["certified"],
-            "certified_on": size, "claimed": CLAIMED, "fresh": figures}  # fmt: skip
+        figures[name] = {
+            "texts": len(one.text.unique()),
+            "tokens": len(one.kl),
+            "kl": kl,
+            "bound": said[name]["bound"],
+            "held": said[name]["bound"] >= kl,
+            "coverage": coverage(one, size, confidence),
+        }
+    return {
+        "run": f"{run.parent.name}/{run.name}",
+        "epsilon": said["epsilon"],
+        "certified": said["certified"],
+        "certified_on": size,
+        "claimed": CLAIMED,
+        "fresh": figures,
+    }
 
 
 def main() -> None:
@@ -89,8 +100,11 @@ def main() -> None:
     for run in asked.runs:
         entries.append(entry(run, asked.texts))
         for name, one in entries[-1]["fresh"].items():
-            print(f"{entries[-1]['run']} {name}: KL {one['kl']:.4f} on {one['texts']} fresh texts, bound "
-                  f"{one['bound']:.4f}, coverage {one['coverage']:.3f}", flush=True)  # fmt: skip
+            print(
+                f"{entries[-1]['run']} {name}: KL {one['kl']:.4f} on {one['texts']} fresh texts, bound "
+                f"{one['bound']:.4f}, coverage {one['coverage']:.3f}",
+                flush=True,
+            )
     write_atomic(asked.output, json.dumps({"environment": environment(), "runs": entries}, indent=1) + "\n")
 
 

@@ -65,18 +65,36 @@ def drafts(folders: dict[str, str]) -> list[Draft]:
         found.append((name, folder, load_network(folder, target, tokenizer), trained(folder)))
     found.append(("look-up", Folder("retrieval", None, Path()), LookupNetwork(LookupConfig(LOOK_UP)), 0.0))
     return [
-        Draft(name, folder, Plan(target, tokenizer, network, Sampling(), "block", cfg.bench, (TARGET, name),
-                                 given=given, kind=folder.kind),
-              sum(weight.numel() for weight in network.parameters()), seconds)
+        Draft(
+            name,
+            folder,
+            Plan(
+                target,
+                tokenizer,
+                network,
+                Sampling(),
+                "block",
+                cfg.bench,
+                (TARGET, name),
+                given=given,
+                kind=folder.kind,
+            ),
+            sum(weight.numel() for weight in network.parameters()),
+            seconds,
+        )
         for name, folder, network, seconds in found
-    ]  # fmt: skip
+    ]
 
 
 def encoder_share(draft: Draft, rows: int) -> dict[str, float]:
     """Seconds of the encoder and of plain steps, timed alone, and the encoder's share of a plain text."""
     costs = costs_of(at(draft.plan, 1.0, rows))
-    return {"rows": rows, "encoder_seconds": costs.encoder, "step_seconds": costs.round(0),
-            "share": costs.encoder / (costs.encoder + TOKENS * costs.round(0))}  # fmt: skip
+    return {
+        "rows": rows,
+        "encoder_seconds": costs.encoder,
+        "step_seconds": costs.round(0),
+        "share": costs.encoder / (costs.encoder + TOKENS * costs.round(0)),
+    }
 
 
 def sharing(draft: Draft, rows: int, texts: int = 24) -> dict[str, Any]:
@@ -84,14 +102,24 @@ def sharing(draft: Draft, rows: int, texts: int = 24) -> dict[str, Any]:
     decoding, in turn, at temperature 1."""
     plan = at(draft.plan, 1.0, rows)
     engines = {"plain": plan.plain()} | {
-        name: Engine(plan.target, Independent(plan.running, own_encoder=own), verify=plan.verify, policy=Fixed(K),
-                     rows=rows, tokenizer=plan.tokenizer)
+        name: Engine(
+            plan.target,
+            Independent(plan.running, own_encoder=own),
+            verify=plan.verify,
+            policy=Fixed(K),
+            rows=rows,
+            tokenizer=plan.tokenizer,
+        )
         for name, own in (("shared", False), ("run again", True))
-    }  # fmt: skip
+    }
     arms = [engine_arm(name, engine, plan.sampling, TOKENS) for name, engine in engines.items()]
     timing = interleave(arms, plan.final(0, texts), rows, 1)
-    return {"rows": rows, "draft": draft.name, "k": K,
-            **{name: timing.ratio(name, "plain")._asdict() for name in ("shared", "run again")}}  # fmt: skip
+    return {
+        "rows": rows,
+        "draft": draft.name,
+        "k": K,
+        **{name: timing.ratio(name, "plain")._asdict() for name in ("shared", "run again")},
+    }
 
 
 def main(arguments: list[str]) -> None:
@@ -104,10 +132,16 @@ def main(arguments: list[str]) -> None:
     found = drafts(dict(one.split("=", 1) for one in asked.folders))
     about = environment()
     report: dict[str, Any] = {
-        "environment": about, "commit": about["commit"], "target": TARGET, "task": TASK, "new_tokens": TOKENS,
-        "command": " ".join(["python -m studies.encoder_decoder", *arguments]), "rows": [], "encoder": [],
+        "environment": about,
+        "commit": about["commit"],
+        "target": TARGET,
+        "task": TASK,
+        "new_tokens": TOKENS,
+        "command": " ".join(["python -m studies.encoder_decoder", *arguments]),
+        "rows": [],
+        "encoder": [],
         "sharing": [],
-    }  # fmt: skip
+    }
 
     def write() -> None:
         write_atomic(asked.out, json.dumps(finite(report), indent=2, allow_nan=False) + "\n")

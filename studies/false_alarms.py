@@ -48,14 +48,26 @@ def run() -> dict[str, Any]:
     _, prompts = shipped_ids(tokenizer, 48)
     engine = Engine(target, Independent(target, int8=True), rows=ROWS, policy=Fixed(4), tokenizer=tokenizer)
     seeds = [verdict(engine, prompts, SHORT, seed) for seed in range(SEEDS)]
-    return {"long": verdict(engine, prompts, LONG, SEEDS), "seeds": seeds,
-            "failed": sum(not one["passed"] for one in seeds), "environment": environment()}  # fmt: skip
+    return {
+        "long": verdict(engine, prompts, LONG, SEEDS),
+        "seeds": seeds,
+        "failed": sum(not one["passed"] for one in seeds),
+        "environment": environment(),
+    }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = run()
-    print(json.dumps({"z": found["long"]["z"], "failed": found["failed"], "of": SEEDS,
-                      "zs": [round(one["z"], 2) for one in found["seeds"]]}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "z": found["long"]["z"],
+                "failed": found["failed"],
+                "of": SEEDS,
+                "zs": [round(one["z"], 2) for one in found["seeds"]],
+            }
+        )
+    )
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=2) + "\n")

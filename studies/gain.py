@@ -41,11 +41,15 @@ def table(drafts: list[dict[str, Any]], heads: list[dict[str, Any]]) -> str:
     lines = [f"{'draft':<12} alpha kl  alpha tv  tau(8) kl  gain in tau(8)           gain in alpha"]
     for row in drafts:
         more = row["alpha"] / row["alpha_kl"] - 1
-        lines.append(f"{row['draft']:<12} {row['alpha_kl']:8.3f}  {row['alpha']:8.3f}  {row['tau_kl']:9.3f}  "
-                     f"{row['gain']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}]   {more:+.1%}")  # fmt: skip
+        lines.append(
+            f"{row['draft']:<12} {row['alpha_kl']:8.3f}  {row['alpha']:8.3f}  {row['tau_kl']:9.3f}  "
+            f"{row['gain']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}]   {more:+.1%}"
+        )
     for row in heads:
-        lines.append(f"{row['ahead']} ahead      {row['alpha_kl']:8.3f}  {row['alpha']:8.3f}  {'':9}  {'':24}"
-                     f" {row['gain']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}]")  # fmt: skip
+        lines.append(
+            f"{row['ahead']} ahead      {row['alpha_kl']:8.3f}  {row['alpha']:8.3f}  {'':9}  {'':24}"
+            f" {row['gain']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}]"
+        )
     return "\n".join(lines)
 
 
@@ -62,8 +66,14 @@ def draw(drafts: list[dict[str, Any]], heads: list[dict[str, Any]], path: Path) 
             [100 * (row["gain"] - row["low"]) for row in rows],
             [100 * (row["high"] - row["gain"]) for row in rows],
         ]
-        axes.errorbar([row["alpha_kl"] for row in rows], [100 * row["gain"] for row in rows], spread, fmt=mark,
-                      capsize=2, label=label)  # fmt: skip
+        axes.errorbar(
+            [row["alpha_kl"] for row in rows],
+            [100 * row["gain"] for row in rows],
+            spread,
+            fmt=mark,
+            capsize=2,
+            label=label,
+        )
         for row in rows:
             name = row.get("draft") or f"{row['ahead']} ahead"
             axes.annotate(name, (row["alpha_kl"], 100 * row["gain"]), (4, 4), textcoords="offset points", fontsize=7)

@@ -78,10 +78,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'kind':<14} {'kl':<12} {'loss':<22} seeds  tau(8) kl  tau(8)  gain in tau(8)"]
     for one in rows:
         gain = f"{one['gain']:+.1%} [{one['low']:+.1%}, {one['high']:+.1%}]"
-        lines.append(f"{one['kind']:<14} {one['baseline']:<12} {one['label']:<22} {one['seeds']:>5}  "
-                     f"{one['tau_kl']:9.3f}  {one['tau']:6.3f}  {gain}")  # fmt: skip
-        lines += [f"    depth {d['depth']}: acceptance {d['alpha_kl']:.3f} -> {d['alpha']:.3f} ({d['gain']:+.1%})"
-                  for d in one["depths"]]  # fmt: skip
+        lines.append(
+            f"{one['kind']:<14} {one['baseline']:<12} {one['label']:<22} {one['seeds']:>5}  "
+            f"{one['tau_kl']:9.3f}  {one['tau']:6.3f}  {gain}"
+        )
+        lines += [
+            f"    depth {d['depth']}: acceptance {d['alpha_kl']:.3f} -> {d['alpha']:.3f} ({d['gain']:+.1%})"
+            for d in one["depths"]
+        ]
     return "\n".join(lines)
 
 

@@ -16,11 +16,29 @@ from pathlib import Path
 from inference.drafts.gguf_target import PACKAGED, gguf_file
 
 PIECE = 44 * 2**20
-PACKAGES = ("hydra", "omegaconf", "antlr4", "datasets", "dill", "multiprocess", "gguf", "bitsandbytes", "plotly",
-            "_plotly_utils", "_multiprocess")  # fmt: skip
+PACKAGES = (
+    "hydra",
+    "omegaconf",
+    "antlr4",
+    "datasets",
+    "dill",
+    "multiprocess",
+    "gguf",
+    "bitsandbytes",
+    "plotly",
+    "_plotly_utils",
+    "_multiprocess",
+)
 # of plotly a page needs its JavaScript alone; of bitsandbytes one library of many
-LEFT_OUT = ("__pycache__", "plotly/graph_objs", "plotly/validators", "plotly/labextension", "package_data/datasets",
-            "plotly/matplotlylib", "plotly/figure_factory")  # fmt: skip
+LEFT_OUT = (
+    "__pycache__",
+    "plotly/graph_objs",
+    "plotly/validators",
+    "plotly/labextension",
+    "package_data/datasets",
+    "plotly/matplotlylib",
+    "plotly/figure_factory",
+)
 LIBRARY = "libbitsandbytes_cuda130.so"
 
 

@@ -127,10 +127,18 @@ def main(arguments: list[str]) -> None:
         heads[f"rank {rank}"] = {"accepted": over_texts(both[0], lengths), "at_start": over_texts(both[1], lengths)}
         print(f"rank {rank}: {heads[f'rank {rank}']}", flush=True)
     about, command = environment(), " ".join(["python -m studies.head_acceptance", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "temperature": asked.temperature,
-              "vocabulary": len(weight), "width": weight.shape[1], "counted": int(counts.sum()),
-              "positions": {"learnt": len(learnt_from), "judged": len(states)}, "texts": len(lengths),
-              "heads": heads}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "temperature": asked.temperature,
+        "vocabulary": len(weight),
+        "width": weight.shape[1],
+        "counted": int(counts.sum()),
+        "positions": {"learnt": len(learnt_from), "judged": len(states)},
+        "texts": len(lengths),
+        "heads": heads,
+    }
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
 
 

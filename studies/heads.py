@@ -54,9 +54,13 @@ def whole(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> T
 
 def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     value, _ = chunked(
-        losses.kl, FromStates(hidden[0], heads[0]), Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
-        mask, measured=False, chunk=positions(heads[1].out_features, "cpu"),
-    )  # fmt: skip
+        losses.kl,
+        FromStates(hidden[0], heads[0]),
+        Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
+        mask,
+        measured=False,
+        chunk=positions(heads[1].out_features, "cpu"),
+    )
     return value
 
 
@@ -81,11 +85,16 @@ def run(vocabulary: int, tokens: int, repeats: int = REPEATS) -> dict[str, Any]:
         truth, other = (torch.load(kept[name], weights_only=True) for name in SIDES)
     sides = {name: {key: median(one[key] for one in runs) for key in runs[0]} for name, runs in found.items()}
     return {
-        "vocabulary": vocabulary, "tokens": tokens, "width": WIDTH, "repeats": repeats, "sides": sides, "runs": found,
+        "vocabulary": vocabulary,
+        "tokens": tokens,
+        "width": WIDTH,
+        "repeats": repeats,
+        "sides": sides,
+        "runs": found,
         "memory": sides["chunked"]["bytes"] / sides["plain"]["bytes"],
         "time": sides["chunked"]["seconds"] / sides["plain"]["seconds"],
         "apart": [_apart(a, b) for a, b in zip(truth, other, strict=True)],
-    }  # fmt: skip
+    }
 
 
 def _apart(truth: Tensor, other: Tensor) -> float:

@@ -73,15 +73,20 @@ def row(run: Path, frozen: Path) -> dict[str, Any]:
     said = about(str(run / TARGET))
     assert said is not None
     return {
-        "name": run.name, "alpha": moved["alpha"], "alpha_frozen": base["alpha"], "alphas": moved.get("alphas"),
-        "tau": {k: float(tau(moved, k)) for k in DEPTHS}, "tau_frozen": {k: float(tau(base, k)) for k in DEPTHS},
-        "gain": {k: gain(moved, base, k) for k in DEPTHS}, "frozen": frozen.name,
+        "name": run.name,
+        "alpha": moved["alpha"],
+        "alpha_frozen": base["alpha"],
+        "alphas": moved.get("alphas"),
+        "tau": {k: float(tau(moved, k)) for k in DEPTHS},
+        "tau_frozen": {k: float(tau(base, k)) for k in DEPTHS},
+        "gain": {k: gain(moved, base, k) for k in DEPTHS},
+        "frozen": frozen.name,
         "same_prompts": "prompts" in base and base["prompts"] == moved.get("prompts"),
         **{name: said[name] for name in COPIED},
         **{part: {name: said[part][name] for name in OF_TEXTS} for part in ("texts", "own_texts")},
         "lines": lines(resolve(said["original"]), run / TARGET) if weighted(run / TARGET) else None,
         "settings": settings(run),
-    }  # fmt: skip
+    }
 
 
 def weighted(folder: Path) -> bool:
@@ -99,10 +104,13 @@ def lines(original: str, moved: Path) -> dict[str, dict[str, float]]:
         ours, theirs = (np.array([scored(model, tokenizer, text) for text in texts], float).T for model in models)
         total, change, bytes = ours[1].sum(), theirs[0] - ours[0], sum(len(text.encode()) for text in texts)
         result[domain] = {
-            "lines": total, "original": ours[0].sum() / total, "moved": theirs[0].sum() / total,
-            "difference": change.sum() / total, "error": change.std(ddof=1) * np.sqrt(len(texts)) / total,
+            "lines": total,
+            "original": ours[0].sum() / total,
+            "moved": theirs[0].sum() / total,
+            "difference": change.sum() / total,
+            "error": change.std(ddof=1) * np.sqrt(len(texts)) / total,
             "bits_per_byte": [side[2].sum() / np.log(2) / bytes for side in (ours, theirs)],
-        }  # fmt: skip
+        }
     return result
 
 
@@ -134,11 +142,20 @@ def draw(kinds: dict[str, Any], path: Path) -> None:
         rows = sorted((row for row in found["rows"] if row["weight"] is None), key=lambda row: float(row["kl"]))
         gains = [row["gain"][DEPTHS[0]] for row in rows]
         spread = [[100 * abs(gain[end] - gain["value"]) for gain in gains] for end in ("low", "high")]
-        axes.errorbar([row["kl"] for row in rows], [100 * gain["value"] for gain in gains], spread, marker="o",
-                      capsize=2, label=kind)  # fmt: skip
+        axes.errorbar(
+            [row["kl"] for row in rows],
+            [100 * gain["value"] for gain in gains],
+            spread,
+            marker="o",
+            capsize=2,
+            label=kind,
+        )
     axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set(xscale="log", xlabel="KL(original || moved), nats per token, held-out texts",
-             ylabel="gain of tau(4) over the frozen target, %")  # fmt: skip
+    axes.set(
+        xscale="log",
+        xlabel="KL(original || moved), nats per token, held-out texts",
+        ylabel="gain of tau(4) over the frozen target, %",
+    )
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
@@ -159,9 +176,11 @@ def main(folder: Path, output: Path, picture: Path) -> None:
         for one in found["rows"]:
             value, low, high = (100 * one["gain"][DEPTHS[0]][name] for name in ("value", "low", "high"))
             taus = f"{one['tau_frozen']['4']:.3f} -> {one['tau']['4']:.3f}"
-            print(f"{kind:12} {one['name']:16} KL {one['kl']:.4f} (at most {one['bound']:.4f}) alpha "
-                  f"{one['alpha_frozen']:.3f} -> {one['alpha']:.3f} tau(4) {taus} "
-                  f"{value:+.1f} % [{low:.1f}, {high:.1f}]")  # fmt: skip
+            print(
+                f"{kind:12} {one['name']:16} KL {one['kl']:.4f} (at most {one['bound']:.4f}) alpha "
+                f"{one['alpha_frozen']:.3f} -> {one['alpha']:.3f} tau(4) {taus} "
+                f"{value:+.1f} % [{low:.1f}, {high:.1f}]"
+            )
 
 
 if __name__ == "__main__":

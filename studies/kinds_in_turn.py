@@ -101,10 +101,15 @@ class Study:
         found = []
         for one in chosen:
             draft = one.draft
-            over = {"speedup": timing.ratio(draft.name, "plain")._asdict() | {"predicted": one.predicted},
-                    "over_independent": timing.ratio(draft.name, base)._asdict() if base else None}  # fmt: skip
-            said = {"parameters": draft.parameters, "train_seconds": draft.seconds,
-                    "alpha": alphas(self.said(draft, one.plan))}  # fmt: skip
+            over = {
+                "speedup": timing.ratio(draft.name, "plain")._asdict() | {"predicted": one.predicted},
+                "over_independent": timing.ratio(draft.name, base)._asdict() if base else None,
+            }
+            said = {
+                "parameters": draft.parameters,
+                "train_seconds": draft.seconds,
+                "alpha": alphas(self.said(draft, one.plan)),
+            }
             found.append({"kind": draft.name, **about, "k": one.k, **said, **over, **judged(one, timing)})
         return found
 

@@ -59,12 +59,17 @@ def run(count: int) -> dict[str, Any]:
         finish == "stop" or len(text) == limit for (text, finish), (_, limit, _) in zip(served, asked, strict=True)
     )
     return {
-        "requests": count, "answered": len(served), "whole": whole, "tokens": sum(len(text) for text, _ in served),
-        "seconds": round(seconds, 1), "sample": len(sample), "differ": differ,
+        "requests": count,
+        "answered": len(served),
+        "whole": whole,
+        "tokens": sum(len(text) for text, _ in served),
+        "seconds": round(seconds, 1),
+        "sample": len(sample),
+        "differ": differ,
         "peak_mib": [round(m / 1024, 1) for m in memory],
         # after the first tenth, which allocates the slots
         "growth": memory[-1] / memory[0] - 1,
-    }  # fmt: skip
+    }
 
 
 def alone(one: Engine, key: int, prompt: list[int], limit: int, sampling: Sampling) -> tuple[list[int], str]:

@@ -104,16 +104,27 @@ def ceiling(engine: Engine, prompt: list[int], samples: int, sampling: Sampling,
     tokens, distributions = distributions_along(engine, prompt, samples, sampling, seed)
     one, two = torch.arange(samples).chunk(2)
     sides = {"below": ((one, two), (two, one)), "above": ((one, one), (two, two))}
-    return {f"{name}{side}": torch.tensor([expected(distributions, tokens, *pair, markov=bool(name)) for pair in pairs])
-            .mean(0).tolist() for name in ("", "markov_") for side, pairs in sides.items()}  # fmt: skip
+    return {
+        f"{name}{side}": torch.tensor([expected(distributions, tokens, *pair, markov=bool(name)) for pair in pairs])
+        .mean(0)
+        .tolist()
+        for name in ("", "markov_")
+        for side, pairs in sides.items()
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means by domain and over all, rounded to three places."""
     domains = {row["domain"] for row in rows}
     groups = {"all": rows} | {name: [row for row in rows if row["domain"] == name] for name in sorted(domains)}
-    return {name: {side: [round(sum(one) / len(one), 3) for one in zip(*(row[side] for row in some), strict=True)]
-                   for side in some[0] if side != "domain"} for name, some in groups.items()}  # fmt: skip
+    return {
+        name: {
+            side: [round(sum(one) / len(one), 3) for one in zip(*(row[side] for row in some), strict=True)]
+            for side in some[0]
+            if side != "domain"
+        }
+        for name, some in groups.items()
+    }
 
 
 def main(arguments: list[str]) -> None:
@@ -132,13 +143,22 @@ def main(arguments: list[str]) -> None:
     prompts = [(row["domain"], tokenizer(row["text"])["input_ids"][:PROMPT]) for row in shipped()[: asked.texts]]
     about, cells = environment(), {}
     for temperature in map(float, asked.temperatures.split(",")):
-        rows = [{"domain": domain} | ceiling(engine, prompt, asked.samples, Sampling(temperature=temperature), seed)
-                for seed, (domain, prompt) in enumerate(prompts)]  # fmt: skip
+        rows = [
+            {"domain": domain} | ceiling(engine, prompt, asked.samples, Sampling(temperature=temperature), seed)
+            for seed, (domain, prompt) in enumerate(prompts)
+        ]
         cells[f"{temperature:g}"] = summary(rows)
         print(f"T {temperature:g}: {cells[f'{temperature:g}']['all']}", flush=True)
     command = " ".join(["python -m studies.one_pass_ceiling", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "target": str(cfg.target.path),
-              "texts": len(prompts), "samples": asked.samples, "tokens_of_a_round": cells}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "target": str(cfg.target.path),
+        "texts": len(prompts),
+        "samples": asked.samples,
+        "tokens_of_a_round": cells,
+    }
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
 
 

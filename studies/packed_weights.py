@@ -31,8 +31,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.packed_weights")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--ids", type=lambda text: [int(one) for one in text.split(",")],
-                        default=[1, 2, 4, 5, 9, 17, 64, 512])  # fmt: skip
+    parser.add_argument(
+        "--ids", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4, 5, 9, 17, 64, 512]
+    )
     parser.add_argument("--repeats", type=int, default=15)
     asked = parser.parse_args(arguments)
     model = load_model(resolve(asked.target))

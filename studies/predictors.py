@@ -46,16 +46,26 @@ from inference.sampling import probs
 from inference.verify import predict_chain
 
 LONGEST, ROWS, JUDGED = 8, 16, 4  # drafts per round; rows of a pass; the draft length at which tau is compared
-FIGURES = ("acceptance", "kl", "reverse_kl", "entropy_p", "entropy_q", "entropy_gap", "same_top", "perplexity",
-           "calibration")  # fmt: skip
+FIGURES = (
+    "acceptance",
+    "kl",
+    "reverse_kl",
+    "entropy_p",
+    "entropy_q",
+    "entropy_gap",
+    "same_top",
+    "perplexity",
+    "calibration",
+)
 BINS = 10
 
 
 def texts_of(engine: Engine, prompts: list[list[int]], tokens: int, temperature: float, seed: int) -> Emitted:
     """Return texts of an engine, with their counts."""
     ids = list(range(len(prompts)))
-    out = engine.generate(prompts, max_new_tokens=tokens, sampling=Sampling(temperature), seed=seed, ids=ids,
-                          ignore_eos=True)  # fmt: skip
+    out = engine.generate(
+        prompts, max_new_tokens=tokens, sampling=Sampling(temperature), seed=seed, ids=ids, ignore_eos=True
+    )
     return Emitted(prompts, ids, out.whole().tokens, out.stats.rows)
 
 
@@ -77,19 +87,26 @@ def one_figures(target: LM, draft: LM, texts: Emitted, temperature: float) -> di
     settings = Sampling(temperature or 1.0)
     sums, count = dict.fromkeys(FIGURES, 0.0), 0
     bins = torch.zeros(BINS, 3, dtype=torch.float64)  # drafts, sum of q's top probability, how often it was right
-    pairs = zip(teacher_forced(target, texts.prompts, texts.tokens, settings),
-                teacher_forced(draft, texts.prompts, texts.tokens, settings), strict=True)  # fmt: skip
+    pairs = zip(
+        teacher_forced(target, texts.prompts, texts.tokens, settings),
+        teacher_forced(draft, texts.prompts, texts.tokens, settings),
+        strict=True,
+    )
     for ours, theirs in pairs:
         p, q = (probs(one.logits[ours.valid], settings).double().clamp(min=1e-12) for one in (ours, theirs))
         x = ours.x[ours.valid]
         entropy_p, entropy_q = (-(one * one.log()).sum(-1) for one in (p, q))
         top, best = q.max(-1)
         values = {
-            "acceptance": torch.minimum(p, q).sum(-1), "kl": (p * (p.log() - q.log())).sum(-1),
-            "reverse_kl": (q * (q.log() - p.log())).sum(-1), "entropy_p": entropy_p, "entropy_q": entropy_q,
-            "entropy_gap": entropy_q - entropy_p, "same_top": (best == p.argmax(-1)).double(),
+            "acceptance": torch.minimum(p, q).sum(-1),
+            "kl": (p * (p.log() - q.log())).sum(-1),
+            "reverse_kl": (q * (q.log() - p.log())).sum(-1),
+            "entropy_p": entropy_p,
+            "entropy_q": entropy_q,
+            "entropy_gap": entropy_q - entropy_p,
+            "same_top": (best == p.argmax(-1)).double(),
             "perplexity": -q.gather(-1, x.unsqueeze(-1)).squeeze(-1).log(),
-        }  # fmt: skip
+        }
         for name, value in values.items():
             sums[name] += float(value.sum())
         count += len(x)
@@ -122,12 +139,15 @@ def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float],
                 plain[domain, t] = texts_of(alone, prompts, size.tokens, t, 0)
             began, parts = time.monotonic(), [half(plain[domain, t], part) for part in (0, 1)]
             engine.policy = Fixed(longest)
-            seen, judged = (pair_figures(engine, engine.proposer, part, Sampling(t), size.tokens, 0.0)
-                            for part in parts)  # fmt: skip
+            seen, judged = (
+                pair_figures(engine, engine.proposer, part, Sampling(t), size.tokens, 0.0) for part in parts
+            )
             engine.policy = Fixed(min(JUDGED, longest))
             counts = texts_of(engine, parts[1].prompts, size.tokens, t, 1).counts
-            calls, tokens = (torch.tensor(some, dtype=torch.float64) for some in
-                             ([one.target_calls for one in counts], [one.tokens for one in counts]))  # fmt: skip
+            calls, tokens = (
+                torch.tensor(some, dtype=torch.float64)
+                for some in ([one.target_calls for one in counts], [one.tokens for one in counts])
+            )
             single = {} if draft is None else one_figures(engine.target, draft, parts[0], t)
             single["acceptance"] = mean_acceptance(seen)
             reach = predictable_reach(judged, "token", min(JUDGED, longest))
@@ -135,14 +155,26 @@ def cells_of(path: str, size: argparse.Namespace, plain: dict[tuple[str, float],
             said, measured = (float(a.sum() / b.sum()) for a, b in ((judged.lengths, expected), (tokens, calls)))
             errors = error_of_tau(judged.lengths, expected), error_of_tau(tokens, calls)
             conditional = predict_chain.depths_from(predictable_reach(seen, "token", longest), longest, seen.lengths)[1]
-            found.append({
-                "draft": path, "domain": domain, "temperature": t, "longest": longest, "figures": single,
-                "tau_seen": taus(seen, longest), "tau": taus(judged, longest), "conditional": conditional.tolist(),
-                "measured": measured, "seconds": list(costs.rounds),
-                "z": (measured - said) / max(math.hypot(*errors), 1e-9),
-            })  # fmt: skip
-            print(f"{path} {domain} T={t:g}: tau({JUDGED}) {found[-1]['tau'][min(JUDGED, longest)]:.3f} "
-                  f"measured {found[-1]['measured']:.3f} ({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
+            found.append(
+                {
+                    "draft": path,
+                    "domain": domain,
+                    "temperature": t,
+                    "longest": longest,
+                    "figures": single,
+                    "tau_seen": taus(seen, longest),
+                    "tau": taus(judged, longest),
+                    "conditional": conditional.tolist(),
+                    "measured": measured,
+                    "seconds": list(costs.rounds),
+                    "z": (measured - said) / max(math.hypot(*errors), 1e-9),
+                }
+            )
+            print(
+                f"{path} {domain} T={t:g}: tau({JUDGED}) {found[-1]['tau'][min(JUDGED, longest)]:.3f} "
+                f"measured {found[-1]['measured']:.3f} ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
     return found
 
 
@@ -203,9 +235,11 @@ def judged(cells: Sequence[Any], taus: Sequence[Sequence[float]]) -> dict[str, f
     return {
         "rank_correlation": float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1]),
         "r2": float(1 - ((said - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()),
-        "error": float(np.abs(said / truth - 1).mean()), "best_length": hits / len(cells),
-        "regret": float(np.mean(regrets)), "within_3_percent": float(np.mean(np.array(regrets) <= 0.03)),
-    }  # fmt: skip
+        "error": float(np.abs(said / truth - 1).mean()),
+        "best_length": hits / len(cells),
+        "regret": float(np.mean(regrets)),
+        "within_3_percent": float(np.mean(np.array(regrets) <= 0.03)),
+    }
 
 
 def report(cells: Sequence[Any]) -> dict[str, Any]:
@@ -215,11 +249,17 @@ def report(cells: Sequence[Any]) -> dict[str, Any]:
     tables = {"all": cells, "language_models": whole}
     errors = [abs(cell["measured"] / cell["tau"][min(JUDGED, cell["longest"])] - 1) for cell in cells]
     return {
-        "tables": {name: {key: judged(some, taus) for key, taus in predicted(some).items()}
-                   for name, some in tables.items() if len({cell["draft"] for cell in some}) > 1},
-        "measured": {"cells": len(cells), "error": float(np.mean(errors)),
-                     "within": float(np.mean([_as_predicted(cell) for cell in cells]))},
-    }  # fmt: skip
+        "tables": {
+            name: {key: judged(some, taus) for key, taus in predicted(some).items()}
+            for name, some in tables.items()
+            if len({cell["draft"] for cell in some}) > 1
+        },
+        "measured": {
+            "cells": len(cells),
+            "error": float(np.mean(errors)),
+            "within": float(np.mean([_as_predicted(cell) for cell in cells])),
+        },
+    }
 
 
 def _as_predicted(cell: Any) -> bool:
@@ -236,8 +276,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")],
-                        default=[0.0, 0.3, 0.5, 0.7, 1.0])  # fmt: skip
+    parser.add_argument(
+        "--temperatures", type=lambda text: [float(one) for one in text.split(",")], default=[0.0, 0.3, 0.5, 0.7, 1.0]
+    )
     size = parser.parse_args()
     others = [json.loads(file.read_text(encoding="utf-8")) for file in size.add]
     texts, cells = dict[str, dict[tuple[str, float], Emitted]](), [cell for one in others for cell in one["cells"]]

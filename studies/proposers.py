@@ -54,8 +54,18 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
         folder = measured(place)
         network = load_network(folder, target, tokenizer)
         objective = folder.metadata.objective if folder.metadata else "sampled"
-        plan = Plan(target, tokenizer, network, Sampling(), cfg.verify, cfg.bench, (path, place), objective,
-                    given=given, kind=folder.kind)  # fmt: skip
+        plan = Plan(
+            target,
+            tokenizer,
+            network,
+            Sampling(),
+            cfg.verify,
+            cfg.bench,
+            (path, place),
+            objective,
+            given=given,
+            kind=folder.kind,
+        )
         size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
         found.append(Draft(name, folder, plan, size, trained(folder)))
     return found
@@ -84,9 +94,11 @@ def line(row: dict[str, Any]) -> str:
     tau, speed, over = row["tau"], row["speedup"], row["over_independent"]
     beside = f", {over['value']:.2f}x [{over['low']:.2f}, {over['high']:.2f}] of {DEFAULT}" if over else ""
     predicted = f" ({tau['predicted']:.2f}, z {tau['z']:+.1f})" if tau["predicted"] else ""
-    return (f"{cell}  {row['kind']:14} k {row['k']}  tau {tau['measured']:.2f}{predicted}  {speed['value']:.2f}x "
-            f"[{speed['low']:.2f}, {speed['high']:.2f}], {speed['predicted']:.2f}x predicted{beside}"
-            f"{'' if row['exact'] else '  NOT EXACT'}")  # fmt: skip
+    return (
+        f"{cell}  {row['kind']:14} k {row['k']}  tau {tau['measured']:.2f}{predicted}  {speed['value']:.2f}x "
+        f"[{speed['low']:.2f}, {speed['high']:.2f}], {speed['predicted']:.2f}x predicted{beside}"
+        f"{'' if row['exact'] else '  NOT EXACT'}"
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -107,8 +119,13 @@ def main(arguments: list[str]) -> None:
     study = Study(found, start + 60 * asked.minutes)
     about = environment()
     command = " ".join(["python -m studies.proposers", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "target": found[0].plan.names[0],
-              "rows": []}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "target": found[0].plan.names[0],
+        "rows": [],
+    }
     lists = [float(t) for t in asked.temperatures.split(",")], [int(n) for n in asked.batches.split(",")]
     for rows in study.cells(*lists, rules):
         report["rows"] += finite(rows)

@@ -88,10 +88,14 @@ def line(cell: Mapping[str, Any]) -> str:
     speed, tau = cell["speedup"], cell["tau"]
     shape = f"tree of {len(cell['tree'])}" if cell["tree"] else f"k {cell['k']}"
     expected = f" ({tau['predicted']:.2f} predicted)" if "predicted" in tau else ""
-    speeds = (f"{speed['value']:.2f}x {interval(speed)}, decoding {speed['decode']['value']:.2f}x "
-              f"({speed['predicted']:.2f}x predicted)")  # fmt: skip
-    return (f"{cell['draft']}, T {cell['regime']}, {cell['rows']} rows, {cell['task']}: {shape}, tau "
-            f"{tau['measured']:.2f}{expected}, {speeds}{marks(cell)}, {cell['seconds']:.0f} s")  # fmt: skip
+    speeds = (
+        f"{speed['value']:.2f}x {interval(speed)}, decoding {speed['decode']['value']:.2f}x "
+        f"({speed['predicted']:.2f}x predicted)"
+    )
+    return (
+        f"{cell['draft']}, T {cell['regime']}, {cell['rows']} rows, {cell['task']}: {shape}, tau "
+        f"{tau['measured']:.2f}{expected}, {speeds}{marks(cell)}, {cell['seconds']:.0f} s"
+    )
 
 
 def interval(value: Mapping[str, Any]) -> str:
@@ -134,8 +138,14 @@ def beside_table(one: dict[str, Any]) -> str:
     for name, figures in sorted(one["engines"].items(), key=lambda pair: -pair[1]["tokens_per_second"]["value"]):
         tokens, over, tau = figures["tokens_per_second"], figures["ours_over_it"], figures["tau"]
         ends = [f"{tokens[end]:.1f}" if tokens[end] is not None else "?" for end in ("low", "high")]
-        rows.append([name, f"{tokens['value']:.1f} [{', '.join(ends)}]", f"{over['value']:.2f}x {interval(over)}",
-                     f"{tau:.2f}" if tau else ""])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{tokens['value']:.1f} [{', '.join(ends)}]",
+                f"{over['value']:.2f}x {interval(over)}",
+                f"{tau:.2f}" if tau else "",
+            ]
+        )
     head = f"**T = {one['regime']}, {one['rows']} row{'s' * (one['rows'] > 1)}, {one['task']}**"
     return "\n\n".join([head, markdown(rows), *one["left_out"]])
 

@@ -68,8 +68,9 @@ def started(asked: argparse.Namespace, stack: ExitStack) -> Others:
         if asked.vllm_draft:
             configs["vllm, draft"] = on_card((asked.vllm_draft / "README.md").read_text(encoding="utf-8")).speculative
         for name, config in configs.items():
-            server = Server(asked.vllm, resolve(asked.target), config, max(asked.rows), CONTEXT, logs / f"{name}.log",
-                            pauses=True)  # fmt: skip
+            server = Server(
+                asked.vllm, resolve(asked.target), config, max(asked.rows), CONTEXT, logs / f"{name}.log", pauses=True
+            )
             others.vllm[name] = stack.enter_context(server)
     file = gguf_file(asked.target)
     if asked.llamacpp is None or file is None:
@@ -85,9 +86,13 @@ def started(asked: argparse.Namespace, stack: ExitStack) -> Others:
 
 def llamacpp(asked: argparse.Namespace, target: Path, draft: Path | None, threads: int, log: Path) -> Worker:
     settings = {
-        "modules": str(asked.llamacpp.absolute()), "target": str(target), "context": CONTEXT, "threads": threads,
-        "draft": str((draft / GGUF_FILE).absolute()) if draft else None, "k": asked.llamacpp_k,
-    }  # fmt: skip
+        "modules": str(asked.llamacpp.absolute()),
+        "target": str(target),
+        "context": CONTEXT,
+        "threads": threads,
+        "draft": str((draft / GGUF_FILE).absolute()) if draft else None,
+        "k": asked.llamacpp_k,
+    }
     return Worker("llama.cpp", ["node", str(SERVE)], settings, log, pauses=True)
 
 
@@ -126,8 +131,16 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
         arms.append(engine_arm(name, plan.engine(chosen.length), plan.sampling, plan.bench.new_tokens))
         planned[name] = {"k": chosen.length, "planned": choice_line(chosen)}
         if rows == 1 and plan.kind == DEFAULT:
-            arms.append(assisted_arm(f"transformers, {name}", plan.target, plan.sampling, plan.bench.new_tokens,
-                                         assistant=plan.running, k=chosen.length))  # fmt: skip
+            arms.append(
+                assisted_arm(
+                    f"transformers, {name}",
+                    plan.target,
+                    plan.sampling,
+                    plan.bench.new_tokens,
+                    assistant=plan.running,
+                    k=chosen.length,
+                )
+            )
         else:
             why = "it takes one prompt at a time" if rows > 1 else f"the draft is of kind {plan.kind}"
             left_out.append(f"transformers assisted by {name}: {why}")
@@ -146,10 +159,18 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
     timing, reached = until_known(arms, prompts, rows, (arms[0].name, "plain"), Wanted(BATCHES, until=until))
     versions = {name: worker.version for name, worker in {**others.vllm, **others.llamacpp}.items()}
     return {
-        "regime": regime, "rows": rows, "task": task, "new_tokens": new, "drafts": planned, "versions": versions,
-        "compiled": plan.compiled._asdict(), "batches": reached.runs, "cores_of_others": reached.others,
-        "engines": {name: speed(timing, name, arms[0].name) for name in timing.arms}, "left_out": left_out,
-    }  # fmt: skip
+        "regime": regime,
+        "rows": rows,
+        "task": task,
+        "new_tokens": new,
+        "drafts": planned,
+        "versions": versions,
+        "compiled": plan.compiled._asdict(),
+        "batches": reached.runs,
+        "cores_of_others": reached.others,
+        "engines": {name: speed(timing, name, arms[0].name) for name in timing.arms},
+        "left_out": left_out,
+    }
 
 
 def speed(timing: Timing, name: str, ours: str) -> dict[str, Any]:
@@ -209,8 +230,17 @@ def vllm_serves(
     with Server(asked.vllm, resolve(asked.target), config, rows, CONTEXT, log, dtype=asked.vllm_dtype) as server:
         answer = server.generate(prompts, new_tokens, sampling.temperature, 0)
     drafting = "sampled" if config.get("draft_sample_method") == "probabilistic" else "greedy"
-    return Served(f"vllm, {asked.vllm_dtype}", server.version, config["num_speculative_tokens"], drafting, 1,
-                  answer["tokens"], answer["drafts"], answer["by_depth"], answer["seconds"])  # fmt: skip
+    return Served(
+        f"vllm, {asked.vllm_dtype}",
+        server.version,
+        config["num_speculative_tokens"],
+        drafting,
+        1,
+        answer["tokens"],
+        answer["drafts"],
+        answer["by_depth"],
+        answer["seconds"],
+    )
 
 
 def llamacpp_serves(
@@ -222,8 +252,17 @@ def llamacpp_serves(
     with llamacpp(asked, file, asked.llamacpp_draft, 1, asked.output.parent / "llama.cpp.log") as worker:
         request = {"max_new_tokens": new_tokens, "temperature": sampling.temperature, "seed": 0}
         answer = worker.ask(prompts=prompts, **request)
-    return Served("llama.cpp", worker.version, asked.llamacpp_k, "greedy", 0, answer["tokens"], answer["rounds"],
-                  answer["by_depth"], answer["seconds"])  # fmt: skip
+    return Served(
+        "llama.cpp",
+        worker.version,
+        asked.llamacpp_k,
+        "greedy",
+        0,
+        answer["tokens"],
+        answer["rounds"],
+        answer["by_depth"],
+        answer["seconds"],
+    )
 
 
 def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, Any]:
@@ -247,29 +286,43 @@ def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, 
     spread = (begun[..., None] * accepted * (1 - accepted)).sum((0, 1)).sqrt() / begun.sum()
     tokens, sigma = int(figures.lengths.sum()), forecast.variance**0.5
     return {
-        "engine": served.engine, "version": served.version, "k": served.k, "drafting": served.objective,
-        "prompts": len(prompts), "tokens": tokens, "rounds": served.rounds,
+        "engine": served.engine,
+        "version": served.version,
+        "k": served.k,
+        "drafting": served.objective,
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "rounds": served.rounds,
         "tokens_per_second": sum(map(len, served.tokens)) / served.seconds,
         "tau": {
-            "measured": tokens / served.rounds, "predicted": tokens / forecast.calls,
-            "relative": forecast.calls / served.rounds - 1, "standard_error": sigma / forecast.calls,
-            "z": (forecast.calls - served.rounds) / sigma if sigma else None, "this_engine": ours.tau,
+            "measured": tokens / served.rounds,
+            "predicted": tokens / forecast.calls,
+            "relative": forecast.calls / served.rounds - 1,
+            "standard_error": sigma / forecast.calls,
+            "z": (forecast.calls - served.rounds) / sigma if sigma else None,
+            "this_engine": ours.tau,
         },
         "acceptance": {
-            "measured": [count / served.rounds for count in served.by_depth], "predicted": forecast.prefix,
-            "standard_error": spread.tolist(), "this_engine": ours.prefix,
+            "measured": [count / served.rounds for count in served.by_depth],
+            "predicted": forecast.prefix,
+            "standard_error": spread.tolist(),
+            "this_engine": ours.prefix,
         },
         "first_draft": {
-            "measured": served.by_depth[0] / served.rounds, "predicted": float((begun * alpha).sum() / begun.sum()),
+            "measured": served.by_depth[0] / served.rounds,
+            "predicted": float((begun * alpha).sum() / begun.sum()),
             "standard_error": float((begun * alpha * (1 - alpha)).sum().sqrt() / begun.sum()),
         },
-    }  # fmt: skip
+    }
 
 
 def acceptance_line(one: dict[str, Any]) -> str:
     tau, depths = one["tau"], one["acceptance"]
-    by_depth = "; ".join(f"{name} {', '.join(f'{value:.3f}' for value in depths[name])}"
-                         for name in ("measured", "predicted"))  # fmt: skip
-    return (f"{one['draft']} in {one['engine']}, T {one['regime']}, {one['task']}, {one['tokens']} tokens: tau "
-            f"{tau['measured']:.3f}, {tau['predicted']:.3f} predicted ({tau['relative']:+.1%}, standard error "
-            f"{tau['standard_error']:.1%}), {tau['this_engine']:.3f} here; by depth: {by_depth}")  # fmt: skip
+    by_depth = "; ".join(
+        f"{name} {', '.join(f'{value:.3f}' for value in depths[name])}" for name in ("measured", "predicted")
+    )
+    return (
+        f"{one['draft']} in {one['engine']}, T {one['regime']}, {one['task']}, {one['tokens']} tokens: tau "
+        f"{tau['measured']:.3f}, {tau['predicted']:.3f} predicted ({tau['relative']:+.1%}, standard error "
+        f"{tau['standard_error']:.1%}), {tau['this_engine']:.3f} here; by depth: {by_depth}"
+    )

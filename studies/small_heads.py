@@ -143,9 +143,16 @@ def main(arguments: list[str]) -> None:
             line = ", ".join(f"{name} {one['step']['value']:.2f}" for name, one in cells[-1]["heads"].items())
             print(f"width {width}, {vocabulary} tokens, {dtype}, batch {batch}, ms: {line}", flush=True)
     command = " ".join(["python -m studies.small_heads", *arguments])
-    report = {"environment": about, "commit": about["commit"], "command": command, "text": TEXT,
-              "repeats": asked.repeats, "device": asked.device, "threads": torch.get_num_threads(),
-              "cells": cells}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "text": TEXT,
+        "repeats": asked.repeats,
+        "device": asked.device,
+        "threads": torch.get_num_threads(),
+        "cells": cells,
+    }
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
 
 

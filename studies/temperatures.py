@@ -55,8 +55,13 @@ def shares(ours: Scores, theirs: Scores, k: int) -> dict[str, float]:
     rng, count = np.random.default_rng(0), len(own)
     draws = [rng.integers(count, size=count) for _ in range(RESAMPLES)]
     low, high = np.quantile([others[at].sum() / own[at].sum() for at in draws], [0.025, 0.975])
-    return {"specialist": theirs.tau(k), "conditioned": ours.tau(k), "share": float(others.sum() / own.sum()),
-            "low": float(low), "high": float(high)}  # fmt: skip
+    return {
+        "specialist": theirs.tau(k),
+        "conditioned": ours.tau(k),
+        "share": float(others.sum() / own.sum()),
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def row(job: Job, told: str, temperature: float, specialist: str, k: int) -> dict[str, float]:
@@ -66,8 +71,10 @@ def row(job: Job, told: str, temperature: float, specialist: str, k: int) -> dic
 
 
 def line(row: dict[str, float]) -> str:
-    return (f"{row['temperature']:>4g}  {row['specialist']:10.3f}  {row['conditioned']:11.3f}  {row['share']:6.1%} "
-            f"[{row['low']:.1%}, {row['high']:.1%}]")  # fmt: skip
+    return (
+        f"{row['temperature']:>4g}  {row['specialist']:10.3f}  {row['conditioned']:11.3f}  {row['share']:6.1%} "
+        f"[{row['low']:.1%}, {row['high']:.1%}]"
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -81,9 +88,15 @@ def main(arguments: list[str]) -> None:
     specialists = {float(t): folder for t, folder in (one.split("=", 1) for one in asked.specialists)}
     job, about = job_of(asked.set), environment()
     command = " ".join(["python -m studies.temperatures", *arguments])
-    report: dict[str, Any] = {"environment": about, "commit": about["commit"], "command": command,
-                              "target": job.cfg.target.path, "conditioned": asked.conditioned, "k": asked.k,
-                              "rows": []}  # fmt: skip
+    report: dict[str, Any] = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "target": job.cfg.target.path,
+        "conditioned": asked.conditioned,
+        "k": asked.k,
+        "rows": [],
+    }
     print(f"{'T':>4}  specialist  conditioned   share [95 % interval], tau({asked.k})")
     for temperature, folder in sorted(specialists.items()):
         report["rows"].append(row(job, asked.conditioned, temperature, folder, asked.k))

@@ -87,8 +87,13 @@ def trl(target: Any, network: Any, tokenizer: Any, folder: str) -> Step:
     trainer.current_gradient_accumulation_steps = 1
 
     def step(ids: Tensor) -> None:
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "prompts": ids[:, :1],
-                  "prompt_attention_mask": torch.ones_like(ids[:, :1])}  # fmt: skip
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": ids,
+            "prompts": ids[:, :1],
+            "prompt_attention_mask": torch.ones_like(ids[:, :1]),
+        }
         trainer.training_step(trainer.model, inputs)
 
     return step
@@ -98,8 +103,12 @@ def run() -> dict[str, Any]:
     target, tokenizer = load_pair("bundled")
     network = independent.from_layers(target, [0, 1, -2, -1]).train()
     ids = torch.randint(2, target.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    steps = {"bare": bare(target, network), "kl": ours(target, network, "kl"), "tv": ours(target, network, "tv"),
-             "kl, again": ours(target, network, "kl", 2**30)}  # fmt: skip
+    steps = {
+        "bare": bare(target, network),
+        "kl": ours(target, network, "kl"),
+        "tv": ours(target, network, "tv"),
+        "kl, again": ours(target, network, "kl", 2**30),
+    }
     version = None
     try:
         import trl as module
@@ -116,8 +125,10 @@ def run() -> dict[str, Any]:
             if repeat >= WARMUP:
                 seconds[name].append(time.perf_counter() - start)
     speeds = {name: BATCH * LENGTH / float(np.median(found)) for name, found in seconds.items()}
-    over = {name: {base: _ratio(seconds[base], seconds[name]) for base in ("bare", "trl") if base in steps}
-            for name in ("kl", "tv", "kl, again")}  # fmt: skip
+    over = {
+        name: {base: _ratio(seconds[base], seconds[name]) for base in ("bare", "trl") if base in steps}
+        for name in ("kl", "tv", "kl, again")
+    }
     return {"tokens_per_second": speeds, "over": over, "repeats": REPEATS, "trl": version}
 
 

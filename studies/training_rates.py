@@ -121,8 +121,12 @@ def learning(module: Any, batch: dict[str, Any], head: float, machine: Machine, 
     weights = sum(one.numel() for one in module.draft.parameters() if one.requires_grad) - tables
     if module.draft.get_output_embeddings() is not None and module.draft.config.tie_word_embeddings:
         weights += tables
-    return {"tokens_per_second": tokens / timed(step, repeats), "tokens": tokens, "weights": weights,
-            "floor": machine.rate / (6 * weights + 2 * head)}  # fmt: skip
+    return {
+        "tokens_per_second": tokens / timed(step, repeats),
+        "tokens": tokens,
+        "weights": weights,
+        "floor": machine.rate / (6 * weights + 2 * head),
+    }
 
 
 def main(arguments: list[str]) -> None:
@@ -161,9 +165,16 @@ def main(arguments: list[str]) -> None:
         print(f"learning, {draft}: {one['tokens_per_second']:.0f} tokens/s, floor {one['floor']:.0f}", flush=True)
     print(f"reading: {read['tokens_per_second']:.0f} tokens/s, floor {read['floor']:.0f}")
     command = " ".join(["python -m studies.training_rates", *map(shlex.quote, arguments)])
-    report = {"environment": about, "commit": about["commit"], "command": command,
-              "machine": {"bandwidth": machine.bandwidth, "rate": machine.rate}, "batch": list(batch["ids"].shape),
-              "sampling": rows, "reading": read, "learning": learnt}  # fmt: skip
+    report = {
+        "environment": about,
+        "commit": about["commit"],
+        "command": command,
+        "machine": {"bandwidth": machine.bandwidth, "rate": machine.rate},
+        "batch": list(batch["ids"].shape),
+        "sampling": rows,
+        "reading": read,
+        "learning": learnt,
+    }
     write_atomic(asked.out, json.dumps(report, indent=2) + "\n")
 
 

@@ -9,18 +9,26 @@ NEAR = 0.02
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """Predicted against measured tau, the plan against the best and Sequoia's tree, orders of the rules, and where
     trees pay."""
-    return {"predictions": predictions(report["rows"]), "plans": plans(report["cells"]),
-            "orders": of_orders(report["orders"]), "gains": gains(report["orders"]),
-            "pays": pays(report["cells"])}  # fmt: skip
+    return {
+        "predictions": predictions(report["rows"]),
+        "plans": plans(report["cells"]),
+        "orders": of_orders(report["orders"]),
+        "gains": gains(report["orders"]),
+        "pays": pays(report["cells"]),
+    }
 
 
 def predictions(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows whose predicted tau is within 1 % of the measured one, or the calls within 3 standard errors."""
     known = [row for row in rows if "z" in row]
     good = [abs(row["predicted_tau"] / row["tau"] - 1) <= 0.01 or abs(row["z"]) <= 3 for row in known]
-    return {"rows": len(rows), "predicted": len(known), "within": sum(good),
-            "root_mean_square_z": (sum(row["z"] ** 2 for row in known) / max(1, len(known))) ** 0.5,
-            "largest_z": max((abs(row["z"]) for row in known), default=0.0)}  # fmt: skip
+    return {
+        "rows": len(rows),
+        "predicted": len(known),
+        "within": sum(good),
+        "root_mean_square_z": (sum(row["z"] ** 2 for row in known) / max(1, len(known))) ** 0.5,
+        "largest_z": max((abs(row["z"]) for row in known), default=0.0),
+    }
 
 
 def plans(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -46,8 +54,11 @@ def of_orders(orders: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("traversal_over_tree", "tree_over_chain"):
         ratios = [one[name] for one in orders if name in one]
-        found[name] = {"cells": len(ratios), "below": sum(value < 1 for value, _ in ratios),
-                       "below_by_2_errors": sum(value + 2 * error < 1 for value, error in ratios)}  # fmt: skip
+        found[name] = {
+            "cells": len(ratios),
+            "below": sum(value < 1 for value, _ in ratios),
+            "below_by_2_errors": sum(value + 2 * error < 1 for value, error in ratios),
+        }
     same = [one["same_shape"] for one in orders if "same_shape" in one]
     found["traversal_over_tree_of_one_shape"] = {
         name: sum(one[name] for one in same) for name in ("shapes", "below", "below_by_2_errors")
@@ -59,9 +70,16 @@ def of_orders(orders: list[dict[str, Any]]) -> dict[str, Any]:
 def gains(orders: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Tokens a call of the largest tree over the best chain of up to 8 drafts and of up to as many as the tree has, by
     kind and temperature, with standard errors."""
-    return {kind: {str(one["temperature"]): ", ".join(f"{value - 1:+.1%} +- {error:.1%}" for value, error in
-                                                      (one["gain"], one["gain_over_any"]))
-                   for one in orders if one["kind"] == kind} for kind in _names(orders)}  # fmt: skip
+    return {
+        kind: {
+            str(one["temperature"]): ", ".join(
+                f"{value - 1:+.1%} +- {error:.1%}" for value, error in (one["gain"], one["gain_over_any"])
+            )
+            for one in orders
+            if one["kind"] == kind
+        }
+        for kind in _names(orders)
+    }
 
 
 def pays(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -70,8 +88,9 @@ def pays(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
         name = f"{cell['kind']}, {cell['rows']} rows, {cell['costs']}"
-        here = found.setdefault(name, {"pass_over_16": round(cell["pass_over_16"], 2),
-                                       "draft_step": round(cell["draft_step"], 3)})  # fmt: skip
+        here = found.setdefault(
+            name, {"pass_over_16": round(cell["pass_over_16"], 2), "draft_step": round(cell["draft_step"], 3)}
+        )
         speeds = {key: round(_speed(cell, key), 3) for key in ("planned", "largest tree", "fastest chain")}
         here[str(cell["temperature"])] = speeds | {"nodes": len(cell["choices"]["planned"]["parents"])}
     return found

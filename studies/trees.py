@@ -147,8 +147,15 @@ class Study:
         engine = Engine(self.target.model, proposer, verify=rule, policy=Fixed(MOST), rows=batch)
         texts, seconds = self.target.run(engine, self.target.held[:count], sampling)
         tokens, calls = sum(map(len, texts.tokens)), sum(row.target_calls for row in texts.counts)
-        found = {"rule": rule, "likeliest": likeliest, "tokens": tokens, "calls": calls, "tau": tokens / calls,
-                 "seconds": seconds, "parents": shape}  # fmt: skip
+        found = {
+            "rule": rule,
+            "likeliest": likeliest,
+            "tokens": tokens,
+            "calls": calls,
+            "tau": tokens / calls,
+            "seconds": seconds,
+            "parents": shape,
+        }
         expected, sigma = self.predicted(texts, shape, rule, likeliest, sampling)
         # a difference of rounding is none, as in the verdict
         apart = 0.0 if abs(calls - expected) <= 1e-5 * expected else (calls - expected) / sigma if sigma else math.inf

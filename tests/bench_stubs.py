@@ -23,8 +23,15 @@ from studies import matrix, quantisation_table
 from tests.tiny import tiny
 
 RANKING, FINAL = [[i, 2] for i in range(5)], [[i, 3, 4, 5, 6, 7] for i in range(5)]
-SPEEDS = {"speculative": 30.0, "speculative k=2": 26.0, "plain": 20.0, "transformers": 12.0, "ngram": 22.0,
-          "transformers assisted": 9.0, "transformers matched": 8.0}  # fmt: skip
+SPEEDS = {
+    "speculative": 30.0,
+    "speculative k=2": 26.0,
+    "plain": 20.0,
+    "transformers": 12.0,
+    "ngram": 22.0,
+    "transformers assisted": 9.0,
+    "transformers matched": 8.0,
+}
 TAUS = {"speculative": 1.75, "speculative k=2": 1.5, "ngram": 1.25, "plain": 1.0}
 REGIME = Sampling(0.7, top_k=9, top_p=0.8)
 LIMIT: dict[str, int | None] = {"depths": None}  # of the draft
@@ -86,8 +93,13 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(measurement, "until_known", until_known)
     monkeypatch.setattr(plans, "Engine", engine)
     monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])
-    monkeypatch.setattr(Plan, "student", lambda self, network: SimpleNamespace(
-        proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)))  # fmt: skip
+    monkeypatch.setattr(
+        Plan,
+        "student",
+        lambda self, network: SimpleNamespace(
+            proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)
+        ),
+    )
     return found
 
 
@@ -106,9 +118,22 @@ def chains_of(k: int, speedups: Sequence[float], rates: Acceptance | None = None
 
 
 def plan_of(**changed: Any) -> Plan:
-    size = Bench(prompts=4, quick_prompts=2, prompt_tokens=8, new_tokens=6, parity_tokens=400, rows=3, minutes=0,
-                 interval=0.1, depths=[2, 4], draft_dtype="float64", draft_int8=False, compile=False, seed=17,
-                 trees=0)  # fmt: skip
+    size = Bench(
+        prompts=4,
+        quick_prompts=2,
+        prompt_tokens=8,
+        new_tokens=6,
+        parity_tokens=400,
+        rows=3,
+        minutes=0,
+        interval=0.1,
+        depths=[2, 4],
+        draft_dtype="float64",
+        draft_int8=False,
+        compile=False,
+        seed=17,
+        trees=0,
+    )
     given = Prompts(RANKING, FINAL, "own")
     words: Any = "tokenizer"
     plan = Plan(tiny(), words, tiny(seed=1), REGIME, "block", size, ("t", "d"), given=given)

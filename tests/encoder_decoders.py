@@ -37,11 +37,24 @@ def t5(
 ) -> Any:
     """Its buckets of distance are small and end early, so that a wrong distance is another bias."""
     torch.manual_seed(seed)
-    model = T5ForConditionalGeneration(T5Config(
-        vocab_size=vocab, d_model=16, d_kv=8, d_ff=24, num_layers=encoder, num_decoder_layers=layers, num_heads=2,
-        relative_attention_num_buckets=8, relative_attention_max_distance=12, feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0, eos_token_id=eos, pad_token_id=0, **settings,
-    ))  # fmt: skip
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=vocab,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=encoder,
+            num_decoder_layers=layers,
+            num_heads=2,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=12,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+            eos_token_id=eos,
+            pad_token_id=0,
+            **settings,
+        )
+    )
     return _ready(model, 0.5)
 
 
@@ -50,11 +63,21 @@ def bart(
 ) -> Any:
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-        "max_position_embeddings": positions, "decoder_start_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
-        "bos_token_id": 0, "forced_eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": positions,
+        "decoder_start_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "forced_eos_token_id": None,
+    }
     model = made[1](made[0](**settings | other))
     model = _ready(model, 0.5)
     with torch.no_grad():

@@ -22,11 +22,26 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-KINDS = ("independent", "conditioned", "parallel", "medusa", "hydra", "eagle", "p_eagle", "block", "early_exit",
-         "quantised", "retrieval", "hybrid", "two_levels")  # fmt: skip
-COMMON = ("target.path={inputs}/target data.path={inputs}/texts.jsonl rollout.texts=24 rollout.held_out_texts=8 "
-          "rollout.new_tokens=16 rollout.prompt_tokens=12 trainer.threads=1 trainer.batch=4 trainer.precision=32-true "
-          "measure=false bench.draft_int8=false bench.draft_dtype=float32")  # fmt: skip
+KINDS = (
+    "independent",
+    "conditioned",
+    "parallel",
+    "medusa",
+    "hydra",
+    "eagle",
+    "p_eagle",
+    "block",
+    "early_exit",
+    "quantised",
+    "retrieval",
+    "hybrid",
+    "two_levels",
+)
+COMMON = (
+    "target.path={inputs}/target data.path={inputs}/texts.jsonl rollout.texts=24 rollout.held_out_texts=8 "
+    "rollout.new_tokens=16 rollout.prompt_tokens=12 trainer.threads=1 trainer.batch=4 trainer.precision=32-true "
+    "measure=false bench.draft_int8=false bench.draft_dtype=float32"
+)
 MODELS = {
     "independent": "init.layers=[0]",
     "conditioned": "init.layers=[0] draft.temperatures=[0,1]",
@@ -119,10 +134,14 @@ def make_inputs(folder: Path) -> None:
     rows = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
     (folder / "prompts.txt").write_text("\n".join(row[:20].split("\n")[0] for row in rows[:4]) + "\n")
     costs = {
-        str(rows): {"target": [0.01 + 0.001 * n * rows for n in range(12)], "draft": 0.002, "first": 0.001,
-                    "rest": [0.002] * 12}
+        str(rows): {
+            "target": [0.01 + 0.001 * n * rows for n in range(12)],
+            "draft": 0.002,
+            "first": 0.001,
+            "rest": [0.002] * 12,
+        }
         for rows in (1, 8)
-    }  # fmt: skip
+    }
     (folder / "costs.json").write_text(json.dumps(costs))
 
 
@@ -225,8 +244,12 @@ def engines(inputs: Path, folders: Path) -> dict[str, Any]:
                     if rule in ("tree", "traversal"):
                         engine.proposer.shape = TREE  # type: ignore[union-attr]
                     said = engine.generate(prompts, max_new_tokens=24, sampling=mixed, seed=3)
-                    found[f"{kind} {rule} {dtype}"] = [said.tokens, said.stats.drafted, said.stats.accepted,
-                                                       said.stats.target_calls]  # fmt: skip
+                    found[f"{kind} {rule} {dtype}"] = [
+                        said.tokens,
+                        said.stats.drafted,
+                        said.stats.accepted,
+                        said.stats.target_calls,
+                    ]
                 except (ValueError, AttributeError, RuntimeError) as error:
                     found[f"{kind} {rule} {dtype}"] = re.sub(r"/\S+", "PATH", str(error))
     return found
@@ -265,8 +288,12 @@ def main() -> int:
             f"__import__('pathlib').Path({str(place)!r}), __import__('pathlib').Path({str(inputs)!r}), "
             f"__import__('pathlib').Path({str(folders)!r}), {tuple(only.split(','))!r})"
         )
-        subprocess.run([sys.executable, "-c", code], cwd=inputs, check=True,
-                       env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=inputs,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        )
         found.append(json.loads(re.sub(re.escape(str(place)), "", (place / "facts.json").read_text())))
     lines = [
         f"{name}: it should succeed, and is refused: {' '.join(facts['said'])}"

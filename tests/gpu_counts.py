@@ -66,13 +66,37 @@ def _draft(_: Any) -> Any:
     return Independent(near(tiny()).to("cuda"), compile=True)
 
 
-KINDS = ("conditioned", "medusa", "medusa, markov", "hydra", "eagle", "p_eagle", "p_eagle, markov", "block",
-         "block, causal", "block, pruned", "parallel", "parallel, markov", "early_exit", "quantised", "retrieval",
-         "hybrid", "two_levels")  # fmt: skip
+KINDS = (
+    "conditioned",
+    "medusa",
+    "medusa, markov",
+    "hydra",
+    "eagle",
+    "p_eagle",
+    "p_eagle, markov",
+    "block",
+    "block, causal",
+    "block, pruned",
+    "parallel",
+    "parallel, markov",
+    "early_exit",
+    "quantised",
+    "retrieval",
+    "hybrid",
+    "two_levels",
+)
 MIXED = [Sampling(t) for t in (0.5, 0.7, 1.0, 1.3, 0.9, 0.8, 1.1, 0.6)]
 CUTS = [Sampling(0.9, top_k=n % 3 * 5, top_p=1 - 0.1 * (n % 2), min_p=0.02 * (n % 4)) for n in range(ROWS)]
-PENALTIES = Sampling(0.9, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, logit_bias={3: 1.0},
-                     banned=((1,), (2, 3)), min_new_tokens=90, stop_ids=(5,))  # fmt: skip
+PENALTIES = Sampling(
+    0.9,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.1,
+    logit_bias={3: 1.0},
+    banned=((1,), (2, 3)),
+    min_new_tokens=90,
+    stop_ids=(5,),
+)
 SETTINGS: dict[str, tuple[Made, str, Any]] = {
     "plain": (lambda _: None, "token", Sampling(0.8)),
     "draft, token": (_draft, "token", Sampling(0.8)),
@@ -120,8 +144,18 @@ def counted(name: str, arch: str) -> dict[str, Any]:
     return middle | {"worst": {key: max(values) for key, values in sums.items()}}
 
 
-TRAINED = ("independent", "conditioned", "parallel", "eagle, pruned", "p_eagle, markov", "block, causal", "medusa",
-           "hydra", "early_exit", "hybrid")  # fmt: skip
+TRAINED = (
+    "independent",
+    "conditioned",
+    "parallel",
+    "eagle, pruned",
+    "p_eagle, markov",
+    "block, causal",
+    "medusa",
+    "hydra",
+    "early_exit",
+    "hybrid",
+)
 STEPS, TEXTS = 3, 4  # of a training, and of a step: the first one stores states of the target, the others read them
 LOGGED = 2  # the step that is logged
 
@@ -131,8 +165,14 @@ def recipe() -> Any:
     """The settings of `cotrain train trainer=gpu` with an average of weights."""
     register()
     with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-        asked = ["trainer=gpu", f"trainer.steps={STEPS}", "trainer.ema=0.9", "trainer.corpus_steps=0",
-                 f"trainer.batch={TEXTS}", "trainer.validations=1"]  # fmt: skip
+        asked = [
+            "trainer=gpu",
+            f"trainer.steps={STEPS}",
+            "trainer.ema=0.9",
+            "trainer.corpus_steps=0",
+            f"trainer.batch={TEXTS}",
+            "trainer.validations=1",
+        ]
         return checked("train", compose("train", overrides=asked))
 
 
@@ -147,8 +187,9 @@ class Training:
         cfg, self.target = recipe(), target
         ids = torch.randint(1, 32, (TEXTS, 24), generator=torch.Generator().manual_seed(0))
         texts = Texts(ids, torch.arange(TEXTS) + 2, torch.arange(TEXTS) + 18, ["a", "b"] * (TEXTS // 2))
-        job: Any = SimpleNamespace(cfg=cfg, folder=place, target=target, loggers=[], signals=Signals(),
-                                   deadline=Deadline())  # fmt: skip
+        job: Any = SimpleNamespace(
+            cfg=cfg, folder=place, target=target, loggers=[], signals=Signals(), deadline=Deadline()
+        )
         held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, held)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
@@ -235,8 +276,13 @@ def calls(names: list[str]) -> dict[str, float]:
     replays, copies, reads = starting("cudaGraphLaunch"), starting("Memcpy HtoD"), starting("Memcpy DtoH")
     kernels = starting("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
     inside = starting("cudaMemcpyAsync", "cudaMemsetAsync") - copies - reads  # of the device's memory
-    return {"launches": kernels + inside + replays, "replays": replays, "copies": copies,
-            "blocking": starting("Memcpy HtoD (Pageable"), "reads": reads}  # fmt: skip
+    return {
+        "launches": kernels + inside + replays,
+        "replays": replays,
+        "copies": copies,
+        "blocking": starting("Memcpy HtoD (Pageable"),
+        "reads": reads,
+    }
 
 
 def milliseconds(found: dict[str, Any]) -> float:
@@ -261,8 +307,10 @@ def beside(folder: Path) -> dict[str, Any]:
     found = {}
     for name in SETTINGS:
         found[name] = {"gpu": counted_on_gpu(name), "standin": stored[name]["sm90"]}
-        parts = [f"{key} {found[name]['gpu'][key]:g} ({stored[name]['sm90'][key]:g})"
-                 for key in ("launches", "replays", "copies", "blocking", "reads")]  # fmt: skip
+        parts = [
+            f"{key} {found[name]['gpu'][key]:g} ({stored[name]['sm90'][key]:g})"
+            for key in ("launches", "replays", "copies", "blocking", "reads")
+        ]
         print(f"{name:56} {', '.join(parts)}, {found[name]['gpu']['round_ms']:.2f} ms", flush=True)
     return found
 
@@ -272,17 +320,29 @@ if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if "--real" in sys.argv:
         place = Path(sys.argv[-1])
-        found = {"rows": ROWS, "k": K, "unit": "a round", "settings": beside(place.parent),
-                 "environment": environment()}  # fmt: skip
+        found = {
+            "rows": ROWS,
+            "k": K,
+            "unit": "a round",
+            "settings": beside(place.parent),
+            "environment": environment(),
+        }
         place.write_text(json.dumps(found, indent=2) + "\n")
         sys.exit()
     report = {
-        "rows": ROWS, "k": K, "unit": "a round", "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
+        "rows": ROWS,
+        "k": K,
+        "unit": "a round",
+        "estimate": f"arithmetic, not measured: {LAUNCH} us a launch, "
         f"{COPY} us a copy, {WAIT} us a call that waits; a launch costs the same at 8B; "
-        f"{HOST} us of Python a round are not in it, before or after", "after": table(), "environment": environment(),
-        "training": {"unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights", "kinds": {
-            kind: training_counts(kind) for kind in TRAINED}},
-    }  # fmt: skip
+        f"{HOST} us of Python a round are not in it, before or after",
+        "after": table(),
+        "environment": environment(),
+        "training": {
+            "unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights",
+            "kinds": {kind: training_counts(kind) for kind in TRAINED},
+        },
+    }
     if len(sys.argv) > 1:
         place = Path(sys.argv[1])
         kept = json.loads(place.read_text()) if place.exists() else {}

@@ -77,11 +77,20 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
     """Near to the target's last layer, norm and head. made: the class of the network."""
     torch.manual_seed(7)
     config = target.config
-    network: EagleNetwork = made(made.config_class(
-        hidden_size=config.hidden_size, num_attention_heads=2, head_dim=config.hidden_size // 2,
-        vocab_size=config.vocab_size, max_position_embeddings=length_of(config),
-        **{"depths": 3, "eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
-    )).to(target.dtype).eval()  # fmt: skip
+    network: EagleNetwork = (
+        made(
+            made.config_class(
+                hidden_size=config.hidden_size,
+                num_attention_heads=2,
+                head_dim=config.hidden_size // 2,
+                vocab_size=config.vocab_size,
+                max_position_embeddings=length_of(config),
+                **{"depths": 3, "eagle_aux_hidden_state_layer_ids": list(fused(config.num_hidden_layers)), **settings},
+            )
+        )
+        .to(target.dtype)
+        .eval()
+    )
     with torch.no_grad():
         for weight in network.parameters():
             weight += noise * torch.randn_like(weight)

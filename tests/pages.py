@@ -26,8 +26,10 @@ def record(word: str = "ab") -> dict[str, Any]:
     def row(number: int, start: int, drafts: list[dict[str, Any]], text: str, kind: str) -> dict[str, Any]:
         return {"row": number, "start": start, "drafts": drafts, "last": {"id": 2, "text": text, "kind": kind}}
 
-    rounds = [[row(0, 0, chain, "c", "corrected"), row(1, 0, full, "b", "bonus")],
-              [row(0, 2, tree, word, "bonus"), row(1, 3, [], "p", "bonus")]]  # fmt: skip
+    rounds = [
+        [row(0, 0, chain, "c", "corrected"), row(1, 0, full, "b", "bonus")],
+        [row(0, 2, tree, word, "bonus"), row(1, 3, [], "p", "bonus")],
+    ]
     return {"format": 1, "rule": "token", "rows": [{"prompt": word}, {"prompt": "p"}], "rounds": rounds}
 
 

@@ -41,7 +41,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "min_new_tokens": (0, 3, 5),
     "stop_ids": ((), (7,), (2, 9)),
     "processors": ((), (shifted, halved), (halved, shifted), (halved,)),
-}  # fmt: skip
+}
 
 
 def grid(count: int, seed: int = 0, active: float = 0.75) -> list[Sampling]:
@@ -69,23 +69,35 @@ def _counted(ids: Tensor, prompt: int, scores: Tensor) -> Tensor:
 
 # name, and a function of settings, ids (1, T), scores (1, V), length of the prompt, end tokens; in their order
 STEPS: list[Step] = [
-    ("logit_bias", lambda s, ids, x, prompt, ends: hf.SequenceBiasLogitsProcessor(
-        [[[token], bias] for token, bias in s.logit_bias.items()])(ids, x)),
-    ("repetition_penalty", lambda s, ids, x, prompt, ends: hf.RepetitionPenaltyLogitsProcessor(
-        s.repetition_penalty)(ids, x)),
+    (
+        "logit_bias",
+        lambda s, ids, x, prompt, ends: hf.SequenceBiasLogitsProcessor(
+            [[[token], bias] for token, bias in s.logit_bias.items()]
+        )(ids, x),
+    ),
+    (
+        "repetition_penalty",
+        lambda s, ids, x, prompt, ends: hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(ids, x),
+    ),
     ("presence_penalty", lambda s, ids, x, prompt, ends: x - s.presence_penalty * (_counted(ids, prompt, x) > 0)),
     ("frequency_penalty", lambda s, ids, x, prompt, ends: x - s.frequency_penalty * _counted(ids, prompt, x)),
     ("banned", lambda s, ids, x, prompt, ends: hf.NoBadWordsLogitsProcessor(list(map(list, s.banned)))(ids, x)),
-    ("banned_first", lambda s, ids, x, prompt, ends: hf.SuppressTokensAtBeginLogitsProcessor(
-        list(s.banned_first), prompt)(ids, x)),
-    ("min_new_tokens", lambda s, ids, x, prompt, ends: hf.MinNewTokensLengthLogitsProcessor(
-        prompt, s.min_new_tokens, [*ends, *s.stop_ids])(ids, x)),
+    (
+        "banned_first",
+        lambda s, ids, x, prompt, ends: hf.SuppressTokensAtBeginLogitsProcessor(list(s.banned_first), prompt)(ids, x),
+    ),
+    (
+        "min_new_tokens",
+        lambda s, ids, x, prompt, ends: hf.MinNewTokensLengthLogitsProcessor(
+            prompt, s.min_new_tokens, [*ends, *s.stop_ids]
+        )(ids, x),
+    ),
     ("processors", lambda s, ids, x, prompt, ends: hf.LogitsProcessorList(s.processors)(ids, x)),
     ("temperature", lambda s, ids, x, prompt, ends: hf.TemperatureLogitsWarper(s.temperature)(ids, x)),
     ("top_k", lambda s, ids, x, prompt, ends: hf.TopKLogitsWarper(s.top_k)(ids, x)),
     ("top_p", lambda s, ids, x, prompt, ends: hf.TopPLogitsWarper(s.top_p)(ids, x)),
     ("min_p", lambda s, ids, x, prompt, ends: hf.MinPLogitsWarper(s.min_p)(ids, x)),
-]  # fmt: skip
+]
 assert {name for name, _ in STEPS} | {"stop", "stop_ids"} == {one.name for one in fields(Sampling)}
 
 
@@ -110,9 +122,15 @@ def reference(
 
 
 def spoken(
-    model: Any, text: Sequence[int], sampling: Sampling, id: int, seed: int, limit: int, ends: Sequence[int],
+    model: Any,
+    text: Sequence[int],
+    sampling: Sampling,
+    id: int,
+    seed: int,
+    limit: int,
+    ends: Sequence[int],
     decode: Callable[[list[int]], str],
-) -> tuple[list[int], str]:  # fmt: skip
+) -> tuple[list[int], str]:
     """The text of a row alone, token by token with the noise of the `coupled` rule, and why it ended."""
     new: list[int] = []
     while True:

@@ -229,8 +229,10 @@ def main(words: list[str]) -> int:
     if late:
         print(f"{late} of {len(rows)} not run: the {given.minutes:g} minutes were over")
     passed = len(results) - len(failed) - len(skipped)
-    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} not run for want of what their tests need"
-          f"{': ' if skipped else ''}{', '.join(skipped)}")  # fmt: skip
+    print(
+        f"{passed} passed, {len(failed)} failed, {len(skipped)} not run for want of what their tests need"
+        f"{': ' if skipped else ''}{', '.join(skipped)}"
+    )
     return int(bool(failed))
 
 

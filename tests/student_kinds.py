@@ -171,11 +171,33 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
 # those that tests can run in an engine
-SERVED = ("independent", "independent, pruned", "independent, low rank", "conditioned", "example", "eagle",
-          "eagle, pruned", "eagle, low rank", "p_eagle", "p_eagle, pruned", "p_eagle, low rank, pruned",
-          "p_eagle, markov", "block", "block, causal", "block, pruned", "early_exit", "medusa", "medusa, markov",
-          "hydra", "parallel", "parallel, pruned", "parallel, low rank", "parallel, low rank, pruned",
-          "parallel, markov", "parallel, markov, pruned")  # fmt: skip
+SERVED = (
+    "independent",
+    "independent, pruned",
+    "independent, low rank",
+    "conditioned",
+    "example",
+    "eagle",
+    "eagle, pruned",
+    "eagle, low rank",
+    "p_eagle",
+    "p_eagle, pruned",
+    "p_eagle, low rank, pruned",
+    "p_eagle, markov",
+    "block",
+    "block, causal",
+    "block, pruned",
+    "early_exit",
+    "medusa",
+    "medusa, markov",
+    "hydra",
+    "parallel",
+    "parallel, pruned",
+    "parallel, low rank",
+    "parallel, low rank, pruned",
+    "parallel, markov",
+    "parallel, markov, pruned",
+)
 
 
 def target() -> LlamaForCausalLM:

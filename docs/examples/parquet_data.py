@@ -19,6 +19,14 @@ model = target(place / "target", texts)
 rows = {"question": texts, "domain": ["letters" if number % 2 else "stories" for number in range(len(texts))]}
 datasets.Dataset.from_dict(rows).to_parquet(place / "prompts.parquet")
 
-cotrain("train", f"target.path={model}", f"data.path={place / 'prompts.parquet'}", "data.column=question",
-        f"output={place / 'run'}", *SIZES, "overwrite=true", *sys.argv[1:])  # fmt: skip
+cotrain(
+    "train",
+    f"target.path={model}",
+    f"data.path={place / 'prompts.parquet'}",
+    "data.column=question",
+    f"output={place / 'run'}",
+    *SIZES,
+    "overwrite=true",
+    *sys.argv[1:],
+)
 cotrain("report", f"run={place / 'run'}")  # the page again, with acceptance by domain

@@ -17,5 +17,13 @@ texts = sentences(400)
 model = target(place / "target", texts)
 prompts = jsonl(place / "prompts.jsonl", [{"text": text} for text in texts])
 
-cotrain("train", f"target.path={model}", f"data.path={prompts}", "quantisation=nf4", f"output={place / 'run'}",
-        *SIZES, "overwrite=true", *sys.argv[1:])  # fmt: skip
+cotrain(
+    "train",
+    f"target.path={model}",
+    f"data.path={prompts}",
+    "quantisation=nf4",
+    f"output={place / 'run'}",
+    *SIZES,
+    "overwrite=true",
+    *sys.argv[1:],
+)

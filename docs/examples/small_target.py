@@ -49,10 +49,19 @@ def target(folder: Path, texts: list[str], chat: bool = False) -> Path:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(resolve("bundled")).train_new_from_iterator(texts, VOCABULARY)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0,
-        eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
     model = teach(Qwen3ForCausalLM(config), tokenizer, texts)
     if chat:
         tokenizer.chat_template = TEMPLATE

@@ -18,7 +18,18 @@ texts = sentences(400)
 model = target(place / "target", texts)
 prompts = jsonl(place / "prompts.jsonl", [{"text": text} for text in texts])
 
-cotrain("train", f"target.path={model}", f"data.path={prompts}", f"output={place / 'runs'}", "measure=false",
-        f"rollout.folder={place / 'texts'}", *SIZES, "overwrite=true", *sys.argv[1:],
-        "-m", "loss=kl,kl_then_tv", "trainer.seed=0,1")  # fmt: skip
+cotrain(
+    "train",
+    f"target.path={model}",
+    f"data.path={prompts}",
+    f"output={place / 'runs'}",
+    "measure=false",
+    f"rollout.folder={place / 'texts'}",
+    *SIZES,
+    "overwrite=true",
+    *sys.argv[1:],
+    "-m",
+    "loss=kl,kl_then_tv",
+    "trainer.seed=0,1",
+)
 cotrain("compare", f"folder={place / 'runs'}", "baseline=loss=kl", f"report={place / 'compared.json'}")

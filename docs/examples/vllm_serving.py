@@ -40,8 +40,16 @@ def compare(command: str, draft: Path) -> None:
             if server.poll() is not None or time.monotonic() > end:
                 raise SystemExit("vLLM did not start: its last lines say why")
             time.sleep(1)
-        cotrain("serve_check", f"url={url}", f"draft.path={draft}", "prompts=8", "prompt_tokens=12", "new_tokens=48",
-                f"output={place / 'check'}", "overwrite=true")  # fmt: skip
+        cotrain(
+            "serve_check",
+            f"url={url}",
+            f"draft.path={draft}",
+            "prompts=8",
+            "prompt_tokens=12",
+            "new_tokens=48",
+            f"output={place / 'check'}",
+            "overwrite=true",
+        )
     finally:
         server.terminate()
         server.wait()
@@ -51,8 +59,15 @@ texts = sentences(400)
 model = target(place / "target", texts)
 prompts = jsonl(place / "prompts.jsonl", [{"text": text} for text in texts])
 
-cotrain("train", f"target.path={model}", f"data.path={prompts}", f"output={place / 'run'}", *SIZES, "overwrite=true",
-        *sys.argv[1:])  # fmt: skip
+cotrain(
+    "train",
+    f"target.path={model}",
+    f"data.path={prompts}",
+    f"output={place / 'run'}",
+    *SIZES,
+    "overwrite=true",
+    *sys.argv[1:],
+)
 draft, served = place / "run" / "draft", place / "served"
 cotrain("export", f"draft.path={draft}", "engine=vllm", f"output={served}", "overwrite=true")
 

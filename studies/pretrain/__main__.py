@@ -155,8 +155,9 @@ def _module(cfg: Settings, tokenizer: PreTrainedTokenizerBase, domains: list[str
     if rate.compile:
         pretraining.compile_layers(network)
     optimizer = partial(optim.MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
-    schedule = partial(trapezoid, progress=Progress(rate.steps), warmup=rate.warmup / rate.steps,
-                       decay=rate.decay / rate.steps)  # fmt: skip
+    schedule = partial(
+        trapezoid, progress=Progress(rate.steps), warmup=rate.warmup / rate.steps, decay=rate.decay / rate.steps
+    )
     return pretraining.LanguageModel(network, optimizer, schedule, token_bytes(tokenizer), domains)
 
 
@@ -164,9 +165,17 @@ def _leg(cfg: Settings, module: pretraining.LanguageModel, train: Blocks, held_o
     """Train for one phase, and append its duration to phases.jsonl."""
     rate = cfg.pretraining
     seconds = pretraining.fit(
-        module, train, held_out, folder, batch=rate.batch, steps=rate.steps, minutes=rate.minutes, seed=rate.seed,
-        every=rate.validate_every, precision=optim.precision(rate.precision, key="pretraining.precision"),
-    )  # fmt: skip
+        module,
+        train,
+        held_out,
+        folder,
+        batch=rate.batch,
+        steps=rate.steps,
+        minutes=rate.minutes,
+        seed=rate.seed,
+        every=rate.validate_every,
+        precision=optim.precision(rate.precision, key="pretraining.precision"),
+    )
     phase = {
         "step": module.trainer.global_step,
         "seconds": round(seconds),

@@ -138,25 +138,44 @@ class Phase(Callback):
 
 
 def fit(
-    module: LanguageModel, train: Any, held_out: Any, folder: Path, *, batch: int | None, steps: int, minutes: float,
-    seed: int, every: int, precision: Any,
-) -> float:  # fmt: skip
+    module: LanguageModel,
+    train: Any,
+    held_out: Any,
+    folder: Path,
+    *,
+    batch: int | None,
+    steps: int,
+    minutes: float,
+    seed: int,
+    every: int,
+    precision: Any,
+) -> float:
     """Train up to `steps` optimiser steps in total, or for `minutes`. Return the seconds that this phase took. The
     training resumes from folder/last.ckpt if that file exists. batch: rows of a step; None: items are batches."""
     last = folder / "last.ckpt"
     done = read_saved(last)["global_step"] if last.exists() else 0
     order = SeededOrder(len(train), seed, start=done * (batch or 1))
     trainer = lightning.Trainer(
-        accelerator="auto", devices=1, precision=precision, max_steps=steps, max_epochs=-1,
-        gradient_clip_val=1.0, val_check_interval=every, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        log_every_n_steps=10, default_root_dir=folder, enable_model_summary=False,
-        logger=tensorboard(folder), plugins=[Checkpoints()],
+        accelerator="auto",
+        devices=1,
+        precision=precision,
+        max_steps=steps,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=10,
+        default_root_dir=folder,
+        enable_model_summary=False,
+        logger=tensorboard(folder),
+        plugins=[Checkpoints()],
         callbacks=[
             Phase(minutes),
             Bar(),
             ModelCheckpoint(folder, filename="last", every_n_train_steps=every, enable_version_counter=False),
         ],
-    )  # fmt: skip
+    )
     start = time.perf_counter()
     trainer.fit(
         module,
@@ -176,9 +195,12 @@ def measure(module: LanguageModel, held_out: Any, batch: int | None, precision: 
 
 
 def write_target(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: dict[str, Any],
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: dict[str, Any],
     readme: Callable[[dict[str, Any]], str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the target in bfloat16 with its tokenizer and model card. An existing folder is replaced."""
     with new_folder(folder, replace=True) as new:
         half: Any = copy.deepcopy(network)

@@ -82,9 +82,11 @@ def tokenized(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[
     """Return the pairs of rows (source, output, domain), sorted by length, without those that are longer than
     `TOKENS`."""
     sources, outputs = (tokenizer(list(rows[name]))["input_ids"] for name in ("source", "output"))
-    pairs = [(source, [*output, tokenizer.eos_token_id], TASKS.index(domain))
-             for source, output, domain in zip(sources, outputs, rows["domain"], strict=True)
-             if len(source) <= TOKENS["source"] and len(output) < TOKENS["output"]]  # fmt: skip
+    pairs = [
+        (source, [*output, tokenizer.eos_token_id], TASKS.index(domain))
+        for source, output, domain in zip(sources, outputs, rows["domain"], strict=True)
+        if len(source) <= TOKENS["source"] and len(output) < TOKENS["output"]
+    ]
     return sorted(pairs, key=lambda pair: (len(pair[1]) // 4, len(pair[0])))
 
 
@@ -178,8 +180,18 @@ def run(output: Path, minutes: float, target: Path | None) -> None:
     network = t5(len(tokenizer))
     schedule = partial(optim.trapezoid, progress=Progress(STEPS), warmup=WARMUP, decay=DECAY)
     module = SequenceModel(network, optimizer, schedule, token_bytes(tokenizer), list(TASKS))
-    seconds = pretraining.fit(module, train, held_out, output, batch=None, steps=STEPS, minutes=minutes, seed=SEED,
-                              every=EVERY, precision="32-true")  # fmt: skip
+    seconds = pretraining.fit(
+        module,
+        train,
+        held_out,
+        output,
+        batch=None,
+        steps=STEPS,
+        minutes=minutes,
+        seed=SEED,
+        every=EVERY,
+        precision="32-true",
+    )
     with (output / "seconds").open("a", encoding="utf-8") as file:
         file.write(f"{seconds:.0f}\n")
     if module.trainer.global_step < STEPS:
@@ -201,14 +213,28 @@ def card(
     count = [task for _, _, task in held_out.pairs]
     tokens = sum(len(one) for _, one, _ in train.pairs) / len(train.pairs) * STEPS * ROWS
     tasks = {
-        task: {"pairs": count.count(index), "bits_per_byte": bits[task], "token_accuracy": module.accuracy()[task],
-               "equal": equal[task], "of": min(GENERATED, count.count(index))}
+        task: {
+            "pairs": count.count(index),
+            "bits_per_byte": bits[task],
+            "token_accuracy": module.accuracy()[task],
+            "equal": equal[task],
+            "of": min(GENERATED, count.count(index)),
+        }
         for index, task in enumerate(TASKS)
-    }  # fmt: skip
-    return {"parameters": sum(p.numel() for p in module.network.parameters()), "steps": STEPS, "rows": ROWS,
-            "output_tokens_seen": round(tokens), "seconds": seconds, "training_pairs": len(train.pairs),
-            "layers": config.num_layers, "decoder_layers": config.num_decoder_layers, "tasks": tasks,
-            "examples": examples, "environment": environment()}  # fmt: skip
+    }
+    return {
+        "parameters": sum(p.numel() for p in module.network.parameters()),
+        "steps": STEPS,
+        "rows": ROWS,
+        "output_tokens_seen": round(tokens),
+        "seconds": seconds,
+        "training_pairs": len(train.pairs),
+        "layers": config.num_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "tasks": tasks,
+        "examples": examples,
+        "environment": environment(),
+    }
 
 
 @torch.no_grad()
@@ -221,8 +247,9 @@ def generated(
         mine = [pair for pair in held_out.pairs if pair[2] == index]
         mine = mine[:: max(len(mine) // GENERATED, 1)][:GENERATED]
         source = padded([pair[0] for pair in mine], held_out.pad)
-        rows = network.generate(source, attention_mask=source != held_out.pad, max_new_tokens=TOKENS["output"],
-                                do_sample=False)  # fmt: skip
+        rows = network.generate(
+            source, attention_mask=source != held_out.pad, max_new_tokens=TOKENS["output"], do_sample=False
+        )
         texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         wanted = [tokenizer.decode(pair[1], skip_special_tokens=True) for pair in mine]
         equal[task] = sum(one == other for one, other in zip(texts, wanted, strict=True))
@@ -233,17 +260,28 @@ def generated(
 
 def model_card(card: dict[str, Any]) -> str:
     """Return the model card in Markdown."""
-    tasks = [f"| {name} | {one['pairs']} | {one['bits_per_byte']:.3f} | {one['token_accuracy']:.1%} | "
-             f"{one['equal']} of {one['of']} |" for name, one in card["tasks"].items()]  # fmt: skip
+    tasks = [
+        f"| {name} | {one['pairs']} | {one['bits_per_byte']:.3f} | {one['token_accuracy']:.1%} | "
+        f"{one['equal']} of {one['of']} |"
+        for name, one in card["tasks"].items()
+    ]
     cell = lambda text: "`" + text.replace("|", "\\|").replace("\n", " ") + "`"  # noqa: E731
     examples = [f"| {name} | {cell(source)} | {cell(output)} |" for name, (source, output) in card["examples"].items()]
     where = card["environment"]
     return CARD.format(
-        parameters=card["parameters"] / 1e6, layers=card["layers"], decoder=card["decoder_layers"],
-        steps=card["steps"], rows=card["rows"], tokens=card["output_tokens_seen"] / 1e6,
-        seconds=card["seconds"], cpu=where["cpu"], date=where["date"][:10], train=card["training_pairs"],
-        tasks="\n".join(tasks), examples="\n".join(examples),
-    )  # fmt: skip
+        parameters=card["parameters"] / 1e6,
+        layers=card["layers"],
+        decoder=card["decoder_layers"],
+        steps=card["steps"],
+        rows=card["rows"],
+        tokens=card["output_tokens_seen"] / 1e6,
+        seconds=card["seconds"],
+        cpu=where["cpu"],
+        date=where["date"][:10],
+        train=card["training_pairs"],
+        tasks="\n".join(tasks),
+        examples="\n".join(examples),
+    )
 
 
 if __name__ == "__main__":

@@ -30,14 +30,19 @@ TRAINED = {  # name -> settings of `cotrain train`
     "two layers, greedy": [*TWO, *GREEDY],
     "four layers, sampled": FOUR,
     "four layers, greedy": [*FOUR, *GREEDY],
-    "parallel": ["draft=parallel", "init=pretrained", "draft.path=two layers, sampled", f"draft.depths={K}",
-                 "trainer.steps=150"],
+    "parallel": [
+        "draft=parallel",
+        "init=pretrained",
+        "draft.path=two layers, sampled",
+        f"draft.depths={K}",
+        "trainer.steps=150",
+    ],
     "medusa": ["draft=medusa", f"draft.depths={K}", "trainer.steps=250", "optimizer.lr=6e-3"],
     "eagle": ["draft=eagle", f"draft.depths={K}", "trainer.steps=200"],
     "block": [*BLOCK, "draft.markov=32"],
     "block, causal": [*BLOCK, "draft.mask=causal", f"draft.vocabulary={PRUNED}"],
     "p_eagle": ["draft=p_eagle", "init=pretrained", "draft.path=eagle", f"draft.depths={K}", "trainer.steps=150"],
-}  # fmt: skip
+}
 SHORTEST = 2  # ids of a match that look-up proposes behind
 
 

@@ -49,9 +49,12 @@ class LlamaCpp(Worker):
 
     def __init__(self, target: Path, draft: Path | None = None) -> None:
         settings = {
-            "modules": str(Path(os.environ["COTRAIN_LLAMACPP"]).absolute()), "target": str(target),
-            "draft": str(draft) if draft else None, "k": K, "context": CONTEXT,
-        }  # fmt: skip
+            "modules": str(Path(os.environ["COTRAIN_LLAMACPP"]).absolute()),
+            "target": str(target),
+            "draft": str(draft) if draft else None,
+            "k": K,
+            "context": CONTEXT,
+        }
         super().__init__("llama.cpp", ["node", str(SERVE)], settings, OUTPUT / "llamacpp.log")
 
     def generate(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
@@ -116,8 +119,14 @@ def test_the_target_says_what_it_says_here(plan: Plan, plain: list[list[int]], f
     assert text.unexplained == 0
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SHAPES: dict[str, Any] = {
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
@@ -132,11 +141,21 @@ def test_every_shape_is_read_as_transformers_reads_it(shape: str, plan: Plan, tm
     """Random weights: greedy texts of 96 tokens, beyond the length from which the rope of Llama 3 is stretched."""
     config, changes = SHAPES[shape]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, bos_token_id=0,
-        eos_token_id=None, **changes,
-    )).eval()  # fmt: skip
+    model = AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+            initializer_range=0.2,
+            bos_token_id=0,
+            eos_token_id=None,
+            **changes,
+        )
+    ).eval()
     with torch.no_grad():
         for values in model.parameters():
             if values.ndim == 1:  # biases and norms
@@ -177,10 +196,13 @@ def test_a_draft_is_accepted_as_predicted(
             ours = interleave([arm], prompts, BATCH, warmup=0).stats("own")
             assert ours is not None
             figures[f"temperature {temperature:g}"] = one = {
-                "tokens": tokens, "rounds": rounds, "served": tokens / rounds, "predicted": tokens / forecast.calls,
+                "tokens": tokens,
+                "rounds": rounds,
+                "served": tokens / rounds,
+                "predicted": tokens / forecast.calls,
                 "ours": ours.tau,
                 "tokens_per_second": tokens / answer["seconds"],
-            }  # fmt: skip
+            }
             print(f"\nllama.cpp, {DRAFT}, {dtype}, temperature {temperature:g}: {one}")
             assert one["served"] > 1.1 and abs(one["served"] / one["predicted"] - 1) < TOLERANCE
     text = text_check(plan, plain, answer["tokens"])

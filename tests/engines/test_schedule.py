@@ -26,7 +26,10 @@ def test_every_batch_has_its_length_in_vllm() -> None:
     )
     read = json.loads(answer.stdout.splitlines()[-1])
     for one, (settings, most), table in zip(lengths, given, read, strict=True):
-        ours = {rows: k for first, last, k in settings["num_speculative_tokens_per_batch_size"]
-                for rows in range(first, last + 1)}  # fmt: skip
+        ours = {
+            rows: k
+            for first, last, k in settings["num_speculative_tokens_per_batch_size"]
+            for rows in range(first, last + 1)
+        }
         assert table[1:] == [ours[rows] for rows in range(1, most + 1)]
         assert all(ours[rows] == k for rows, k in one.items())

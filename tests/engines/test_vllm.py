@@ -43,9 +43,22 @@ from tests.engines.servers import serving
 from tests.settings import resized
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-SIZE = Bench(prompts=48, quick_prompts=1, prompt_tokens=48, new_tokens=128, parity_tokens=1, rows=8, minutes=0,
-             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
-             trees=0)  # fmt: skip
+SIZE = Bench(
+    prompts=48,
+    quick_prompts=1,
+    prompt_tokens=48,
+    new_tokens=128,
+    parity_tokens=1,
+    rows=8,
+    minutes=0,
+    interval=0.1,
+    depths=[K],
+    draft_dtype="auto",
+    draft_int8=False,
+    compile=False,
+    seed=0,
+    trees=0,
+)
 TEMPERATURES = (1.0, 0.0)
 ALONE, TOGETHER = 3, 16  # prompts that are served one by one, and eight at a time, for their speed
 
@@ -152,8 +165,14 @@ def test_defaults_of_the_targets_config_change_no_text(plain: dict[str, Any], tm
     with serving(str(folder), None, OUTPUT / "defaults.log") as url:
         client = Client(url)
         texts = greedy(client, prompts)
-        few = {"model": client.model, "prompt": prompts[0], "max_tokens": SIZE.new_tokens, "temperature": 0,
-               "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        few = {
+            "model": client.model,
+            "prompt": prompts[0],
+            "max_tokens": SIZE.new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         filled = client._read("/v1/completions", json.loads, few)["choices"][0]["token_ids"]
         sampled = client.complete(prompts, SIZE.new_tokens, Sampling(), row_ids(prompts), ignore_eos=True)
     assert filled != texts[0]  # the server does fill
@@ -197,7 +216,10 @@ def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict
         assert stats is not None and predicted is not None
         tau = sum(map(len, texts.tokens)) / predicted.calls
         found.setdefault("transformers", {})[f"temperature {temperature:g}"] = {
-            "served": stats.tau, "predicted": tau, "tokens": stats.tokens, "tokens_per_second": timing.speed("assisted")
-        }  # fmt: skip
+            "served": stats.tau,
+            "predicted": tau,
+            "tokens": stats.tokens,
+            "tokens_per_second": timing.speed("assisted"),
+        }
         print(f"\ntransformers, temperature {temperature:g}: tau {stats.tau:.3f}, predicted {tau:.3f}")
         assert abs(stats.tau / tau - 1) < checked.TOLERANCE

@@ -14,9 +14,22 @@ from tests.engines.conftest import OUTPUT, reported
 from tests.engines.drafts import K
 from tests.engines.kinds.exported import server
 
-SIZE = Bench(prompts=32, quick_prompts=1, prompt_tokens=48, new_tokens=96, parity_tokens=1, rows=8, minutes=0,
-             interval=0.1, depths=[K], draft_dtype="auto", draft_int8=False, compile=False, seed=0,
-             trees=0)  # fmt: skip
+SIZE = Bench(
+    prompts=32,
+    quick_prompts=1,
+    prompt_tokens=48,
+    new_tokens=96,
+    parity_tokens=1,
+    rows=8,
+    minutes=0,
+    interval=0.1,
+    depths=[K],
+    draft_dtype="auto",
+    draft_int8=False,
+    compile=False,
+    seed=0,
+    trees=0,
+)
 
 
 @pytest.fixture(scope="session")
