@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cotrain import losses
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, held_out
+from cotrain.losses import divergences
 from cotrain.losses.chunked import chunked, compared
 from cotrain.paths import folder
 from cotrain.rollout.training_texts import padded, read_rows
@@ -57,7 +57,7 @@ def trained(set_: Texts, states: Tensor, head: Any, ahead: int, then: Any) -> Bl
     for step in range(STEPS):
         at = torch.randint(len(set_), (BATCH,))
         seen, wanted = states[at, : states.shape[1] - ahead].float(), states[at, ahead:]
-        loss = losses.kl if step < STEPS / 2 else then
+        loss = divergences.kl if step < STEPS / 2 else then
         distributions, guess = FromStates(wanted, head), Guess.everywhere(network(seen), head)
         total, found = chunked(loss, distributions, guess, inside(set_, at, ahead), measured=False)
         (total / max(found.positions, 1)).backward()
@@ -103,7 +103,7 @@ def main(report: str) -> None:
     states, held = (held_out(readings, one, 1.0) for one in (learnt, judged))
     rows = []
     for ahead in AHEAD:
-        kl, tv = (trained(learnt, states.hidden, head, ahead, then) for then in (losses.kl, losses.tv))
+        kl, tv = (trained(learnt, states.hidden, head, ahead, then) for then in (divergences.kl, divergences.tv))
         rows.append({"ahead": ahead} | gain(*(alphas(held, head, network, ahead) for network in (kl, tv))))
         print(rows[-1], flush=True)
     made = {"environment": environment(), "steps": STEPS, "batch": BATCH, "rate": RATE, "width": WIDTH, "heads": rows}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain import losses
+from cotrain.losses import divergences
 from cotrain.losses.chunked import chunked, positions
 from cotrain.students.base import Guess
 from cotrain.teacher.target_distributions import FromStates
@@ -49,12 +49,12 @@ def side(name: str, vocabulary: int, tokens: int, kept: str) -> dict[str, Any]:
 def whole(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     with torch.no_grad():
         logp = torch.log_softmax(heads[0](hidden[0]).float(), -1)
-    return losses.kl(logp, torch.log_softmax(heads[1](hidden[1]).float(), -1))[mask].sum()
+    return divergences.kl(logp, torch.log_softmax(heads[1](hidden[1]).float(), -1))[mask].sum()
 
 
 def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) -> Tensor:
     value, _ = chunked(
-        losses.kl,
+        divergences.kl,
         FromStates(hidden[0], heads[0]),
         Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
         mask,

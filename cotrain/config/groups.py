@@ -26,9 +26,9 @@ from cotrain.config.base import (
     at_least,
     one_of,
 )
+from cotrain.losses.names import LOSSES
 
 TrainingSize = Annotated[Size, Mark.TRAINING]
-LOSSES = ("kl", "tv", "nla", "lk", "greedy", "greedy_draft", "calls", "calls_block", "calls_tv")  # of losses.spec
 
 
 class Regime(Settings):

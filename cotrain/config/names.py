@@ -19,13 +19,6 @@ REMOVED = {
     "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
     "trainer.top": Removed(0, "leave it out; hidden states are stored"),
 }
-REMOVED_LOSSES = {
-    "rkl": "kl",
-    "jsd": "lk",
-    "match": "greedy_draft",
-    "length": "calls",
-    "length_block": "calls_block",
-}  # with what to use instead
 
 # Names of other programs, and the settings that do the same here, of which a command has at most one
 ALIASES: dict[str, list[str]] = {

@@ -9,8 +9,9 @@ from typing import cast, get_origin
 
 from cotrain.config.base import Mark, fields
 from cotrain.config.drafts import OF_KINDS
-from cotrain.config.names import REMOVED_LOSSES, alias, below, nearest, unknown
+from cotrain.config.names import alias, below, nearest, unknown
 from cotrain.config.settings import SCHEMAS, TrainConfig, keys_of, presets
+from cotrain.losses.names import REMOVED_LOSSES
 from cotrain.paths import folder
 
 TEXT = frozenset({"prompt"})  # a key whose value null is text too; other keys of free text are unset by it

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cotrain import losses
 from cotrain.evaluation.held_out import HeldOut, guessed
+from cotrain.losses import divergences
 from cotrain.losses.chunked import CHUNK, log_probs, served
 from cotrain.losses.guess import chosen, numbers, picked
 from cotrain.students.base import LAST, Guess, Student
@@ -44,7 +44,7 @@ def profile(
     for theirs, guess, context, _ in positions(held, student, read):
         p = probs(head_target(theirs), held.temperature, held)
         logits = guess.head(guess.states)
-        alphas = torch.stack([losses.alpha(p, probs(logits, t, held)) for t in temperatures]).double().cpu()
+        alphas = torch.stack([divergences.alpha(p, probs(logits, t, held)) for t in temperatures]).double().cpu()
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
@@ -159,6 +159,6 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
         return torch.stack([surprise, torch.zeros_like(surprise), torch.zeros_like(surprise)], -1)
     t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
     logs = served(log_probs(logits, t), t, held.truncate)
-    entropy = losses.entropy(logs)
+    entropy = divergences.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
     return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

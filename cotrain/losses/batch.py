@@ -69,7 +69,7 @@ class LossBatch:
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
         """Return the weighted sum of a sequence loss over the texts. logs: as `logs` returns them."""
-        value: Tensor = term.loss.function(*logs, _draft_length(logs[0], k), self.lengths)
+        value: Tensor = term.function(*logs, _draft_length(logs[0], k), self.lengths)
         # texts of one token depend on no draft, and a step needs a gradient all the same
         return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 

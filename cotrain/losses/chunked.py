@@ -8,7 +8,7 @@ trained.
 
 If the draft has a pruned vocabulary, all other tokens share one column. p has their mass there, and q has none.
 Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
-Losses that read argmax p need all columns, see `spec.LossDefinition.argmax`.
+Losses that read argmax p need all columns, see `names.LossDefinition.argmax`.
 
 B rows, T positions, V vocabulary, N guesses, n guesses of a chunk, Vd tokens of a pruned vocabulary, C columns of a
 distribution: Vd + 1 if the guess is pruned, else V.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from cotrain import losses
+from cotrain.losses import divergences
 from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked, sent
 from inference.sampling import Truncate, log_probs_at, one_hot, wide
 
@@ -260,8 +260,8 @@ def compared(
         served, tokens = rows.served(logq, i), rows.columns(chosen(x, guess.at[i]))
         top = logq.max(-1)
         hit = (top.indices == tokens).to(logq)
-        values = [losses.kl(logp, logq), losses.alpha(logp, served), losses.alpha_greedy(logp, logq)]
-        values += [losses.entropy(logq), hit, top.values.exp()]
+        values = [divergences.kl(logp, logq), divergences.alpha(logp, served), divergences.alpha_greedy(logp, logq)]
+        values += [divergences.entropy(logq), hit, top.values.exp()]
         return torch.cat([_logs_of(tokens, logp, served), torch.stack(values, -1)], -1)  # (n,8)
 
     counted = numbers(chosen(mask, guess.at))
@@ -313,8 +313,8 @@ class _Rows:
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
         """Return alpha, p(argmax q), and terms of the loss, (n,) each, stacked to (n,2+m)."""
-        alpha = losses.alpha(logp, self.served(logq, i))
-        return torch.stack([alpha, losses.alpha_greedy(logp, logq), *terms], -1)
+        alpha = divergences.alpha(logp, self.served(logq, i))
+        return torch.stack([alpha, divergences.alpha_greedy(logp, logq), *terms], -1)
 
     def served(self, logs: Tensor, i: Tensor) -> Tensor:
         return served(logs, self.temperature[self.guess.at[i]], self.truncate)

@@ -2,7 +2,7 @@
 reduction.
 
 Each docstring gives the formula, the source, the gradient, the use, and the cases in which the loss fails.
-`spec.LOSSES` lists those that an expression may name.
+`names.LOSSES` lists those that an expression may name.
 
 Every loss takes log p and log q (..., V), normalised and at the temperature of the regime, and returns (...,). Half
 precision is raised to float32. Gradients are given in the draft's logits z, q = softmax(z), with I_v = 1[q_v <= p_v]

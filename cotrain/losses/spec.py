@@ -7,7 +7,7 @@
     calls_tv              tv, each position weighted by the target calls that acceptance there saves
 
 Sequence losses and calls_tv use only tokens that the target sampled. They ignore prompts and texts from other sources.
-To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row to LOSSES.
+`names` says how to add a loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,41 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cotrain.config.names import REMOVED_LOSSES
 from cotrain.losses import divergences, sequence
+from cotrain.losses.names import LOSSES, REMOVED_LOSSES, LossDefinition
 
 Position = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class LossDefinition:
-    """A loss of `LOSSES`.
-
-    function: maps log p and log q at positions, (..., V), to a loss (...); for losses of whole texts see `sequence`.
-    sequence: whether it is a loss of whole texts. Its function then maps (log p(x), log q(x), k, lengths) to a
-    differentiable sum over texts, which the number of their tokens divides.
-    weighted: whether each position is weighted by the target calls that acceptance there saves.
-    argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
-    """
-
-    function: Callable[..., Any]
-    sequence: bool = False
-    weighted: bool = False
-    argmax: bool = False
-
-
-LOSSES = {
-    "kl": LossDefinition(divergences.kl),
-    "tv": LossDefinition(divergences.tv),
-    "nla": LossDefinition(divergences.nla),
-    "lk": LossDefinition(divergences.lk),
-    "greedy": LossDefinition(divergences.greedy, argmax=True),
-    "greedy_draft": LossDefinition(divergences.greedy_draft),
-    "calls": LossDefinition(sequence.calls, sequence=True),
-    "calls_block": LossDefinition(sequence.calls_block, sequence=True),
-    # weighted by `acceptance.call_weights`: the gradient of `calls` with less variance
-    "calls_tv": LossDefinition(divergences.tv, weighted=True),
-}
 
 
 @dataclass(frozen=True)
@@ -61,9 +30,17 @@ class Term:
     weight: float
     loss: LossDefinition
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Return its function of `divergences` or `sequence`."""
+        function: Callable[..., Any] = getattr(
+            sequence if self.loss.sequence else divergences, self.loss.function or self.name
+        )
+        return function
+
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
         """Return the weighted loss of each position."""
-        value: Tensor = self.loss.function(logp, logq)
+        value: Tensor = self.function(logp, logq)
         return self.weight * value
 
 
@@ -120,7 +97,7 @@ def _sum(terms: Sequence[Term]) -> Position | None:
     if not terms:
         return None
     if len(terms) == 1 and terms[0].weight == 1:
-        return terms[0].loss.function
+        return terms[0].function
 
     def total(logp: Tensor, logq: Tensor) -> Tensor:
         first, *others = (term(logp, logq) for term in terms)

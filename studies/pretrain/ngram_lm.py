@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cotrain.data.sources import Blocks
-from cotrain.losses import alpha
+from cotrain.losses.divergences import alpha
 
 FALLBACK = (0.5, 1.0, 1.5)  # discounts if the counts define none, as with KenLM's --discount_fallback
 

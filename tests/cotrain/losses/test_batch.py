@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from cotrain import acceptance, losses
+from cotrain import acceptance
 from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.losses import divergences as losses
 from cotrain.losses.batch import DECAY, shares
 from cotrain.losses.spec import parse
 from cotrain.students.base import Guess, Seen

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cotrain import losses
 from cotrain.losses import chunked
+from cotrain.losses import divergences as losses
 from cotrain.losses.chunked import chunked as in_chunks
 from cotrain.losses.chunked import compared, positions, token_logs
 from cotrain.losses.guess import Guess

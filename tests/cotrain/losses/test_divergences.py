@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cotrain import losses
+from cotrain.losses import divergences as losses
 
 TINY = -math.log(torch.finfo(torch.float32).tiny)
 

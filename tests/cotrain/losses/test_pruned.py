@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
-from cotrain.losses.spec import LOSSES
+from cotrain.losses.names import LOSSES
+from cotrain.losses.spec import parse
 from cotrain.teacher.target_distributions import FromStates, Remembered, remembered
 from inference.models.small_heads import spread
 from inference.sampling import keep_top_k, keep_top_p
@@ -51,7 +52,7 @@ def test_gradients_and_acceptance_are_those_over_all_columns(name: str, cut: str
     asked: Any = (weights, TEMPERATURES[temperature])
     found = []
     for chunk, one in ((4, guess), (100, guess.whole())):
-        value, statistics = chunked.chunked(LOSSES[name].function, target, one, *asked, chunk=chunk, truncate=CUTS[cut])
+        value, statistics = chunked.chunked(parse(name).position, target, one, *asked, chunk=chunk, truncate=CUTS[cut])
         found.append((value, slopes(value, guess), statistics))
     (narrow, ours, seen), (whole, theirs, every) = found
     torch.testing.assert_close(ours, theirs)

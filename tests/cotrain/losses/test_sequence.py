@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from cotrain import losses
 from cotrain.data.texts import Learnt, Texts, joined
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.training.distributed import Grouped
 from cotrain.training.module import Distillation, Stage

@@ -2,7 +2,7 @@
 
 import torch
 
-from cotrain.losses import kl
+from cotrain.losses.divergences import kl
 from cotrain.losses.spec import parse
 
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cotrain import losses
 from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import parse
 from cotrain.students import quantised
 from cotrain.students.base import Seen

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from cotrain import losses
 from cotrain.data.sources import restarted
 from cotrain.data.texts import Learnt, Texts
 from cotrain.evaluation.held_out import evaluate, held_out
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.students.independent import IndependentStudent
 from cotrain.teacher.target_model import keeps_apart, served, split

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from cotrain import losses
 from cotrain.board import tags
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
 from cotrain.students.base import LAST
 from cotrain.training.callbacks import HeldOutPoints, Learning, MeasuredCheckpoint, MeasureSpeed, part_of

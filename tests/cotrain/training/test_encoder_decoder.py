@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import default_collate
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from cotrain import losses
 from cotrain.cli import main
 from cotrain.config.drafts import DRAFTS
 from cotrain.config.groups import Init
@@ -24,6 +23,7 @@ from cotrain.data.splits import Prompts
 from cotrain.data.texts import NO_ID, Learnt, joined
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.export.hf import export
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
 from cotrain.planning.plan import Plan
 from cotrain.rollout.training_texts import padded, start_of

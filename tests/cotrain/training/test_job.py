@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cotrain import losses
 from cotrain.data.prompt_rows import PromptRows, said
 from cotrain.data.texts import Texts
+from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.quantised import refuse_unknown

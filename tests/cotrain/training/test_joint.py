@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cotrain import losses
 from cotrain.cli import main
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows, TextStarts
@@ -24,6 +23,7 @@ from cotrain.data.sources import _cut, _turns
 from cotrain.data.splits import in_split
 from cotrain.evaluation.moved import CONFIDENCE, Movement, movement
 from cotrain.losses import chunked
+from cotrain.losses import divergences as losses
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.spec import parse
 from cotrain.rollout.samplers import Own

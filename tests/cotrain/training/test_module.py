@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from cotrain import losses
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, Texts, of_blocks
 from cotrain.evaluation.held_out import held_out
-from cotrain.losses.spec import LOSSES, LossSpec, parse
+from cotrain.losses import divergences as losses
+from cotrain.losses.names import LOSSES
+from cotrain.losses.spec import LossSpec, parse
 from cotrain.students import independent
 from cotrain.students.block import BlockStudent
 from cotrain.students.independent import IndependentStudent

@@ -11,13 +11,12 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from cotrain.cli import main
-from cotrain.config import base, groups
+from cotrain.config import base
 from cotrain.config.base import fields
 from cotrain.config.drafts import EagleDraft
 from cotrain.config.settings import SCHEMAS
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
-from cotrain.losses.spec import LOSSES
 from cotrain.rollout.training_texts import Sampled, padded
 from cotrain.students.quantised import QUANTISATIONS
 from cotrain.training import assembly
@@ -277,7 +276,6 @@ def test_names_and_limits_are_those_of_the_engine() -> None:
         assert known(name) == name
     with pytest.raises(ValueError, match=f"one of {', '.join(RULES)}"):
         known("other")
-    assert groups.LOSSES == tuple(LOSSES)
     assert {EagleDraft(quantisation=name).quantisation for name in QUANTISATIONS} == {*QUANTISATIONS}
 
 

@@ -1,0 +1,44 @@
+"""The losses that `loss.first` and `loss.then` may name, without torch, so that settings can be listed at once.
+
+To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row here.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LossDefinition:
+    """How a loss is used.
+
+    function: the name of its function, by default that of the loss.
+    sequence: whether it is a loss of whole texts, see `sequence`. Otherwise its function maps log p and log q at
+    positions, (..., V), to a loss (...), see `divergences`.
+    weighted: whether each position is weighted by the target calls that acceptance there saves.
+    argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
+    """
+
+    function: str | None = None
+    sequence: bool = False
+    weighted: bool = False
+    argmax: bool = False
+
+
+LOSSES = {
+    "kl": LossDefinition(),
+    "tv": LossDefinition(),
+    "nla": LossDefinition(),
+    "lk": LossDefinition(),
+    "greedy": LossDefinition(argmax=True),
+    "greedy_draft": LossDefinition(),
+    "calls": LossDefinition(sequence=True),
+    "calls_block": LossDefinition(sequence=True),
+    # weighted by `acceptance.call_weights`: the gradient of `calls` with less variance
+    "calls_tv": LossDefinition("tv", weighted=True),
+}
+REMOVED_LOSSES = {
+    "rkl": "kl",
+    "jsd": "lk",
+    "match": "greedy_draft",
+    "length": "calls",
+    "length_block": "calls_block",
+}  # with what to use instead
