@@ -31,7 +31,7 @@ help:
 	@echo "make test-thorough  set up, then run the tests that take long or are of variants of a kind"
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
-	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, five minutes at most"
+	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, some four minutes"
 	@echo "make test-engines  set up, with a vLLM and a llama.cpp (npm), then serve drafts with them and compare what they accept"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"

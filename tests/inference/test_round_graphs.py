@@ -103,6 +103,8 @@ def test_inputs_have_one_place_and_recordings_one_bound(monkeypatch: pytest.Monk
         assert summed(x, five) == 140 and len(replays.graphs) == 1
         assert [summed(x[:n], two) for n in (1, 2, 3, 4, 8)] == [0, 2, 6, 12, 56]
         assert len(replays.graphs) <= 3
+        small, large = x.clone()[:3], torch.ones(64).to("cuda")
+        assert [summed(one, two) for one in (small, large, 5 * small)] == [6, 128, 30]
 
 
 def test_no_graph_is_destroyed_while_another_is_recorded() -> None:

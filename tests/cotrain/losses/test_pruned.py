@@ -16,6 +16,7 @@ from cotrain.losses.spec import parse
 from cotrain.teacher.target_distributions import FromStates, Remembered, remembered
 from inference.models.small_heads import spread
 from inference.sampling import keep_top_k, keep_top_p
+from tests import standin
 
 B, T, D, V = 3, 6, 4, 11
 IDS = torch.tensor([0, 2, 3, 7, 10])
@@ -117,8 +118,15 @@ keep = partial(keep_top_k, k=5)
 
 
 def test_too_many_bytes_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU remembers eight times as many."""
     target, guess, weights, _ = given()
     needed = int((weights.flatten()[guess.at] > 0).sum()) * (len(IDS) + 1) * 8
+    asked: Any = [guess], weights > 0, torch.ones(B), None, 4
     for limit, expected in ((needed, Remembered), (needed - 1, FromStates)):
         monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", limit)
-        assert type(remembered(target, [guess], weights > 0, torch.ones(B), None, 4)) is expected
+        assert type(remembered(target, *asked)) is expected
+    with standin.device():
+        there = FromStates(target.states.to("cuda"), nn.Linear(D, V, dtype=F64).to("cuda"))
+        for limit, expected in ((needed / 8, Remembered), (needed / 8 - 1, FromStates)):
+            monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", limit)
+            assert type(remembered(there, *asked)) is expected
