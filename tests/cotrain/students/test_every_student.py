@@ -213,6 +213,22 @@ def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
     torch.testing.assert_close(*slopes)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in STUDENTS if kind not in ("heads", "example", "hydra", "early_exit")])
+def test_packed_texts_equal_texts_alone(kind: str) -> None:
+    """Two texts in one row, each learnt at its own temperature."""
+    student, cut = STUDENTS[kind](target()), 5
+    parts = IDS[:1, :cut], IDS[:1, cut:]
+    alone_seen = [seen(student, part) for part in parts]
+    places = torch.tensor([[*range(cut), *range(14 - cut)]])
+    packed = Seen({layer: torch.cat([one.states[layer] for one in alone_seen], 1) for layer in alone_seen[0].states})
+    heat = torch.tensor([[0.0] * cut + [0.7] * (14 - cut)])
+    together = student.guesses({"ids": IDS[:1], "position_ids": places, "temperature": heat}, packed)
+    first, second = (guesses(student, *given) for given in zip(parts, alone_seen, (0.0, 0.7), strict=True))
+    for guess, one, two in zip(together, first, second, strict=True):
+        assert guess.at.tolist() == [*one.at.tolist(), *(cut + two.at).tolist()]
+        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one), distributions(two)]))
+
+
 @EVERY
 def test_save_and_load_round_trip(kind: str, tmp_path: Path) -> None:
     student = STUDENTS[kind](target())
@@ -248,15 +264,12 @@ def test_the_trained_distribution_is_the_served_one(kind: str) -> None:
     checked = 0
     for served_round in watched.rounds:
         for b, text in enumerate(served_round.texts):
-            whole = torch.tensor([text + served_round.x[b, : served_round.k[b]].tolist()])
-            for guess in guesses(student, whole):
-                for depth in (
-                    range(served_round.k[b])
-                    if guess.depth == ANY
-                    else [guess.depth] * (guess.depth < served_round.k[b])
-                ):
-                    here = guess.at == len(text) - 1 + depth
-                    expected = distributions(guess)[here][0].exp()
+            k = served_round.k[b]
+            texts_and_drafts = torch.tensor([text + served_round.x[b, :k].tolist()])
+            for guess in guesses(student, texts_and_drafts):
+                found = distributions(guess).exp()
+                for depth in range(k) if guess.depth == ANY else [guess.depth] * (guess.depth < k):
+                    expected = found[guess.at == len(text) - 1 + depth][0]
                     torch.testing.assert_close(served_round.q[b, depth].double(), expected, atol=1e-5, rtol=1e-4)
                     checked += 1
     assert checked > 20
