@@ -13,11 +13,9 @@ from cotrain import losses
 from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
-from cotrain.data.texts import Texts
 from cotrain.students import quantised
 from cotrain.students.conditioned import ConditionedStudent as Student
-from cotrain.training import assembly, preconditions, preflight
-from cotrain.training.job import Job
+from cotrain.training import preconditions, preflight
 from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
@@ -62,19 +60,6 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
     cfg.rollout.train_temperatures, cfg.draft.temperatures = [], []
     assert learnt(cfg) == [0.8] and judged(cfg) == [0.5, 0.8]
     preconditions.refuse_losses(cfg)
-
-
-def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of temperature 0 are greedy; given texts, which nobody sampled here, take turns."""
-    job = job_of("draft.kind=conditioned", "draft.temperatures=[0.0,0.3]", "trainer.corpus_steps=1")
-    given, met = Texts(IDS, torch.ones(3), torch.full((3,), 12), ["a"] * 3), list[Any]()
-    monkeypatch.setattr(Job, "chats", False)
-    monkeypatch.setattr(Job, "given", lambda self, kind: given)
-    monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked[1]) or given)
-    corpus, sampled = assembly.parts(job, 1)
-    assert met == [0.0, 0.3]
-    torch.testing.assert_close(sampled.temperature, torch.tensor([0.0, 0.0, 0.0, 0.3, 0.3, 0.3]))
-    torch.testing.assert_close(corpus.temperature, torch.tensor([0.0, 0.3, 0.0]))
 
 
 def initial(path: Path | None, known: list[float], target: Any) -> Any:

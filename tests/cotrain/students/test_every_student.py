@@ -154,8 +154,13 @@ def drafted() -> set[tuple[int, int]]:
     model = target()
     watched = Watched(STUDENTS["independent"](model).proposer())
     Engine(model, watched, policy=Fixed(4), rows=64).generate(IDS[:, :3].tolist() * 40, max_new_tokens=9)
-    return {(token, depth) for one in watched.rounds for text, k in zip(one.texts, one.k, strict=True)
-            for depth in range(k) if (token := len(text) - 3 + depth) < 4}  # fmt: skip
+    return {
+        (token, depth)
+        for one in watched.rounds
+        for text, k in zip(one.texts, one.k, strict=True)
+        for depth in range(k)
+        if (token := len(text) - 3 + depth) < 4
+    }
 
 
 @EVERY
@@ -180,8 +185,12 @@ def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
             module.training_step(batch, 0)
         depths = 1 + max(depth for _, depth in counted)
         rows = enumerate(zip(prompts, completions, strict=True))
-        expected = {(row * width + prompt - 1 + token, depth) for row, (prompt, length) in rows
-                    for token, depth in drafted if token < length}  # fmt: skip
+        expected = {
+            (row * width + prompt - 1 + token, depth)
+            for row, (prompt, length) in rows
+            for token, depth in drafted
+            if token < length
+        }
         if depths == 0:
             assert counted == {(at, ANY) for at, depth in expected if depth == 0}
         else:

@@ -63,9 +63,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "rows", "markov"),
-    [("sampled", 1, False), ("sampled", 3, True), ("greedy", 3, False), ("mixed with greedy", 3, True),
-     ("truncated", 3, True), ("with history", 3, False)],
-)  # fmt: skip
+    [
+        ("sampled", 1, False),
+        ("sampled", 3, True),
+        ("greedy", 3, False),
+        ("mixed with greedy", 3, True),
+        ("truncated", 3, True),
+        ("with history", 3, False),
+    ],
+)
 def test_compiled_it_gives_the_same_text_and_counts(calls: list[int], name: str, rows: int, markov: bool) -> None:
     """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
     target = tiny()
@@ -188,8 +194,11 @@ def test_where_a_markov_head_comes_from(tmp_path: Path) -> None:
         return student_class(kind).initial(draft, Init(kind=init, layers=[0]), target)
 
     plain, whole = (draft_folder(tmp_path / f"{kind}", place, kind) for kind in ("independent", "parallel"))
-    for network in (started("parallel", "target_layers", markov=3), started("parallel", path=str(plain), markov=3),
-                    started("parallel", path=str(whole), markov=3)):  # fmt: skip
+    for network in (
+        started("parallel", "target_layers", markov=3),
+        started("parallel", path=str(plain), markov=3),
+        started("parallel", path=str(whole), markov=3),
+    ):
         head = network.markov_head
         assert not head.markov_w2.weight.any() and head.markov_w1.weight.std() > 0.1
         assert network.config.markov_rank == 3 and head.markov_w2.weight.shape == (300, 3)

@@ -100,8 +100,12 @@ MISFITS: dict[str, Any] = {
     "eagle, another kind": ("eagle", "hydra", {}, "a draft of kind hydra; draft=eagle begins with the weights of one "),
     "eagle, not from p_eagle": ("eagle", "p_eagle", {}, "a draft of kind p_eagle; draft=eagle begins"),
     "medusa, another kind": ("medusa", "hydra", {}, "a draft of kind hydra; draft=medusa begins"),
-    "a model from heads": ("independent", "medusa", {}, "a draft of kind medusa; draft=independent begins with the "
-                           "weights of one of independent, hybrid, parallel"),
+    "a model from heads": (
+        "independent",
+        "medusa",
+        {},
+        "a draft of kind medusa; draft=independent begins with the weights of one of independent, hybrid, parallel",
+    ),
     "heads from a model": ("hydra", "independent", {}, "a draft of kind independent; draft=hydra begins"),
     "no tensor": ("eagle", "eagle", {"change": lacks("fc.weight")}, "tensor fc.weight is missing"),
     "no mask": ("p_eagle", "p_eagle", {"change": lacks("mask_hidden")}, "tensor mask_hidden is missing"),
@@ -110,11 +114,19 @@ MISFITS: dict[str, Any] = {
     "another shape": ("hydra", "hydra", {"num_heads": 4}, "tensor bias has shape .3, 64., config.json says .4, 64."),
     "another width": ("medusa", "medusa", {"hidden_size": 32, "num_heads": 3}, "tensor bias has shape"),
     "another vocabulary": ("eagle", "eagle", {"vocab_size": 301, "draft_vocab_size": 300}, "is missing"),
-    "a Markov head of more ids": ("parallel", "parallel", {"vocab_size": 301, "markov_rank": 3},
-                                  "its small head or Markov head is of 301 ids, the target has 300: "),
-    "a small head of more ids": ("independent", "independent", {"vocab_size": 301, "draft_vocab_size": 20},
-                                 "its small head or Markov head is of 301 ids, the target has 300: "),
-}  # fmt: skip
+    "a Markov head of more ids": (
+        "parallel",
+        "parallel",
+        {"vocab_size": 301, "markov_rank": 3},
+        "its small head or Markov head is of 301 ids, the target has 300: ",
+    ),
+    "a small head of more ids": (
+        "independent",
+        "independent",
+        {"vocab_size": 301, "draft_vocab_size": 20},
+        "its small head or Markov head is of 301 ids, the target has 300: ",
+    ),
+}
 
 
 @pytest.mark.parametrize("meta", [False, True], ids=["with weights", "without"])
@@ -177,8 +189,15 @@ def run(place: Path, output: Path, *settings: str) -> int:
 
 def test_a_run_starts_from_the_loaded_weights(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a pruned EAGLE to a P-EAGLE with the same tokens, in steps that hardly change a weight."""
-    settings = ["draft=p_eagle", f"draft.path={place / 'pruned'}", "draft.vocabulary=20", "draft.depths=2",
-                "optimizer.lr=1e-9", "trainer.steps=2", "measure=false"]  # fmt: skip
+    settings = [
+        "draft=p_eagle",
+        f"draft.path={place / 'pruned'}",
+        "draft.vocabulary=20",
+        "draft.depths=2",
+        "optimizer.lr=1e-9",
+        "trainer.steps=2",
+        "measure=false",
+    ]
     assert run(place, tmp_path / "run", *settings) == 0
     assert "the draft's vocabulary has 20 tokens:" in capsys.readouterr().out
     state = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
