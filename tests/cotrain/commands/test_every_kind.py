@@ -95,7 +95,18 @@ def ran(settings: dict[str, Any], command: str, path: Path | None, output: Path 
 
 
 # these are measured as a kind is that is always tried
-ALIKE = ("conditioned", "hybrid", "p_eagle", "hydra", "quantised", "retrieval", "parallel", "medusa")
+ALIKE = (
+    "conditioned",
+    "hybrid",
+    "p_eagle",
+    "block",
+    "hydra",
+    "quantised",
+    "two_levels",
+    "retrieval",
+    "parallel",
+    "medusa",
+)
 
 
 @pytest.mark.parametrize("kind", EVERY)

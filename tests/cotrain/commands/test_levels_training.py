@@ -87,7 +87,6 @@ def test_bits_reach_every_command(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("draft=quantised draft.bits=null", "draft.bits: quantised drafts with the target in fewer bits: set the"),
         ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
         ("draft=two_levels", "draft.path: two_levels drafts with a small independent draft: name its folder"),

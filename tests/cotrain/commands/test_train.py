@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and own texts."""
     place = tmp_path_factory.mktemp("train")
     target_folder(place / "target")
-    own_texts(place / "own.jsonl", 200)
+    own_texts(place / "own.jsonl", 220)
     return place
 
 
@@ -174,6 +174,7 @@ def test_a_finished_run_prints_its_table_again(
     assert job(place, "run") == 0
     printed = capsys.readouterr().out
     assert "exactness: passed" in printed and f"draft: {run / 'draft'}" in printed
+    assert printed.index("\nverdict: ") < printed.index("\ntarget ")
     assert printed.endswith(f"page: {run / 'report.html'}\ncurves: tensorboard --logdir {run / 'tensorboard'}\n")
     assert job(place, "run", "trainer.seed=1") == 1
     assert "trainer.seed=0 (now 1)" in capsys.readouterr().err
@@ -308,7 +309,7 @@ def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[st
 def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = (
         "measure=false",
-        "trainer.steps=2",
+        "trainer.steps=4",
         "trainer.corpus_steps=0",
         f"rollout.folder={place / 'shared texts'}",
         f"trainer.cache={place / 'shared states'}",
@@ -383,28 +384,20 @@ def test_a_folder_in_use_is_refused(place: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain Hugging Face files: a causal LM and its tokenizer, nothing of this project."""
+    """Plain Hugging Face files: a causal LM and its tokenizer, nothing of this project. The answer is JSON."""
     foreign = place / "foreign"
     shutil.copytree(run / "draft", foreign)
     for name in ("cotrain.json", "report.json"):
         (foreign / name).unlink()
     sizes = [setting for setting in SIZES if setting.startswith("bench.")]
     paths = [f"target.path={place / 'target'}", f"draft.path={foreign}", f"output={place / 'foreign bench'}"]
-    assert main(["bench", *paths, *sizes]) == 0
-    report = json.loads((place / "foreign bench" / "report.json").read_text())
-    validate(report)
-    assert report["exactness"]["passed"] and report["settings"]["draft"] == str(foreign)
-    said = capsys.readouterr().out
-    assert "exactness: passed" in said and said.index("\nverdict: ") < said.index("\ntarget ")
-
-
-def test_bench_answers_in_json(run: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
-    paths = [f"target.path={place / 'target'}", f"draft.path={run / 'draft'}", f"output={place / 'coupled'}"]
     assert main(["bench", *paths, *sizes, "verify=coupled", "json=true"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"].startswith("verdict: ") and "bench: draft length" in said.err
-    assert json.loads((place / "coupled" / "report.json").read_text())["extra"]["parity"] is None
+    report = json.loads((place / "foreign bench" / "report.json").read_text())
+    validate(report)
+    assert report["exactness"]["passed"] and report["settings"]["draft"] == str(foreign)
+    assert report["extra"]["parity"] is None
     assert main(["bench", f"output={place / 'none'}"]) == 1
     assert "draft.path=" in capsys.readouterr().err and not (place / "none").exists()
 

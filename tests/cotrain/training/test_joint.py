@@ -125,7 +125,7 @@ def batch() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["independent, pruned", "eagle", "block", "medusa", "early_exit"])
+@pytest.mark.parametrize("kind", ["independent, pruned", "eagle", "medusa", "early_exit"])
 def test_the_adapter_has_the_slope_of_the_loss(kind: str) -> None:
     """Of the acceptance and of the KL, through the target's distributions and through what the draft reads of it."""
     module = training(kind, "kl", weight=0.7)
@@ -396,7 +396,8 @@ def test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given(p
     assert judged[0]["prompts"] == judged[1]["prompts"] and judged[0]["hashes"] != judged[1]["hashes"]
 
 
-@pytest.mark.parametrize("way", ["pretrained", pytest.param("rounds", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["pretrained", "rounds"])
 def test_texts_to_learn_from_at_last_are_the_originals(way: str, pair: Path, place: Path) -> None:
     """Also if no first stage or one of several rounds sampled other sets."""
     settings = [one for one in SETTINGS if not one.startswith(("joint.warm_steps", "trainer."))]

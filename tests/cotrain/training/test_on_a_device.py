@@ -99,7 +99,7 @@ def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.Capt
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]
     sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=4
     rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.batch=2 trainer.validations=1
-    draft=eagle draft.depths=2 measure=false""".split()
+    draft=medusa draft.depths=2 measure=false""".split()
     with standin.device() as gpu:
         for steps in (1, 2):
             whole = [*sizes, f"trainer.steps={steps}", "trainer.ema=0.9", f"output={tmp_path / 'run'}"]
