@@ -149,7 +149,7 @@ class TestTeacher:
         filled = MemoryCache(read, 2**20)
         filled.fill(ids, keys, batch=2, source=source)  # in parts
         filled.read = None  # type: ignore[assignment]
-        assert torch.equal(filled(ids, keys, None, source)[LAST], wanted[LAST])
+        torch.testing.assert_close(filled(ids, keys, None, source)[LAST], wanted[LAST])
 
     @torch.no_grad()
     def test_a_record_at_another_width_of_sources_is_not_used(self) -> None:
