@@ -16,7 +16,7 @@ TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]
 
 def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
-    rows = [{"text" if n % 2 else "prompt": text} for n, text in enumerate(TEXTS)]
+    rows = [{"text": text} for text in TEXTS]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
         "datastore",

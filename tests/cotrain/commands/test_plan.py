@@ -52,9 +52,12 @@ def made(run: Path) -> Path:
 
 
 def test_a_plan_says_what_held_out_texts_say(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its policy is fitted to rounds of all temperatures."""
+    """Also of each domain, and its policy is fitted to rounds of all temperatures."""
+    rows = [json.loads(row) for row in (run.parent / "own.jsonl").read_text().splitlines()]
+    named = [json.dumps(row | {"domain": "even" if i % 2 else "odd"}) for i, row in enumerate(rows)]
+    (tmp_path / "two.jsonl").write_text("\n".join(named), encoding="utf-8")
     seen, fitted = list[list[object]](), list[object]()
     observed, policy_of = drafted.observed, drafted.policy_of
     monkeypatch.setattr(drafted, "observed", lambda *given: seen.append(observed(*given)) or seen[-1])
@@ -63,7 +66,7 @@ def test_a_plan_says_what_held_out_texts_say(
         "policy_of",
         lambda costs, fit, rounds, *rest: fitted.extend(rounds) or policy_of(costs, fit, rounds, *rest),
     )
-    assert plan(run, "temperatures=[0,1.0]") == 0
+    assert plan(run, "temperatures=[0,1.0]", f"data.path={tmp_path / 'two.jsonl'}") == 0
     assert len(seen) == 2 and fitted == [*seen[0], *seen[1]]
     found = json.loads((run.parent / "plan" / "plan.json").read_text())
     assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0, 1), (0, 4), (1.0, 1), (1.0, 4)]
@@ -81,20 +84,10 @@ def test_a_plan_says_what_held_out_texts_say(
     assert one["tau"] == four["tau"] and one["seconds_per_round"] != four["seconds_per_round"]
     said = capsys.readouterr().out
     assert "break-even" in said and "perfect draft" in said
-    assert "by domain" not in said  # there is one
-
-
-def test_acceptance_is_that_of_each_domain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [json.loads(row) for row in (run.parent / "own.jsonl").read_text().splitlines()]
-    named = [json.dumps(row | {"domain": "even" if i % 2 else "odd"}) for i, row in enumerate(rows)]
-    (tmp_path / "two.jsonl").write_text("\n".join(named), encoding="utf-8")
-    assert plan(run, f"data.path={tmp_path / 'two.jsonl'}", "batches=[1]") == 0
-    found = json.loads((run.parent / "plan" / "plan.json").read_text())
-    ((profile,),) = (by_temperature.values() for by_temperature in found["acceptance"].values())
+    (profile,) = (by_temperature["1"] for by_temperature in found["acceptance"].values())
     domains = profile["domains"]
     assert list(domains) == ["even", "odd"]
     assert sum(one["texts"] for one in domains.values()) == found["settings"]["texts"]["1"]
-    said = capsys.readouterr().out
     assert f"temperature 1: acceptance by domain: even {domains['even']['alpha']:.2f}, odd " in said
 
 

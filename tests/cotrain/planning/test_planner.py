@@ -33,30 +33,6 @@ def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.M
     assert planner.choose_compiled(plan)[0].compiled == CompiledParts(False, True, True)
 
 
-def test_rounds_are_run_by_the_engines_that_serve(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(planner, "measure_rounds", lambda *given, **settings: asked.append((given, settings)) or {})
-    monkeypatch.setattr(planner, "measure_costs", lambda *given, **settings: asked.append((given, settings)) or EAGER)
-    plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
-    planner.rounds_of(plan, (0, 2, 5), 3.0)
-    ((engines, prompts), settings) = asked.pop()
-    assert list(engines) == [0, 2, 5] and engines[2][0] is engines[5][0]
-    (plain, _), (drafting, two) = engines[0], engines[2]
-    assert plain.proposer is None and plain.compile == "plain" and drafting.compile == "target" and two == 2
-    assert drafting.proposer.compile == "draft" and prompts == RANKING[:3]
-    assert settings == {"sampling": REGIME, "max_new_tokens": 6, "seed": 17, "until": 3.0}
-    planner.rounds_of(plan, (0,))
-    assert [one.proposer for one, _ in asked.pop()[0][0].values()] == [None]
-    for most, wanted in ((None, 4), (9, 9)):
-        planner.costs_of(plan, most)
-        ((target, proposer, K), settings) = asked.pop()
-        assert (target, proposer.compile, K) == (plan.target, "draft", wanted)
-        assert settings == {"context": 2 + 3, "source": 2, "sampling": REGIME, "repeats": planner.SHAPE}
-
-
 def test_costs_of_an_encoder_decoder_are_those_of_short_texts_after_whole_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

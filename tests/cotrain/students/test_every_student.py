@@ -105,12 +105,11 @@ def test_every_loss_reaches_every_parameter(kind: str, loss: str, monkeypatch: p
         "predicted": columns >= torch.tensor([[4], [9], [0]]),
         "sampled": (columns >= 1) & (columns < torch.tensor([[7], [8], [5]])),
     }
-    for chunk, remembered in ((10_000, 2**28), (7, 2**28), (7, 0)):
+    for chunk, remembered in ((7, 2**28), (10_000, 0)):
         monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", remembered)
         slopes.append(gradients(STUDENTS[kind](target()), loss, batch, chunk=chunk))
     assert slopes[0] and not [name for name, one in slopes[0].items() if one is None or not bool(one.abs().sum() > 0)]
-    for slope in slopes[1:]:
-        torch.testing.assert_close(slope, slopes[0])
+    torch.testing.assert_close(*slopes)
 
 
 SHORT = [0, 1, 1, 2]  # tokens of the completions of a batch
@@ -269,7 +268,7 @@ def test_the_trained_distribution_is_the_served_one(kind: str) -> None:
     student = STUDENTS[kind](model)
     watched = Watched(student.proposer())
     engine = Engine(model, watched, policy=Fixed(3), rows=3)
-    engine.generate(IDS[:, :4].tolist(), max_new_tokens=11)
+    engine.generate(IDS[:, :4].tolist(), max_new_tokens=11 if kind == "example" else 7)
     checked = 0
     for served_round in watched.rounds:
         for b, text in enumerate(served_round.texts):
@@ -341,7 +340,7 @@ def held_out_figures(kind: str, device: str) -> dict[str, Any]:
     return figures(evaluate(held, student, split(model)[1]))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block", "early_exit", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "block", "early_exit"])
 def test_a_student_is_judged_on_another_device(kind: str) -> None:
     """Held-out texts stay on the CPU. Other kinds: `tests/cotrain/training/test_on_a_device.py`."""
     with standin.device():
