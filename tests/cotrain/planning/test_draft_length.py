@@ -63,7 +63,7 @@ def test_each_part_runs_compiled_where_real_rounds_are_faster_so(ran) -> None:
     plan, measured = planner.choose_compiled(compiling())
     assert plan.compiled == CompiledParts(plain=True, target=True, draft=False)
     assert ran == [CompiledParts(), CompiledParts(True, True, True), plan.compiled]  # the engine that serves is run too
-    assert measured.costs.target[0] == pytest.approx(2.0)
+    assert measured.costs.target[0] == pytest.approx(2.0) and measured.alone.draft == 0.5  # as it was without compiling
 
 
 @pytest.mark.parametrize(("until", "tried"), [(59.0, False), (61.0, True)])

@@ -16,7 +16,7 @@ from cotrain.losses.guess import Guess
 from cotrain.losses.spec import parse
 from cotrain.teacher.target_distributions import FromStates
 from cotrain.training import module as modules
-from cotrain.training.distributed import counted
+from cotrain.training.distributed import counted, divisors
 from cotrain.training.module import Stage
 from tests.cotrain.losses.test_sequence import alone, batch
 from tests.cotrain.training.test_module import module_of
@@ -68,6 +68,15 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     together = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
     whole = stepped(together, 4, batch([0, 1, 2, 3][: 2 * accumulated]))
     assert figures[4]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_counts_are_of_positions_and_tokens() -> None:
+    sampled = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]).bool()
+    whole = {"predicted": torch.ones(3, 3, dtype=torch.bool), "sampled": sampled}
+    assert counted(whole).tolist() == [9, 3]
+    assert counted({"predicted": sampled}).tolist() == [3, 3]
+    counts = divisors(torch.tensor([8.0, 0.0]), 2)
+    assert (float(counts.positions), float(counts.tokens)) == (4.0, 1.0)
 
 
 def test_judged_figures_are_by_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
