@@ -97,16 +97,6 @@ def test_a_timing_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TimingDisplay(4, console.time.perf_counter() + 60).line().startswith("bench: timing: 0/60 s at most")
 
 
-def test_a_timing_that_takes_longer_than_it_may_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    display = TimingDisplay(4, console.time.perf_counter() - 11)
-    said: list[str] = []
-    display.say = said.append
-    display.turned(3)
-    over = "time is over: only the batches that an interval needs"
-    (line,) = said
-    assert line.startswith("bench: timing: 3/4 batches, ") and line.endswith(f"no interval yet, {over}")
-
-
 def test_json_alone_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(True) as answer:
         print("a word")
@@ -137,14 +127,18 @@ def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("low", "high", "passed", "said"),
     [
-        (1.2, 1.6, True, "verdict: faster, 1.40x [1.20, 1.60] the speed of plain decoding at temperature 0.7, "
-                         "Fixed(k=4); exact"),
+        (
+            1.2,
+            1.6,
+            True,
+            "verdict: faster, 1.40x [1.20, 1.60] the speed of plain decoding at temperature 0.7, Fixed(k=4); exact",
+        ),
         (0.9, 1.6, True, "verdict: no speed-up is shown, 1.40x"),
         (0.5, 0.9, True, "verdict: SLOWER, 1.40x"),
         (1.2, 1.6, False, "; NOT EXACT: do not serve it"),
         (None, None, None, "verdict: one batch, so no interval, 1.40x the speed of plain decoding"),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_is_one_line(low: float | None, high: float | None, passed: bool | None, said: str) -> None:
     speedup = {"of": "speculative", "over": "plain", "whole": {"value": 1.4, "low": low, "high": high}}
     settings = {"sampling": {"temperature": 0.7}, "policy": "Fixed(k=4)"}

@@ -25,15 +25,33 @@ from tests.folders import target_folder, tokenizer
 from tests.settings import composed, pick, put
 
 TRAINED = {
-    "temperature": 0.6, "top_k": 7, "top_p": 0.8, "verify": "block", "prompt_tokens": 31, "quantisation": "nf4",
-    "chat": True, "template": {"enable_thinking": False}, "messages": True, "dtype": "bfloat16", "int8": True,
+    "temperature": 0.6,
+    "top_k": 7,
+    "top_p": 0.8,
+    "verify": "block",
+    "prompt_tokens": 31,
+    "quantisation": "nf4",
+    "chat": True,
+    "template": {"enable_thinking": False},
+    "messages": True,
+    "dtype": "bfloat16",
+    "int8": True,
     "draft_dtype": "auto",
-}  # fmt: skip
+}
 ELSE: dict[str, Any] = {
-    "temperature": 0.0, "top_k": 3, "top_p": 0.5, "verify": "match", "prompt_tokens": 17, "quantisation": "int8",
-    "chat": False, "template": {"enable_thinking": True}, "messages": False, "dtype": "float32", "int8": False,
+    "temperature": 0.0,
+    "top_k": 3,
+    "top_p": 0.5,
+    "verify": "match",
+    "prompt_tokens": 17,
+    "quantisation": "int8",
+    "chat": False,
+    "template": {"enable_thinking": True},
+    "messages": False,
+    "dtype": "float32",
+    "int8": False,
     "draft_dtype": "float16",
-}  # fmt: skip
+}
 REGIME = ("temperature", "top_k", "top_p")
 SERVED = {item.name for item in fields(ServedAs)}
 # what both commands have and a folder does not decide: this machine, how much is measured, which texts
@@ -82,10 +100,15 @@ def test_what_is_typed_stands_and_is_said(command: str, capsys: pytest.CaptureFi
         assert f"{key}={ELSE[name]} ({TRAINED[name]})" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("k", "tree", "said"), [
-    (None, None, ""), (3, None, ""), (2, None, "policy.k=2 (draft length 3)"),
-    (3, PlannedTree([-1, -1], "tree"), "policy.k=3 (a tree of 2 nodes)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("k", "tree", "said"),
+    [
+        (None, None, ""),
+        (3, None, ""),
+        (2, None, "policy.k=2 (draft length 3)"),
+        (3, PlannedTree([-1, -1], "tree"), "policy.k=3 (a tree of 2 nodes)"),
+    ],
+)
 def test_another_draft_length_is_said(
     k: int | None, tree: PlannedTree | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,9 +123,13 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat", "target."))}
     assert shared == known
     cfg = composed(
-        "verify=block", "bench.prompt_tokens=31", "quantisation=nf4", "data.chat=true", "target.dtype=bfloat16",
+        "verify=block",
+        "bench.prompt_tokens=31",
+        "quantisation=nf4",
+        "data.chat=true",
+        "target.dtype=bfloat16",
         "+data.template.enable_thinking=false",
-    )  # fmt: skip
+    )
     assert served_as(cfg, True) == made().served
     assert {name for name, _ in KNOWN.values()} == set(TRAINED) == set(UNSAID)
     assert stored(made()) == TRAINED
@@ -111,8 +138,12 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
 def test_what_older_runs_had_by_default_is_no_other_run() -> None:
     assert change("data.column", "text", None) == change("init.cosine", 4.0, None) == "same"
     assert change("draft.width", 256, None, draft=EagleDraft) == "same"
-    assert {change("data.column", "prompt", None), change("data.chat", True, None), change("draft.width", 256, None),
-            change("draft.width", 256, 128)} == {"other"}  # fmt: skip
+    assert {
+        change("data.column", "prompt", None),
+        change("data.chat", True, None),
+        change("draft.width", 256, None),
+        change("draft.width", 256, 128),
+    } == {"other"}
 
 
 # --- a folder of odd values, in every command
@@ -128,11 +159,14 @@ UNUSED: dict[str, dict[str, str]] = {
     | dict.fromkeys(("verify", "tree"), "servers draft chains and have the token rule"),
 }
 RUN: dict[str, Any] = {"bench": bench.run, "plan": plan.run, "serve_check": serve_check.run, "generate": generate.run}
-TYPED = {"bench": "bench.new_tokens=8", "plan": "bench.new_tokens=8", "generate": "prompt=x",
-         "serve_check": "url=http://none new_tokens=8"}  # fmt: skip
+TYPED = {
+    "bench": "bench.new_tokens=8",
+    "plan": "bench.new_tokens=8",
+    "generate": "prompt=x",
+    "serve_check": "url=http://none new_tokens=8",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "chain": {"objective": "greedy"},
-    "rounded": {"int8": True, "dtype": "float32", "quantisation": "none"},
+    "chain": {"objective": "greedy", "int8": True, "dtype": "float32", "quantisation": "none"},
     "tree": {"tree": PlannedTree((-1, -1, 0), "traversal", True)},
 }
 ABOUT = {item.name for item in fields(Metadata)} - {"target", "origin", "kind", "report", "format", "served"}
@@ -156,9 +190,10 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     values = TRAINED | {"k": 9, "int8": False, "quantisation": "int8_rows", "template": {"think": True}}
     values |= {"regime": {name: TRAINED[name] for name in REGIME}} | VARIANTS[request.param]
     about = replace(
-        metadata, served=ServedAs(**{name: values[name] for name in SERVED}),
+        metadata,
+        served=ServedAs(**{name: values[name] for name in SERVED}),
         **{name: value for name, value in values.items() if name in ABOUT},
-    )  # fmt: skip
+    )
     return save(network if about.tree else network.bfloat16(), words, place / "draft", about, None)
 
 
@@ -201,18 +236,26 @@ def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPa
     cfg = others[0] if command == "plan" else cfg
     tokens = cfg.prompt_tokens if command == "serve_check" else given.bench.prompt_tokens
     return of_engine(given.engine(given.tree.depth if given.tree else given.depths[-1])) | {
-        "regime": given.sampling, "prompt_tokens": tokens, "chat": cfg.data.chat, "template": cfg.data.template,
-    }  # fmt: skip
+        "regime": given.sampling,
+        "prompt_tokens": tokens,
+        "chat": cfg.data.chat,
+        "template": cfg.data.template,
+    }
 
 
 def of_engine(engine: Any) -> dict[str, Any]:
     draft, model = engine.proposer, engine.target.model
     return {
-        "verify": engine.rule.name, "k": engine.policy.k, "tree": draft.branching and draft.branching.parents,
-        "objective": "greedy" if draft.greedy else "sampled", "int8": draft.int8, "weights": draft.weights,
-        "dtype": str(model.dtype).removeprefix("torch."), "quantisation": quantisation_of(model.config),
+        "verify": engine.rule.name,
+        "k": engine.policy.k,
+        "tree": draft.branching and draft.branching.parents,
+        "objective": "greedy" if draft.greedy else "sampled",
+        "int8": draft.int8,
+        "weights": draft.weights,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantisation": quantisation_of(model.config),
         "template": engine.template,
-    }  # fmt: skip
+    }
 
 
 def test_load_renders_messages_with_the_arguments_that_were_measured(odd: Path) -> None:

@@ -14,13 +14,17 @@ from tests.folders import target_folder
 TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt"])
-def test_a_datastore_of_texts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
-    rows = [{kind: text} for text in TEXTS]
+    rows = [{"text": text} for text in TEXTS]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["datastore", f"target.path={target}", f"data.path={tmp_path / 'data.jsonl'}", "depth=6",
-               f"output={tmp_path / 'store'}"]  # fmt: skip
+    command = [
+        "datastore",
+        f"target.path={target}",
+        f"data.path={tmp_path / 'data.jsonl'}",
+        "depth=6",
+        f"output={tmp_path / 'store'}",
+    ]
     assert main(command) == 0
     assert "tokens of" in capsys.readouterr().out
     tokenizer, store = load_tokenizer(target), Datastore.open(tmp_path / "store")

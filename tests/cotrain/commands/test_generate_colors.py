@@ -1,7 +1,5 @@
 """`cotrain generate` in colour: what each colour says, and the line behind the texts."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +21,3 @@ def test_colours_tell_how_each_token_came_and_a_line_sums_up(capsys: pytest.Capt
     assert texts == [f"{GREEN}a{YELLOW}b{GREEN}a{PLAIN}c{PLAIN}"] * 2 and end == ""
     assert line.startswith("8 tokens in 4 target calls, 2.00 per call; ")
     assert f"{GREEN}4 accepted drafts{PLAIN}, {YELLOW}corrected{PLAIN}, bonus" in line
-
-
-def test_without_colour_nothing_but_the_texts_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = SimpleNamespace(text=["one", "two"], errors=[None, None])
-    monkeypatch.setattr(generate, "_read_by", lambda *_: None)
-    monkeypatch.setattr(generate, "_engine", lambda _: SimpleNamespace(generate=lambda *_, **__: out))
-    monkeypatch.setattr(generate, "sampling", lambda _: None)
-    drafting = {"policy": SimpleNamespace(k=None, file=None), "verify": None, "draft": SimpleNamespace(path=None)}
-    cfg: Any = SimpleNamespace(prompt="x", prompts=None, max_new_tokens=4, regime=None, seed=0, color=None, **drafting)
-    generate.run(cfg)
-    printed = capsys.readouterr()
-    assert printed.out == "one\ntwo\n" and not re.search(r"\033", printed.out + printed.err)

@@ -72,9 +72,15 @@ def test_a_second_push_replaces_the_files(place: Path, hub: Hub, tmp_path: Path)
     ],
 )
 def test_who_may_not_push_is_told_before_anything_is_written(
-    repo: str, token: str | None, said: str, place: Path, hub: Hub, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    repo: str,
+    token: str | None,
+    said: str,
+    place: Path,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.delenv("HF_TOKEN")
     if token:
         monkeypatch.setenv("HF_TOKEN", token)

@@ -20,8 +20,12 @@ from inference.drafts.bundled_target import reach_hub, refuse_missing
 from inference.models.pretrained import auto_class
 from tests.cotrain.commands.test_output_inputs import texts_of
 
-PATHS = [(command, key) for command, schema in SCHEMAS.items() for key in sorted(texts_of(schema))
-         if key in ("target.path", "draft.path", "target.adapter", "data.path")]  # fmt: skip
+PATHS = [
+    (command, key)
+    for command, schema in SCHEMAS.items()
+    for key in sorted(texts_of(schema))
+    if key in ("target.path", "draft.path", "target.adapter", "data.path")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +48,24 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
     assert not (here / "out").exists()
 
 
-@pytest.mark.parametrize(("typed", "said"), [
-    ("report run=[a,b]", "run=[a,b] does not exist: several runs are typed one by one, as in run=a run=b"),
-    ("report run=a,b", "run=a,b does not exist: several runs are typed one by one, as in run=a run=b"),
-    ("compare folder=none", "folder=none does not exist: "),
-    ("compare folder=run", "folder=run: the run run is not finished: repeat its command"),
-    ("generate draft.path=run prompt=x", "draft.path=run: the run run is not finished: repeat its command"),
-    ("bench draft.path=run/draft", "draft.path=run/draft: the run run is not finished: repeat its command"),
-    ("export check=true", "check=true: name the folder that was written, as in check="),
-    ("train target.path=adapter", "it has no config.json; an adapter is named by target.adapter=, and its model by "),
-    ("train data.path=model", "data.path: model is the folder of a model, not of texts"),
-    ("generate target.path=draft prompt=x", "target.path=draft is a draft folder, which draft.path= names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("report run=[a,b]", "run=[a,b] does not exist: several runs are typed one by one, as in run=a run=b"),
+        ("report run=a,b", "run=a,b does not exist: several runs are typed one by one, as in run=a run=b"),
+        ("compare folder=none", "folder=none does not exist: "),
+        ("compare folder=run", "folder=run: the run run is not finished: repeat its command"),
+        ("generate draft.path=run prompt=x", "draft.path=run: the run run is not finished: repeat its command"),
+        ("bench draft.path=run/draft", "draft.path=run/draft: the run run is not finished: repeat its command"),
+        ("export check=true", "check=true: name the folder that was written, as in check="),
+        (
+            "train target.path=adapter",
+            "it has no config.json; an adapter is named by target.adapter=, and its model by ",
+        ),
+        ("train data.path=model", "data.path: model is the folder of a model, not of texts"),
+        ("generate target.path=draft prompt=x", "target.path=draft is a draft folder, which draft.path= names"),
+    ],
+)
 def test_what_is_no_folder_of_this_kind_is_named(
     typed: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,15 +77,21 @@ def test_what_is_no_folder_of_this_kind_is_named(
     assert main(typed.split()) == 1 and said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("path", "said"), [
-    ("models/other", "in the working directory HERE; to load a repository of the hub by this name, work in another"),
-    ("modles/mine", "the nearest is models/mine"),
-    ("model", "the nearest is models"),
-    ("./mine", "is no folder in the working directory HERE: give target.path an existing path"),
-    ("models/mine/checkpoint", "is no folder in the working directory HERE: give"),
-    ("~/mine", "the shell did not expand ~; write the path in full"),
-    ("/no where/x", "/no where/x is no folder: give target.path"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "models/other",
+            "in the working directory HERE; to load a repository of the hub by this name, work in another",
+        ),
+        ("modles/mine", "the nearest is models/mine"),
+        ("model", "the nearest is models"),
+        ("./mine", "is no folder in the working directory HERE: give target.path an existing path"),
+        ("models/mine/checkpoint", "is no folder in the working directory HERE: give"),
+        ("~/mine", "the shell did not expand ~; write the path in full"),
+        ("/no where/x", "/no where/x is no folder: give target.path"),
+    ],
+)
 def test_paths_and_misspelt_ones_are_never_asked_of_the_hub(path: str, said: str, here: Path) -> None:
     with pytest.raises(ValueError, match=f"^target.path: {path} is no folder") as refused:
         refuse_missing("target.path", path)
@@ -95,10 +111,14 @@ def test_a_repository_that_was_fetched_is_used_whatever_is_here(monkeypatch: pyt
         refuse_missing("target.path", "./models/mien")
 
 
-@pytest.mark.parametrize(("error", "offline"), [
-    (URLError(socket.gaierror("no such host")), True), (TimeoutError(), True),
-    (HTTPError("https://hub", 503, "busy", Message(), None), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "offline"),
+    [
+        (URLError(socket.gaierror("no such host")), True),
+        (TimeoutError(), True),
+        (HTTPError("https://hub", 503, "busy", Message(), None), False),
+    ],
+)
 def test_a_hub_that_does_not_answer_is_asked_once(
     error: OSError, offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

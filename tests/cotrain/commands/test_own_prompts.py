@@ -84,8 +84,20 @@ class TestDataSelf:
             report = json.loads((draft / "report.json").read_text())
             assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
         else:
-            assert main(["bench", f"draft.path={draft}", f"output={tmp_path / 'bench'}", "bench.minutes=0",
-                         "bench.prompts=1", "bench.new_tokens=8", "bench.parity_tokens=20"]) == 0  # fmt: skip
+            assert (
+                main(
+                    [
+                        "bench",
+                        f"draft.path={draft}",
+                        f"output={tmp_path / 'bench'}",
+                        "bench.minutes=0",
+                        "bench.prompts=1",
+                        "bench.new_tokens=8",
+                        "bench.parity_tokens=20",
+                    ]
+                )
+                == 0
+            )
             assert f"of {draft / PROMPTS}, which the draft did not learn from" in capsys.readouterr().out
             assert json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["prompts"] == "own"
         assert main(["generate", f"draft.path={draft}", "prompt=hello there", "max_new_tokens=4"]) == 0
@@ -96,9 +108,22 @@ class TestDataSelf:
     @pytest.mark.thorough
     def test_every_stage_of_joint_training_has_the_prompts_of_the_original(self, place: Path, tmp_path: Path) -> None:
         run = tmp_path / "run"
-        assert train(place, "base", run, "mode=joint", "joint.warm_steps=2", "joint.steps=2", "joint.rank=1",
-                     "joint.epsilon=1", "rollout.held_out_texts=4", "trainer.steps=1",
-                     "measure=false") == 0  # fmt: skip
+        assert (
+            train(
+                place,
+                "base",
+                run,
+                "mode=joint",
+                "joint.warm_steps=2",
+                "joint.steps=2",
+                "joint.rank=1",
+                "joint.epsilon=1",
+                "rollout.held_out_texts=4",
+                "trainer.steps=1",
+                "measure=false",
+            )
+            == 0
+        )
         assert [file.parent for file in run.rglob("self_prompts.jsonl")] == [run / "warm" / "rollouts"]
         first, last = (read_rows(run / at / "rollouts" / "held_out_T1")["prompt"] for at in ("warm", "."))
         assert list(first) == list(last)
@@ -110,18 +135,33 @@ class TestDataSelf:
         assert unseen and all(row in final for row in unseen)
 
     def test_the_file_of_a_run_is_a_data_set_for_others(self, place: Path, tmp_path: Path) -> None:
-        assert main(["rollout", f"target.path={place / 'chat'}", "data=self", f"output={tmp_path / 'texts'}",
-                     "rollout.texts=6", "rollout.held_out_texts=1", "rollout.new_tokens=4"]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "rollout",
+                    f"target.path={place / 'chat'}",
+                    "data=self",
+                    f"output={tmp_path / 'texts'}",
+                    "rollout.texts=3",
+                    "rollout.held_out_texts=1",
+                    "rollout.new_tokens=4",
+                ]
+            )
+            == 0
+        )
         file = tmp_path / "texts" / "self_prompts.jsonl"
         assert (tmp_path / "texts" / "train_T1.parquet").is_file()
         again = [f"target.path={place / 'chat'}", f"data.path={file}", f"output={tmp_path / 'again'}"]
-        assert main(["rollout", *again, "rollout.texts=6", "rollout.held_out_texts=1", "rollout.new_tokens=4"]) == 0
+        assert main(["rollout", *again, "rollout.texts=3", "rollout.held_out_texts=1", "rollout.new_tokens=4"]) == 0
         one, two = ((tmp_path / name / "train_T1.parquet").read_bytes() for name in ("texts", "again"))
         assert one == two
 
     def test_a_file_goes_first(self, place: Path, tmp_path: Path) -> None:
         assert train(place, "tiny", tmp_path / "run", f"data.path={place / 'own.jsonl'}", "measure=false") == 0
         assert not list((tmp_path / "run").rglob("*prompts*"))
+        metadata = read(tmp_path / "run" / "draft").metadata
+        assert metadata is not None and metadata.origin["gguf"] is None
+        assert "GGUF" not in card(metadata, "vllm", "draft", None, [])
 
     @pytest.mark.parametrize("command", ["bench", "datastore"])
     def test_commands_that_sample_nothing_name_the_file(
@@ -149,15 +189,21 @@ class TestGGUF:
         capsys.readouterr()
         draft = f"draft.path={tmp_path / 'run' / 'draft'}"
         assert main(["generate", draft, "prompt=def f", "max_new_tokens=4"]) == 0
-        assert main(["bench", draft, f"output={tmp_path / 'bench'}", "bench.minutes=0", "bench.prompts=2",
-                     "bench.new_tokens=8", "bench.parity_tokens=50", "bench.prompt_tokens=8"]) == 0  # fmt: skip
-
-    def test_a_target_of_another_file_has_no_such_line(self, place: Path, tmp_path: Path) -> None:
-        settings = [f"target.path={place / 'tiny'}", f"data.path={place / 'own.jsonl'}", "measure=false"]
-        assert main(["train", *settings, f"output={tmp_path / 'run'}", *SIZES]) == 0
-        metadata = read(tmp_path / "run" / "draft").metadata
-        assert metadata is not None and metadata.origin["gguf"] is None
-        assert "GGUF" not in card(metadata, "vllm", "draft", None, [])
+        assert (
+            main(
+                [
+                    "bench",
+                    draft,
+                    f"output={tmp_path / 'bench'}",
+                    "bench.minutes=0",
+                    "bench.prompts=2",
+                    "bench.new_tokens=8",
+                    "bench.parity_tokens=50",
+                    "bench.prompt_tokens=8",
+                ]
+            )
+            == 0
+        )
 
 
 def test_a_template_whose_answers_do_not_end_texts_is_named(

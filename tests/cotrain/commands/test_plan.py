@@ -9,8 +9,8 @@ import pytest
 from cotrain.cli import main
 from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
+from tests.cotrain.commands.test_train import job
 from tests.cotrain.commands.test_train import place as place  # a fixture
-from tests.cotrain.commands.test_train import run as run  # a fixture: a finished run
 
 SIZES = (
     "bench.new_tokens=12",
@@ -24,12 +24,50 @@ SIZES = (
 
 def plan(run: Path, *settings: str) -> int:
     data = f"data.path={run.parent / 'own.jsonl'}"
-    return main(["plan", f"draft.path={run / 'draft'}", data, f"output={run.parent / 'plan'}", "overwrite=true", *SIZES,
-                 *settings])  # fmt: skip
+    return main(
+        [
+            "plan",
+            f"draft.path={run / 'draft'}",
+            data,
+            f"output={run.parent / 'plan'}",
+            "overwrite=true",
+            *SIZES,
+            *settings,
+        ]
+    )
 
 
-def test_a_plan_says_what_held_out_texts_say(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(run, "temperatures=[0,1.0]") == 0
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """The folder of a finished run."""
+    assert job(place, "run", "trainer.steps=1", "trainer.validations=1", "trainer.corpus_steps=0") == 0
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def made(run: Path) -> Path:
+    """The folder of a plan."""
+    assert plan(run) == 0
+    return Path(shutil.copytree(run.parent / "plan", run.parent / "made"))
+
+
+def test_a_plan_says_what_held_out_texts_say(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of each domain, and its policy is fitted to rounds of all temperatures."""
+    rows = [json.loads(row) for row in (run.parent / "own.jsonl").read_text().splitlines()]
+    named = [json.dumps(row | {"domain": "even" if i % 2 else "odd"}) for i, row in enumerate(rows)]
+    (tmp_path / "two.jsonl").write_text("\n".join(named), encoding="utf-8")
+    seen, fitted = list[list[object]](), list[object]()
+    observed, policy_of = drafted.observed, drafted.policy_of
+    monkeypatch.setattr(drafted, "observed", lambda *given: seen.append(observed(*given)) or seen[-1])
+    monkeypatch.setattr(
+        drafted,
+        "policy_of",
+        lambda costs, fit, rounds, *rest: fitted.extend(rounds) or policy_of(costs, fit, rounds, *rest),
+    )
+    assert plan(run, "temperatures=[0,1.0]", f"data.path={tmp_path / 'two.jsonl'}") == 0
+    assert len(seen) == 2 and fitted == [*seen[0], *seen[1]]
     found = json.loads((run.parent / "plan" / "plan.json").read_text())
     assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0, 1), (0, 4), (1.0, 1), (1.0, 4)]
     report = json.loads((run / "draft" / "report.json").read_text())
@@ -46,20 +84,10 @@ def test_a_plan_says_what_held_out_texts_say(run: Path, capsys: pytest.CaptureFi
     assert one["tau"] == four["tau"] and one["seconds_per_round"] != four["seconds_per_round"]
     said = capsys.readouterr().out
     assert "break-even" in said and "perfect draft" in said
-    assert "by domain" not in said  # there is one
-
-
-def test_acceptance_is_that_of_each_domain(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [json.loads(row) for row in (run.parent / "own.jsonl").read_text().splitlines()]
-    named = [json.dumps(row | {"domain": "even" if i % 2 else "odd"}) for i, row in enumerate(rows)]
-    (tmp_path / "two.jsonl").write_text("\n".join(named), encoding="utf-8")
-    assert plan(run, f"data.path={tmp_path / 'two.jsonl'}", "batches=[1]") == 0
-    found = json.loads((run.parent / "plan" / "plan.json").read_text())
-    ((profile,),) = (by_temperature.values() for by_temperature in found["acceptance"].values())
+    (profile,) = (by_temperature["1"] for by_temperature in found["acceptance"].values())
     domains = profile["domains"]
     assert list(domains) == ["even", "odd"]
     assert sum(one["texts"] for one in domains.values()) == found["settings"]["texts"]["1"]
-    said = capsys.readouterr().out
     assert f"temperature 1: acceptance by domain: even {domains['even']['alpha']:.2f}, odd " in said
 
 
@@ -89,11 +117,10 @@ def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
     assert main(["plan", f"output={tmp_path / 'none'}"]) != 0 and "name a draft folder" in capsys.readouterr().err
 
 
-def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:
-    assert plan(run) == 0
-    folder = run.parent / "plan"
-    found, schedule, profile = (json.loads((folder / f"{name}.json").read_text())
-                                for name in ("plan", "schedule", "speculation_profile"))  # fmt: skip
+def test_files_for_other_programs_follow_from_the_plan(made: Path) -> None:
+    found, schedule, profile = (
+        json.loads((made / f"{name}.json").read_text()) for name in ("plan", "schedule", "speculation_profile")
+    )
     lengths = {str(cell["rows"]): cell["k"] for cell in found["cells"]}
     assert schedule["temperature"] == 1
     covered = [rows for first, last, _ in schedule["ranges"] for rows in range(first, last + 1)]
@@ -102,7 +129,7 @@ def test_files_for_other_programs_follow_from_the_plan(run: Path) -> None:
     assert marginal[1] == pytest.approx(marginal[0] * conditional[1], rel=0.05)
     assert profile["mean_accept_length"] == pytest.approx(found["cells"][0]["tau"][3])
     assert all(check["passed"] for check in profile["validation"].values())
-    page = (folder / "plan.html").read_text()
+    page = (made / "plan.html").read_text()
     assert repr(found["cells"][0]["tau"][found["cells"][0]["k"]]) in page
 
 
@@ -127,11 +154,17 @@ def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [(["texts=2"], "texts=2: it must be at least 16"), (["batches=[]"], "batches=[]: it must be a list of one or more"),
-     (["batches=[0]"], "batches"), (["temperatures=[-1]"], "temperatures"),
-     (["drafts=[nowhere]"], "nowhere"), (["bench.depths=[]"], "bench.depths"),
-     (["costs=other.json", "measure=true"], "costs: "), (["costs=other.json"], "costs=other.json: ")],
-)  # fmt: skip
+    [
+        (["texts=2"], "texts=2: it must be at least 16"),
+        (["batches=[]"], "batches=[]: it must be a list of one or more"),
+        (["batches=[0]"], "batches"),
+        (["temperatures=[-1]"], "temperatures"),
+        (["drafts=[nowhere]"], "nowhere"),
+        (["bench.depths=[]"], "bench.depths"),
+        (["costs=other.json", "measure=true"], "costs: "),
+        (["costs=other.json"], "costs=other.json: "),
+    ],
+)
 def test_wrong_settings_are_named(
     run: Path, settings: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,9 +197,8 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     assert "adaptive" in capsys.readouterr().out
 
 
-def test_the_policy_serves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(run) == 0
-    file = run.parent / "plan" / "policy.json"
+def test_the_policy_serves(run: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = made / "policy.json"
     draft = f"draft.path={run / 'draft'}"
     assert main(["generate", draft, "prompt=def add", f"policy.file={file}", "max_new_tokens=8"]) == 0
     assert main(["generate", draft, "prompt=def add", f"policy.file={file}", "policy.k=2"]) != 0
@@ -188,17 +220,16 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
 
 
 def test_a_servers_counters_are_compared_with_the_plan(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(run) == 0
-    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    found = json.loads((made / "plan.json").read_text())
     (profile,) = found["acceptance"][str(run / "draft")].values()
     log = tmp_path / "log.json"
     log.write_text(
         json.dumps({"rounds": 1000, "accepted_by_depth": [int(1000 * share) for share in profile["prefix"]]})
     )
     capsys.readouterr()
-    assert main(["plan", f"log={log}", f"output={run.parent / 'plan'}"]) == 0
+    assert main(["plan", f"log={log}", f"output={made}"]) == 0
     assert "as forecast" in capsys.readouterr().out
     assert main(["plan", f"log={log}", f"output={tmp_path / 'nowhere'}"]) != 0
     assert "make it with cotrain plan draft.path=" in capsys.readouterr().err
@@ -213,22 +244,21 @@ def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.Mon
     assert cell["arms"]["adaptive"]["tau"] == 1.0
 
 
-def test_the_policy_is_fitted_to_rounds_of_all_temperatures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[object]] = []
-    observed, policy_of = drafted.observed, drafted.policy_of
-    monkeypatch.setattr(drafted, "observed", lambda *given: seen.append(observed(*given)) or seen[-1])
-    fitted: list[object] = []
-    monkeypatch.setattr(drafted, "policy_of", lambda costs, fit, rounds, *rest: fitted.extend(rounds) or policy_of(
-        costs, fit, rounds, *rest))  # fmt: skip
-    assert plan(run, "temperatures=[0,1.0]", "batches=[1]") == 0
-    assert len(seen) == 2 and fitted == [*seen[0], *seen[1]]
-
-
 def test_drafts_with_other_prompts_set_aside_need_prompts_of_neither(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run / "draft", tmp_path / "other")
     (tmp_path / "other" / "prompts.jsonl").write_text('{"text": "def add"}\n')
-    assert main(["plan", f"draft.path={run / 'draft'}", f"drafts=[{tmp_path / 'other'}]", f"output={tmp_path / 'plan'}",
-                 *SIZES]) != 0  # fmt: skip
+    assert (
+        main(
+            [
+                "plan",
+                f"draft.path={run / 'draft'}",
+                f"drafts=[{tmp_path / 'other'}]",
+                f"output={tmp_path / 'plan'}",
+                *SIZES,
+            ]
+        )
+        != 0
+    )
     assert "not the same prompts set aside" in capsys.readouterr().err

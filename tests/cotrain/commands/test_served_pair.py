@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 
 from cotrain.cli import main
 from cotrain.commands.served_pair import prompts, refuse_pair, resolved
-from cotrain.config.overrides import quote
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import named
 from cotrain.export.engines import place
@@ -23,8 +22,6 @@ from tests.cotrain.commands.test_cli import ran  # noqa: F401
 from tests.folders import network, target_folder, tokenizer
 
 ODD = "a b, [c] = {ü} 漢字"
-KEYS = ("draft.path target.path data.path output rollout.folder trainer.cache report target.adapter "
-        "folder prompts check").split()  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +53,6 @@ def test_a_larger_draft_is_measured_and_said_to_be(draft: Path, capsys: pytest.C
     assert small is not None and target.device == small.device == torch.device("meta") and capsys.readouterr().err == ""
     refuse_pair(str(draft.parent / "target"), str(draft))
     assert "is the larger model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_path_of_every_key_arrives_as_it_was_typed(key: str) -> None:
-    assert [one.lstrip("+") for one in quote([f"{key}=/{ODD}"])] == [f"{key}='/{ODD}'"]
 
 
 def test_a_baseline_is_named_by_the_value_that_was_swept() -> None:

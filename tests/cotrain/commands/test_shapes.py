@@ -23,8 +23,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(target: Path, *settings: str) -> int:
-    return main(["plan", f"target.path={target}", f"output={target.parent / 'plan'}", "overwrite=true", *SMALL,
-                 *settings])  # fmt: skip
+    return main(
+        ["plan", f"target.path={target}", f"output={target.parent / 'plan'}", "overwrite=true", *SMALL, *settings]
+    )
 
 
 def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,14 +44,20 @@ def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [(['shapes=["draft=nope"]'], "shapes: 'draft=nope': draft=nope: draft is one of block, "),
-     (['shapes=["draft.layer=1"]'], "'draft.layer=1': no key 'draft.layer'; the nearest is 'draft.layers'"),
-     (["shapes=[draft=eagle,init.layers=[0,1]]"], """: write 'shapes=["draft=eagle","init.layers=[0,1]"]'"""),
-     (['shapes=["lr=1"]'], "shapes: 'lr=1': no key 'lr'; the setting is optimizer.lr="),
-     (['shapes=["draft.layers=1"]'], "draft.layers=1: the setting has no effect here: independent drafts read it only"),
-     (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"), ([], "draft.path="),
-     (['shapes=["draft=eagle"]', "measure=true"], "leave out")],
-)  # fmt: skip
+    [
+        (['shapes=["draft=nope"]'], "shapes: 'draft=nope': draft=nope: draft is one of block, "),
+        (['shapes=["draft.layer=1"]'], "'draft.layer=1': no key 'draft.layer'; the nearest is 'draft.layers'"),
+        (["shapes=[draft=eagle,init.layers=[0,1]]"], """: write 'shapes=["draft=eagle","init.layers=[0,1]"]'"""),
+        (['shapes=["lr=1"]'], "shapes: 'lr=1': no key 'lr'; the setting is optimizer.lr="),
+        (
+            ['shapes=["draft.layers=1"]'],
+            "draft.layers=1: the setting has no effect here: independent drafts read it only",
+        ),
+        (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"),
+        ([], "draft.path="),
+        (['shapes=["draft=eagle"]', "measure=true"], "leave out"),
+    ],
+)
 def test_wrong_shapes_are_named(
     target: Path, settings: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

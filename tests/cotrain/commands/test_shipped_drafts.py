@@ -44,31 +44,23 @@ def read_by(command: str, monkeypatch: pytest.MonkeyPatch, path: str) -> str | N
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-class TestNames:
-    def test_a_name_is_that_of_a_shipped_draft(
-        self, command: str, shipped: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert read_by(command, monkeypatch, "mine") == str(shipped)
-        assert read_by(command, monkeypatch, str(shipped)) == str(shipped)
-
-    def test_a_local_folder_goes_first(self, command: str, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        shutil.copytree(shipped, "mine")
-        assert read_by(command, monkeypatch, "mine") == "mine"
-
-    def test_an_unknown_name_lists_the_shipped_drafts(
-        self, command: str, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        if command == "train":  # a draft may begin with a model of the hub
-            assert read_by(command, monkeypatch, "gpt2") == "gpt2"
-            return
-        assert read_by(command, monkeypatch, "mien") is None
-        said = capsys.readouterr().err
-        assert (
-            f"draft.path: mien is no folder in the working directory {Path.cwd()}, and no shipped draft (mine)" in said
-        )
-        assert "the nearest is mine" in said and said.count("\n") == 1
-        assert read_by(command, monkeypatch, "MINE") is None
-        assert "the nearest is mine" in capsys.readouterr().err
+def test_a_name_is_that_of_a_shipped_draft_unless_a_local_folder_has_it(
+    command: str, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown one lists the shipped drafts."""
+    assert read_by(command, monkeypatch, "mine") == str(shipped) == read_by(command, monkeypatch, str(shipped))
+    if command == "train":  # a draft may begin with a model of the hub
+        assert read_by(command, monkeypatch, "gpt2") == "gpt2"
+    else:
+        for wrong in ("MINE", "mien"):
+            capsys.readouterr()
+            assert read_by(command, monkeypatch, wrong) is None
+            said = capsys.readouterr().err
+            assert "the nearest is mine" in said and said.count("\n") == 1
+        here = f"draft.path: mien is no folder in the working directory {Path.cwd()}, and no shipped draft (mine)"
+        assert here in said
+    shutil.copytree(shipped, "mine")
+    assert read_by(command, monkeypatch, "mine") == "mine"
 
 
 def test_a_missing_package_is_named_as_for_the_target(
@@ -80,9 +72,12 @@ def test_a_missing_package_is_named_as_for_the_target(
     monkeypatch.setitem(gguf_target.PACKAGED, "smollm2", gguf_target.PACKAGED["smollm2"]._replace(module="not_there"))
     said = {}
     for name, typed in (
-        ("train", "target=smollm2"), ("bench", "draft.path=mine"), ("generate", "draft.path=mine prompt=x"),
-        ("export", "draft.path=mine"), ("rollout", "target=smollm2 draft.path=mine"),
-    ):  # fmt: skip
+        ("train", "target=smollm2"),
+        ("bench", "draft.path=mine"),
+        ("generate", "draft.path=mine prompt=x"),
+        ("export", "draft.path=mine"),
+        ("rollout", "target=smollm2 draft.path=mine"),
+    ):
         assert main([name, *typed.split()]) == 1
         said[name] = capsys.readouterr().err.partition(": ")[2].partition(" (COTRAIN")[0].strip()
     assert len(set(said.values())) == 1, said

@@ -4,7 +4,6 @@ import copy
 import json
 import time
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import PreTrainedModel
 
 from cotrain.bench import measurement
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.texts import Curriculum, Strided
 from cotrain.rollout.samplers import Ask, Faster
 from cotrain.rollout.training_texts import Sampled, Share
 from cotrain.training import fit
@@ -73,19 +71,16 @@ PROMPTS = PromptRows(
 def test_the_rounds_of_a_set_are_the_set(tmp_path: Path) -> None:
     whole = Sampled(network(), tokenizer(), tmp_path / "whole", Ask({"train": 5}, 4, 6), 4, 1, {"train": "own"})
     parted, regime = replace(whole, folder=tmp_path / "parts"), Sampling(1.0)
-    rows = [datasets.Dataset.from_parquet(f"{path}.parquet").to_list() for path in (
-        whole.sample("train", regime, PROMPTS, lambda _: None),
-        *(parted.sample("train", regime, PROMPTS, lambda _: None, Share(i, 2)) for i in range(2)),
-    )]  # fmt: skip
+    rows = [
+        datasets.Dataset.from_parquet(f"{path}.parquet").to_list()
+        for path in (
+            whole.sample("train", regime, PROMPTS, lambda _: None),
+            *(parted.sample("train", regime, PROMPTS, lambda _: None, Share(i, 2)) for i in range(2)),
+        )
+    ]
     assert [rows[1][i // 2] if i % 2 == 0 else rows[2][i // 2] for i in range(10)] == rows[0]
     assert {row["domain"] for row in rows[1]} == {"a", "b"}
     assert json.loads((tmp_path / "parts" / "train_T1_2of2.json").read_text())["part"] == [1, 2]
-
-
-def test_processes_share_every_batch() -> None:
-    order = list(islice(Curriculum((4, 7), 6, seed=0), 24))
-    shares = [list(islice(Strided(Curriculum((4, 7), 6, seed=0), rank, 2), 12)) for rank in range(2)]
-    assert [index for pair in zip(*shares, strict=True) for index in pair] == order
 
 
 ROUNDS = ("rollout.rounds=2", "rollout.texts=16", "trainer.steps=4", "rollout.rows=2", "trainer.corpus_steps=1")

@@ -24,8 +24,12 @@ def report(tau: float, predicted: float, whole: tuple[float, float | None, float
 def test_reports_beside_each_other_say_what_each_of_them_says() -> None:
     tree = report(2.0, 1.98, (1.0, None, None)) | {"extra": {"planned_shape": [-1, 0]}}
     unchecked = report(1.5, 1.5, (1.0, 0.9, 1.1)) | {"exactness": None, "acceptance": None, "speedup": None}
-    reports = {"draft=medusa": report(1.234, 1.25, (1.126, 1.094, 1.157)), "draft=eagle": tree,
-               "draft=wrong": report(3.0, 2.0, (2.0, 1.9, 2.1), passed=False), "none": unchecked}  # fmt: skip
+    reports = {
+        "draft=medusa": report(1.234, 1.25, (1.126, 1.094, 1.157)),
+        "draft=eagle": tree,
+        "draft=wrong": report(3.0, 2.0, (2.0, 1.9, 2.1), passed=False),
+        "none": unchecked,
+    }
     assert [re.split(r"  +", row) for row in comparison(reports).splitlines()] == [
         ["draft", "drafting", "tau", "predicted", "speed-up", "exact"],
         ["draft=medusa", "fixed k=4", "1.234", "1.250", "1.13x", "[1.09, 1.16]", "yes"],
@@ -44,6 +48,8 @@ def test_a_sweep_shows_the_runs_that_were_measured(tmp_path: Path, capsys: pytes
     swept(outputs)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines[1:]] == [
-        ["draft=medusa", "fixed", "k=4", "1.200"], ["draft=eagle", "fixed", "k=4", "1.700"]]  # fmt: skip
+        ["draft=medusa", "fixed", "k=4", "1.200"],
+        ["draft=eagle", "fixed", "k=4", "1.700"],
+    ]
     swept(outputs[:2])
     assert capsys.readouterr().out == ""  # one run is no sweep

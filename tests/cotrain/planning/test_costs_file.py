@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.planning.costs_file import PARTS, read_costs, speedup_table, speedups_of
+from cotrain.planning.costs_file import PARTS, read_costs
 from inference.measure.costs import Costs
 from tests.broken import broken
 
-ONE, EIGHT = (Costs((n, n + 0.5, n + 1.0), 0.25, (0.1, 0.2, 0.3), rows, 40, "t", "d", 0.125) for n, rows in
-              ((1.0, 1), (3.0, 8)))  # fmt: skip
+ONE, EIGHT = (
+    Costs((n, n + 0.5, n + 1.0), 0.25, (0.1, 0.2, 0.3), rows, 40, "t", "d", 0.125) for n, rows in ((1.0, 1), (3.0, 8))
+)
 
 
 def own() -> dict[str, Any]:
@@ -33,25 +34,6 @@ def test_a_plan_of_another_machine_gives_its_costs(tmp_path: Path) -> None:
         read_costs(str(file), "c", [1], 2)
 
 
-def test_speedups_of_each_draft_at_each_acceptance(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    file.write_text(
-        json.dumps({"costs": {"a": {"1": asdict(ONE), "8": asdict(EIGHT)}, "b": {"1": asdict(ONE), "8": {}}}})
-    )
-    with pytest.raises(UserError, match="no entry 'target'"):
-        speedups_of(str(file), [1, 8], 2)
-    found = speedups_of(str(file), [1], 1)
-    assert [(one["draft"], one["rows"]) for one in found] == [("a", 1), ("b", 1)]
-    speedup, k = found[0]["speedups"]["0.9"]
-    assert k == 1 and speedup == pytest.approx(1.9 * ONE.round(0) / ONE.round(1))
-    (row,) = speedup_table(found[:1]).splitlines()[1:]
-    assert row.split()[:2] == ["a", "1"] and f"{speedup:.2f}x (1)" in row
-    for content in ("[]", "no json"):
-        file.write_text(content)
-        with pytest.raises(UserError, match=f"costs={file}: "):
-            speedups_of(str(file), [1], 1)
-
-
 def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(own()))
@@ -61,17 +43,31 @@ def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None
 WRONG = (math.nan, math.inf, -math.inf, -9.0)
 
 
-@pytest.mark.parametrize(("rows", "longest", "change", "said"), [
-    ([1, 8], 2, {}, "there is no entry '8'; costs of 1, 8 rows"),
-    ([1], 3, {}, "must have 4 numbers or more, for draft lengths 0 .. 3; they have 3 and 3"),
-    ([1], 2, {"rest": [0.1]}, "they have 3 and 1"),
-    ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),
-    *(([1], 2, {part: [1, 1, wrong] if part in ("target", "rest") else wrong}, "must be")
-      for part in PARTS for wrong in WRONG),
-    ([1], 2, {"draft": None}, "it must be a plan.json, or a JSON object"),
-    ([1], 2, {"draft": "fast"}, "fast"),
-], ids=["no rows", "too short", "unequal", "no time", *(f"{part} {wrong}" for part in PARTS for wrong in WRONG),
-        "nothing", "a word"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "longest", "change", "said"),
+    [
+        ([1, 8], 2, {}, "there is no entry '8'; costs of 1, 8 rows"),
+        ([1], 3, {}, "must have 4 numbers or more, for draft lengths 0 .. 3; they have 3 and 3"),
+        ([1], 2, {"rest": [0.1]}, "they have 3 and 1"),
+        ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),
+        *(
+            ([1], 2, {part: [1, 1, wrong] if part in ("target", "rest") else wrong}, "must be")
+            for part in PARTS
+            for wrong in WRONG
+        ),
+        ([1], 2, {"draft": None}, "it must be a plan.json, or a JSON object"),
+        ([1], 2, {"draft": "fast"}, "fast"),
+    ],
+    ids=[
+        "no rows",
+        "too short",
+        "unequal",
+        "no time",
+        *(f"{part} {wrong}" for part in PARTS for wrong in WRONG),
+        "nothing",
+        "a word",
+    ],
+)
 def test_wrong_files_are_named(rows: list[int], longest: int, change: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"1": own()["1"] | change}))

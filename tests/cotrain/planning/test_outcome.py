@@ -54,9 +54,13 @@ def test_a_profile_that_contradicts_itself_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "verify", "method", "model"),
-    [("independent", "token", "draft_model", "chain_analytic"), ("eagle", "block", "eagle3", "chain_analytic"),
-     ("block", "token", "dflash", "measured_per_k"), ("medusa", "token", "medusa", "measured_per_k")],
-)  # fmt: skip
+    [
+        ("independent", "token", "draft_model", "chain_analytic"),
+        ("eagle", "block", "eagle3", "chain_analytic"),
+        ("block", "token", "dflash", "measured_per_k"),
+        ("medusa", "token", "medusa", "measured_per_k"),
+    ],
+)
 def test_kinds_have_their_names_there(kind: str, verify: str, method: str, model: str) -> None:
     found = profile(best(kind, verify), 1.0, MADE)
     assert (found["method"], found["accept_length_model"]) == (method, model)

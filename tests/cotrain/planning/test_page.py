@@ -9,11 +9,23 @@ from cotrain.planning.page import page
 
 def plan(*drafts: str, k: int = 2, **more: Any) -> dict[str, Any]:
     cells = [
-        {"draft": draft, "temperature": t, "rows": rows, "k": k, "tau": [1.0, 1.61234, 2.01234], "speedups":
-         [1.0, 1.2222, 1.4444], "errors": [0.0, 0.01, 0.02], "speedups_alone": [1.0, 1.1111, 1.3333], "tree": None,
-         "break_even": 0.34567, "perfect": 2.7777}
-        for draft in drafts for t in (0.7, 1.0) for rows in (1, 8)
-    ]  # fmt: skip
+        {
+            "draft": draft,
+            "temperature": t,
+            "rows": rows,
+            "k": k,
+            "tau": [1.0, 1.61234, 2.01234],
+            "speedups": [1.0, 1.2222, 1.4444],
+            "errors": [0.0, 0.01, 0.02],
+            "speedups_alone": [1.0, 1.1111, 1.3333],
+            "tree": None,
+            "break_even": 0.34567,
+            "perfect": 2.7777,
+        }
+        for draft in drafts
+        for t in (0.7, 1.0)
+        for rows in (1, 8)
+    ]
     profile = {"conditional": [0.61234, 0.51234], "prefix": [0.61, 0.4]}
     acceptance = {draft: {"0.7": profile, "1": profile} for draft in drafts}
     return {"cells": cells, "recommended": drafts[0], "acceptance": acceptance, **more}

@@ -8,60 +8,15 @@ from typing import Any
 import pytest
 
 from cotrain.planning import planner
-from cotrain.planning.forecast import forecast
 from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, advice
-from inference.measure.costs import Costs, RealRound, calibrated
+from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
 from tests.bench_stubs import RANKING, REGIME, chains_of, met, plan_of, rates_of  # noqa: F401
 from tests.encoder_decoders import t5
 from tests.settings import resized
 
 EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
-OTHER = Costs((2.0, 1.25, 2.25, 2.75, 3.25), 0.375, (0.2, 0.3, 0.4, 0.5, 0.6), 3, 40, first=0.125)
-SLOW = Costs((2.0, 3.0, 5.0, 6.0, 7.0), 1.0, (0.2, 0.4, 0.6, 0.8, 1.0), 3, 40, first=0.5)
-
-
-def test_each_part_is_compiled_where_it_is_faster_so(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan, rounds = plan_of(), {0: RealRound(0.0, 4.0, 1.0)}
-    asked: list[Any] = []
-
-    def measured_as(compiled: Costs) -> Any:
-        def measured(plan: Any, until: float = inf) -> MeasuredCosts:
-            result = compiled if plan.compiled == CompiledParts(True, True, True) else EAGER
-            asked.append((plan.compiled, until))
-            return MeasuredCosts(result, result, {})
-
-        return measured
-
-    def rounds_of(plan: Any, lengths: Any, until: float) -> Any:
-        asked.append((plan.compiled, lengths, until))
-        return rounds
-
-    monkeypatch.setattr(planner, "rounds_of", rounds_of)
-    monkeypatch.setattr(planner, "measured", measured_as(OTHER))
-    assert planner.choose_compiled(plan)[0].compiled == CompiledParts() and asked == [
-        (CompiledParts(), inf)
-    ]  # not asked to, on a CPU
-    plan = replace(plan, bench=resized(plan.bench, compile=True), compiled=CompiledParts(True, False, True))
-    asked.clear()
-    result, table = planner.choose_compiled(plan, 1e18)
-    assert result.compiled == CompiledParts(False, True, True)
-    alone = replace(OTHER, target=(1.0, *OTHER.target[1:]))
-    assert table == MeasuredCosts(calibrated(alone, rounds), alone, rounds)
-    assert asked[-1] == (result.compiled, (0, 2, 8), 1e18) and asked[1] == (CompiledParts(True, True, True), 1e18)
-    for costs, on in ((replace(EAGER, target=(0.5,) * 5, draft=0.1), True), (SLOW, False)):
-        monkeypatch.setattr(planner, "measured", measured_as(costs))
-        result, table = planner.choose_compiled(plan)
-        assert result.compiled == CompiledParts(on, on, on) and table.alone == (costs if on else EAGER)
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
-    assert planner.choose_compiled(plan, 19.0)[0].compiled == CompiledParts()  # another ten seconds would be too late
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=iter([0.0, 10.0]).__next__))
-    assert planner.choose_compiled(plan, 21.0)[0].compiled == CompiledParts()  # measured, and slower
-    assert len([one for one in asked if one[0] == CompiledParts(True, True, True)]) == 4
 
 
 def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -78,60 +33,23 @@ def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.M
     assert planner.choose_compiled(plan)[0].compiled == CompiledParts(False, True, True)
 
 
-def test_rounds_are_run_by_the_engines_that_serve(
-    met: list[Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(planner, "measure_rounds", lambda *given, **settings: asked.append((given, settings)) or {})
-    monkeypatch.setattr(planner, "measure_costs", lambda *given, **settings: asked.append((given, settings)) or EAGER)
-    plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
-    planner.rounds_of(plan, (0, 2, 5), 3.0)
-    ((engines, prompts), settings) = asked.pop()
-    assert list(engines) == [0, 2, 5] and engines[2][0] is engines[5][0]
-    (plain, _), (drafting, two) = engines[0], engines[2]
-    assert plain.proposer is None and plain.compile == "plain" and drafting.compile == "target" and two == 2
-    assert drafting.proposer.compile == "draft" and prompts == RANKING[:3]
-    assert settings == {"sampling": REGIME, "max_new_tokens": 6, "seed": 17, "until": 3.0}
-    planner.rounds_of(plan, (0,))
-    assert [one.proposer for one, _ in asked.pop()[0][0].values()] == [None]
-    for most, wanted in ((None, 4), (9, 9)):
-        planner.costs_of(plan, most)
-        ((target, proposer, K), settings) = asked.pop()
-        assert (target, proposer.compile, K) == (plan.target, "draft", wanted)
-        assert settings == {"context": 2 + 3, "source": 2, "sampling": REGIME, "repeats": planner.SHAPE}
-
-
 def test_costs_of_an_encoder_decoder_are_those_of_short_texts_after_whole_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(planner, "measure_costs", lambda *_, **settings: asked.append(settings))
     prompts, size = SimpleNamespace(ranking=[[1] * 20, [2] * 10]), SimpleNamespace(new_tokens=8)
-    plan: Any = SimpleNamespace(target=t5(), prompts=prompts, bench=size, depths=[2], sampling=REGIME,
-                                proposer=lambda: None, engine=lambda k: SimpleNamespace(target=None))  # fmt: skip
+    plan: Any = SimpleNamespace(
+        target=t5(),
+        prompts=prompts,
+        bench=size,
+        depths=[2],
+        sampling=REGIME,
+        proposer=lambda: None,
+        engine=lambda k: SimpleNamespace(target=None),
+    )
     planner.costs_of(plan)
     assert (asked[0]["context"], asked[0]["source"]) == (1 + 4, 15)  # the decoder's start, half of the new tokens
-
-
-def test_a_length_is_run_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What seemed best is chosen again with what its rounds then cost."""
-    plan, asked = plan_of(), list[Any]()
-    dear = {4: RealRound(50.0, 40.0, 1.0), 2: RealRound(1.25, 2.5, 0.3)}
-
-    def rounds_of(plan: Any, lengths: Any, until: float) -> Any:
-        asked.append((lengths, until))
-        return {k: dear[k] for k in lengths}
-
-    monkeypatch.setattr(planner, "rounds_of", rounds_of)
-    at = {0: RealRound(0.0, 1.0, 0.1), 1: RealRound(0.75, 1.5, 0.2)}
-    result = MeasuredCosts(EAGER, EAGER, at)
-    rates = rates_of((1.2, 3.0, 99.0, 9.0))
-    length, table = planner.plan_length(plan, result, rates, 8.0)
-    assert asked[0] == ((4,), 8.0) and set(table.rounds) >= {0, 1, 4} and length.k != 4
-    assert table.costs == calibrated(EAGER, table.rounds) and table.alone == EAGER
-    again = forecast(rates, table.costs).among([1, *plan.depths])
-    assert (length.k, length.speedups) == (again.k, again.speedups)
 
 
 def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +65,6 @@ def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: p
     monkeypatch.setattr(planner, "calibrated", as_run)
     length, table = planner.plan_length(plan, MeasuredCosts(EAGER, EAGER, {}), rates_of((1.2, 3.0, 5.0, 9.0)))
     assert set(table.rounds) == {2, 3, 4} and length.k == 1 and length.speedups[4] < 1
-
-
-def test_of_lengths_that_are_allowed_the_best() -> None:
-    chains = forecast(rates_of((1.1, 2.0, 99.0, 2.1)), EAGER)
-    plain = EAGER.round(0)
-    wanted = [1.0, *(plain * tau / EAGER.round(k) for k, tau in enumerate((1.1, 2.0, 99.0, 2.1), 1))]
-    assert chains.speedups == pytest.approx(wanted) and wanted[1] > wanted[4]
-    assert [chains.among(some).k for some in ((0, 1, 4), (1, 4), (1, 2, 3), (1, 2))] == [0, 1, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -179,20 +89,3 @@ def test_what_is_said_where_drafting_does_not_pay(low: float, high: float, predi
     with_tree = replace(chains_of(2, (1.0, 7.0, 5.0, 9.0)), tree=tree, serves_tree=True)
     again = advice(with_tree, Interval(value, low, high))
     assert again == (result and result.replace("at k = 2", "with a tree"))
-
-
-def test_texts_that_are_planned_with(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    plan, asked = plan_of(), list[Any]()
-    assert planner.plain_texts(plan).prompts == [["plain"]]
-    (round,) = met
-    assert round["prompts"] == plan.ranking(2, 32) and (round["rows"], round["seed"], round["warmup"]) == (32, 17, 0)
-    arm = round["arms"]["plain"]
-    assert (arm.engine.proposer, arm.engine.rows, arm.sampling, arm.new) == (None, 32, REGIME, 6)
-    monkeypatch.setattr(planner, "pair_figures", lambda *given: asked.append(given) or "figures")
-    assert planner.text_figures(plan, "texts", 3, 0.5) == "figures"  # type: ignore[arg-type]
-    engine, proposer, *rest = asked.pop()
-    assert (engine.policy.k, engine.rows, engine.verify, proposer.compile) == (3, 32, "block", None)
-    assert rest == ["texts", REGIME, 6, 0.5]
-    monkeypatch.setattr(planner, "acceptance", lambda *given: given)
-    assert planner.measure_acceptance(plan, "texts") == ("figures", "block", 4)  # type: ignore[arg-type]
-    assert len(asked) == 1 and asked[0][0].policy.k == 4 and asked[0][2] == "texts"

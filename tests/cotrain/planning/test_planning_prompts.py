@@ -15,11 +15,15 @@ def test_plans_read_ranking_prompts_only(monkeypatch: pytest.MonkeyPatch) -> Non
     """Texts and rounds of a plan are those of prompts for ranking, never of final prompts."""
     ranking, final = ([[5 + i, side] for i in range(3)] for side in (7, 9))
     plan = Plan(
-        network(), tokenizer(), network(layers=1, seed=1), Sampling(), "token",
+        network(),
+        tokenizer(),
+        network(layers=1, seed=1),
+        Sampling(),
+        "token",
         Bench(prompts=4, quick_prompts=2, prompt_tokens=8, new_tokens=4, parity_tokens=8, rows=2, minutes=0, **CHAINS),
         ("target", "draft"),
         given=Prompts(ranking, final, "own"),
-    )  # fmt: skip
+    )
     decoded, generate = list[list[int]](), Engine.generate
 
     def noted(self, prompts, **settings):  # type: ignore[no-untyped-def]

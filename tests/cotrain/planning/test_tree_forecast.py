@@ -78,7 +78,7 @@ def test_the_fastest_tree_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch
 
 def test_the_error_is_the_spread_of_the_gain_over_other_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     gains, said = [], []
-    for seed in range(120):
+    for seed in range(60):
         some = distributions(24, seed)
         found = forecast_of(monkeypatch, some, chains(some, 2), {0: 1.0, 2: 1.4, WIDE: 1.45})
         gains.append(found.gain)

@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 
 from cotrain.bench import measurement
 from cotrain.bench.measurement import recorded
-from cotrain.commands import generate
-from cotrain.config.groups import Bench, Model, ServedPolicy, Target
-from cotrain.config.settings import GenerateConfig, TrainConfig
+from cotrain.config.groups import Bench
 from cotrain.data.splits import Prompts
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, TreeForecast
@@ -31,9 +28,8 @@ from cotrain.planning.planner import (
     tree_calls,
     tree_search,
 )
-from cotrain.training import results
 from inference import Engine, Sampling, load
-from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, read, save
+from inference.drafts.draft_folder import Metadata, PlannedTree, save
 from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
 from inference.exactness.verdict import check
 from inference.measure.costs import Costs, RealRound
@@ -43,9 +39,7 @@ from inference.models.passes import Pass
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.base import LoadArguments
 from inference.proposers.heads import Medusa, MedusaConfig, MedusaNetwork
-from inference.proposers.trees import StaticTrees
 from inference.sampling.noise import row_ids
 from inference.verify.tree import Tree, chain, depths_of, full
 from tests.bench_stubs import chains_of, rates_of
@@ -80,13 +74,6 @@ def served(engine: Engine) -> tuple[object, ...]:
     assert isinstance(engine.proposer, Independent)
     branching = engine.proposer.branching
     return engine.rule.name, engine.policy, branching and branching.parents, engine.proposer.greedy
-
-
-def test_a_folder_says_which_tree_it_was_planned_with(place: Path, tmp_path: Path) -> None:
-    result = read(place / "draft").metadata
-    assert result and result.tree == TREE and (TREE.depth, TREE.most_children, result.k) == (2, 2, 3)
-    older = read(changed(place / "draft", tmp_path / "older", tree=None)).metadata
-    assert older and older.tree is None
 
 
 def test_a_folder_is_served_as_it_was_planned(place: Path, tmp_path: Path) -> None:
@@ -205,9 +192,22 @@ def test_no_part_of_drafting_costs_less_than_nothing() -> None:
 
 
 def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: Any) -> Plan:
-    result = {"prompts": 2, "quick_prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "parity_tokens": 16, "rows": 1,
-             "minutes": 0.0, "interval": 0.1, "depths": [2], "draft_dtype": "auto", "draft_int8": False,
-             "compile": False, "seed": 0, "trees": 4} | (size or {})  # fmt: skip
+    result = {
+        "prompts": 2,
+        "quick_prompts": 1,
+        "prompt_tokens": 8,
+        "new_tokens": 8,
+        "parity_tokens": 16,
+        "rows": 1,
+        "minutes": 0.0,
+        "interval": 0.1,
+        "depths": [2],
+        "draft_dtype": "auto",
+        "draft_int8": False,
+        "compile": False,
+        "seed": 0,
+        "trees": 4,
+    } | (size or {})
     given = Prompts([[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 3]], "own")
     parts = {"target": network(), "draft": draft or near(network(), 0.02), "sampling": Sampling(), "verify": "block"}
     return Plan(
@@ -293,42 +293,6 @@ def test_rules_that_were_named_are_not_replaced(rule: str) -> None:
     assert best_tree(plan_of(tree=TREE, verify=rule), CHAINS, Emitted([], [], [], [])) is None
 
 
-def test_training_keeps_the_tree_that_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extra = {"planned_k": 3, "planned_shape": [-1, -1, 0], "planned_rule": "tree", "planned_likeliest": True}
-    report = {"extra": extra | {"advice": None}, "environment": {}}
-    for name, result in (("measurement.measure", report), ("recorded", {}), ("replay.write", None), ("prepare", None),
-                         ("served_as", ServedAs())):  # fmt: skip
-        monkeypatch.setattr(f"cotrain.training.results.{name}", lambda *_, result=result: result)
-    plan = plan_of()
-    job = SimpleNamespace(
-        plan=lambda draft: draft,
-        cfg=TrainConfig(target=Target(path="t")),
-        folder=tmp_path,
-        target=plan.target,
-        tokenizer=tokenizer(),
-        sampled_prompts=None,
-        messages=False,
-    )
-    results.measured(job, plan, {}, {})  # type: ignore[arg-type]
-    built = read(tmp_path / "draft").metadata
-    assert built and built.k == 3 and built.tree == PlannedTree((-1, -1, 0), "tree", True)
-
-
-@pytest.mark.parametrize(
-    ("k", "verify", "wanted"),
-    [(None, None, ("traversal", Fixed(2), TREE.parents)), (4, None, ("token", Fixed(4), None)),
-     (None, "block", ("block", Fixed(3), None)), (None, "tree", ("tree", Fixed(2), TREE.parents))],
-)  # fmt: skip
-def test_generate_serves_what_was_planned(place: Path, k: int | None, verify: str | None, wanted: tuple[Any]) -> None:
-    cfg = GenerateConfig(draft=Model(path=str(place / "draft")), policy=ServedPolicy(k=k), verify=verify)
-    assert served(generate._engine(cfg))[:3] == wanted
-
-
-def test_without_trees_none_is_rated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "plain_distributions", lambda *_: 1 / 0)
-    assert best_tree(plan_of({"trees": 0}), CHAINS, Emitted([], [], [], [])) is None
-
-
 def test_a_kind_that_drafts_no_trees_is_planned_as_chains(capsys: pytest.CaptureFixture[str]) -> None:
     assert best_tree(plan_of(kind="retrieval"), CHAINS, Emitted([[1, 2]], [0], [[3, 4, 5]], [])) is None
     assert "bench: retrieval drafts are planned as chains" in capsys.readouterr().out
@@ -343,8 +307,9 @@ def test_the_shape_shows_though_a_first_round_drafts_nothing() -> None:
 
 
 def test_at_temperature_0_a_planned_tree_is_rated_as_it_is_drafted() -> None:
-    """With the likeliest children, whatever was planned."""
+    """With the likeliest children, whatever was planned; without a planned tree none is rated."""
     plan = plan_of({"trees": 0}, sampling=Sampling(temperature=0))
+    assert best_tree(plan, CHAINS, Emitted([], [], [], [])) is None
     texts = plain_texts(plan)
     tree = PlannedTree((-1, -1, -1, 0, 0, 1), "tree")
     result = best_tree(replace(plan, tree=tree), CHAINS, texts)
@@ -358,14 +323,6 @@ def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() ->
     shallow = replace(plan, bench=resized(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
     result = best_tree(shallow, CHAINS, plain_texts(plan))
     assert result and result.tree.depth == 3 and result.tau > 1
-
-
-def test_heads_are_loaded_with_the_tree_that_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    network = MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2))
-    monkeypatch.setattr(Medusa, "load_network", lambda folder, beside: network)
-    built = Metadata({"name": "x", "config": None, "tokenizer": None}, 3, tree=PlannedTree((-1, -1, 0), "tree"))
-    result = Medusa.load(tmp_path, LoadArguments(tiny(), {}, built, None))
-    assert isinstance(result.branching, StaticTrees) and result.branching.parents == (-1, -1, 0)
 
 
 def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forced() -> None:

@@ -1,6 +1,5 @@
 """Block drafts: blocks by hand, packed texts, the blocks of a training step, first weights, folders, CUDA graphs."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +11,14 @@ from torch.nn import functional as F
 from cotrain.students.base import Guess
 from cotrain.students.block import BlockStudent
 from cotrain.students.parallel import KEEP
-from inference import Engine, load, proposers
-from inference.drafts.draft_folder import Metadata, save
+from inference import Engine
 from inference.policy import Fixed
-from inference.proposers.block import Block, BlockNetwork
+from inference.proposers.block import Block
 from tests import kinds
 from tests.cotrain.losses.test_batch import CONVERSATIONS, module
 from tests.cotrain.losses.test_sequence import batch
-from tests.cotrain.students.test_eagle import PROMPTS, WHOLE, distributions, draft
-from tests.cotrain.students.test_p_eagle import IDS, TARGET, guessed, states_of
-from tests.feature_drafts import check_packed_texts
+from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
+from tests.cotrain.students.test_p_eagle import IDS, guessed, states_of
 from tests.tiny import tiny
 
 SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
@@ -94,11 +91,6 @@ def test_guesses_are_those_of_blocks_by_hand(settings: dict[str, Any]) -> None:
             here = guess.at == anchor + depth
             assert int(here.sum()) == (anchor + depth < IDS.shape[1])
             torch.testing.assert_close(distributions(guess)[here], expected[depth : depth + 1][: int(here.sum())])
-
-
-@pytest.mark.parametrize("settings", SHAPES, ids=str)
-def test_packed_texts_equal_texts_alone(settings: dict[str, Any]) -> None:
-    check_packed_texts(student(**settings), IDS[:1], 5)
 
 
 def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,24 +173,6 @@ def test_chosen_blocks_keep_the_expected_loss(name: str) -> None:
     assert values[0] != pytest.approx(values[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("depths", [1, 4, 8])
-def test_a_step_of_many_depths_reads_as_many_queries_as_one_of_one(
-    depths: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, count = student(depths=depths), list[int]()
-    true = BlockNetwork.states
-
-    def states(self: BlockNetwork, x: Tensor, *rest: Any) -> Tensor:
-        count.append(x.shape[1])
-        return true(self, x, *rest)
-
-    monkeypatch.setattr(BlockNetwork, "states", states)
-    ids = torch.randint(31, (1, 65), generator=torch.Generator().manual_seed(1))
-    guesses = in_training(one, ids, 0.5)
-    assert sum(count) <= 2.3 * 64 and sum(len(guess.at) for guess in in_training(one, ids, 0.5, u=0.5)) <= 64
-    assert sum(len(guess.at) * KEEP**guess.depth for guess in guesses) <= 64  # guesses that are kept, on average
-
-
 # --- while serving
 
 
@@ -231,27 +205,6 @@ def recorded(engine: Engine, prompts: list[list[int]]) -> Tensor:
     return proposals[0]
 
 
-def test_a_markov_head_that_says_nothing_changes_nothing() -> None:
-    """And one that does changes drafts by the token before: the first is told from the anchor."""
-    target = tiny()
-    with_head, without = kinds.block(target, 0.3, markov_rank=3), kinds.block(target, 0.3)
-    without.load_state_dict(with_head.state_dict(), strict=False)
-    with torch.no_grad():
-        with_head.markov_head.markov_w2.weight.zero_()
-
-    def texts(network: BlockNetwork) -> list[list[int]]:
-        return Engine(target, Block(network), policy=Fixed(3), rows=3).generate(PROMPTS, **WHOLE).tokens
-
-    assert texts(with_head) == texts(without)
-    anchors = [[3, 5, token] for token in (1, 2)]
-    with torch.no_grad():
-        with_head.markov_head.markov_w1.weight[2] = 7.0
-        with_head.markov_head.markov_w2.weight[4] = 7.0
-    engine = Engine(target, Block(with_head), policy=Fixed(3), rows=2)
-    q = recorded(engine, anchors)
-    assert q[1, 0, 4] > 0.99 and q[0, 0, 4] < 0.9
-
-
 # --- first weights and folders
 
 
@@ -275,20 +228,3 @@ def test_first_weights_pass_on_the_highest_state_to_the_norm_and_head_of_the_tar
     for layer in network.layers:
         assert torch.equal(layer.self_attn.o_proj.weight, torch.eye(16, dtype=network.dtype))
     assert BlockStudent(network, target).proposer().depths == 3
-
-
-def test_a_folder_serves_what_was_saved(tmp_path: Path) -> None:
-    target = tiny(dtype=torch.float32)
-    network = kinds.block(target, draft_vocab_size=16, markov_rank=3, causal=True)
-    folder = save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="block"), None)
-    ours = Engine(target, proposers.kind_of("block")(network), policy=Fixed(3), rows=3)
-    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (load(folder, target, rows=3), ours))
-    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
-    again = BlockNetwork.from_pretrained(folder)
-    assert (again.config.causal, again.config.markov_rank, again.config.depths) == (True, 3, 3)
-    assert again.config.architectures == ["DFlashDraftModel"] and again.config.dflash_config["causal"] is True
-    init = SimpleNamespace(kind="pretrained", layers=[])
-    path = {"kind": "block", "path": str(folder), "layers": 2, "mask": "causal"}
-    assert BlockStudent.initial(draft(**path, markov=3), init, target) is not None  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"draft.markov=5: .* has 3, which cannot change: set draft.markov=3"):
-        BlockStudent.initial(draft(**path, markov=5), init, target)  # type: ignore[arg-type]

@@ -8,42 +8,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
-from cotrain.data.texts import Texts
-from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses import divergences as losses
-from cotrain.losses.spec import parse
 from cotrain.students import quantised
-from cotrain.students.base import Seen
 from cotrain.students.conditioned import ConditionedStudent as Student
-from cotrain.teacher.target_model import served, split
-from cotrain.training import assembly, preconditions, preflight
-from cotrain.training.job import Job
-from cotrain.training.module import Distillation, Stage
+from cotrain.training import preconditions, preflight
 from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
 from tests.cotrain.config.test_settings_reach import job_of
+from tests.cotrain.students.test_every_student import teaching, whole
 from tests.draft_folders import bare, draft_folder
 from tests.folders import own_texts, target_folder
 from tests.inference.proposers.test_conditioned import IDS, KNOWN, logits
 from tests.kinds import conditioned_near
 from tests.tiny import near, tiny
-
-
-def module_of(student: Student, target: Any, loss: str = "kl") -> Distillation:
-    module = Distillation(student, target, [Stage(1.0, parse(loss))], *([None] * 2), {})  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-    return module
-
-
-def batch_of(ids: Tensor, heat: Any) -> dict[str, Any]:
-    predicted = torch.ones(len(ids), ids.shape[1] - 1, dtype=torch.bool)
-    return {"ids": ids, "predicted": predicted, "key": torch.arange(len(ids)), "temperature": torch.as_tensor(heat)}
 
 
 @pytest.mark.parametrize("loss", ["kl", "tv"])
@@ -52,7 +34,7 @@ def test_each_text_of_a_batch_is_learnt_at_its_own_temperature(loss: str) -> Non
     temperature 0 with its one-hot target."""
     target, student = tiny(), Student(conditioned_near(tiny(), 0.3), tiny())
     heat = [0.0, 1.0, 1.0]
-    value = module_of(student, target, loss).training_step(batch_of(IDS, heat), 0)
+    value = teaching(student, loss).training_step(whole(IDS, heat), 0)
     each = []
     for text, t in zip(IDS.unsqueeze(1), heat, strict=True):
         with torch.no_grad():
@@ -64,29 +46,6 @@ def test_each_text_of_a_batch_is_learnt_at_its_own_temperature(loss: str) -> Non
     value.backward()
     slope = student.network.get_parameter(TABLE).grad
     assert slope is not None and bool((slope[[0, 2]].abs().sum(1) > 1e-4).all()) and not bool(slope[1].any())
-
-
-def test_packed_texts_have_their_own_temperatures() -> None:
-    """Two packed texts against each alone."""
-    student = Student(conditioned_near(tiny(), 0.3), tiny())
-    ids, places = IDS[:1], torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0)
-    heat = torch.tensor([[0.0] * 7 + [0.7] * 5])
-    (packed,) = student.guesses({"ids": ids, "position_ids": places, "temperature": heat}, Seen({}))
-    for part, t in ((slice(0, 7), 0.0), (slice(7, 12), 0.7)):
-        (alone,) = student.guesses({"ids": ids[:, part], "temperature": torch.tensor([t])}, Seen({}))
-        torch.testing.assert_close(packed.states[part], alone.states)
-        torch.testing.assert_close(alone.head(alone.states), logits(student.network, ids[:, part], t)[0])
-
-
-@pytest.mark.parametrize("t", [0.0, 0.7, 1.0])
-def test_held_out_texts_are_evaluated_with_the_scale_of_their_temperature(t: float) -> None:
-    target, student = tiny(), Student(conditioned_near(tiny(), 0.3), tiny())
-    texts = Texts(IDS, torch.full((3,), 4), torch.full((3,), 12), ["a"] * 3)
-    figures = evaluate(held_out(served(target)[0], texts, t), student, split(target)[1])["all"]
-    with torch.no_grad():
-        p, q = target(IDS).logits[:, 3:-1], logits(student.network, IDS, t)[:, 3:-1]
-    both = [(one / t).softmax(-1) if t else one_hot(one.argmax(-1), one) for one in (p, q)]
-    assert figures.alpha == pytest.approx(float(torch.minimum(*both).sum(-1).mean()), abs=1e-6)
 
 
 def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
@@ -101,19 +60,6 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
     cfg.rollout.train_temperatures, cfg.draft.temperatures = [], []
     assert learnt(cfg) == [0.8] and judged(cfg) == [0.5, 0.8]
     preconditions.refuse_losses(cfg)
-
-
-def test_texts_are_sampled_at_the_temperature_that_they_are_learnt_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of temperature 0 are greedy; given texts, which nobody sampled here, take turns."""
-    job = job_of("draft.kind=conditioned", "draft.temperatures=[0.0,0.3]", "trainer.corpus_steps=1")
-    given, met = Texts(IDS, torch.ones(3), torch.full((3,), 12), ["a"] * 3), list[Any]()
-    monkeypatch.setattr(Job, "chats", False)
-    monkeypatch.setattr(Job, "given", lambda self, kind: given)
-    monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked[1]) or given)
-    corpus, sampled = assembly.parts(job, 1)
-    assert met == [0.0, 0.3]
-    torch.testing.assert_close(sampled.temperature, torch.tensor([0.0, 0.0, 0.0, 0.3, 0.3, 0.3]))
-    torch.testing.assert_close(corpus.temperature, torch.tensor([0.0, 0.3, 0.0]))
 
 
 def initial(path: Path | None, known: list[float], target: Any) -> Any:
@@ -156,6 +102,7 @@ def test_time_is_reckoned_for_texts_of_every_temperature(monkeypatch: pytest.Mon
     assert preflight._count(cfg, given, "held_out") == 5 * 2 * cfg.rollout.held_out_texts  # 0.8, the regime's, too
 
 
+@pytest.mark.thorough
 def test_one_run_learns_at_every_temperature_and_the_study_reads_its_draft(tmp_path: Path) -> None:
     """Every scale learns, and the study evaluates the exported draft on the run's held-out texts."""
     target, own, run = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl"), tmp_path / "run"

@@ -1,29 +1,24 @@
 """Feature drafts: first weights, packed texts, pruned vocabularies, folders, and rounds on CUDA graphs."""
 
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import inference.proposers.eagle as eagle_module
 from cotrain.config.drafts import DRAFTS
-from cotrain.losses.spec import LOSSES, parse
+from cotrain.losses.spec import LOSSES
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
 from cotrain.teacher.target_model import served
-from cotrain.training.assembly import coverage
-from cotrain.training.module import Distillation, Stage
-from inference import Engine, Sampling, load, proposers
-from inference.drafts.draft_folder import Metadata, save
-from inference.policy import Fixed
+from inference import Engine
 from inference.proposers.eagle import EagleNetwork, fused
 from tests import kinds
-from tests.feature_drafts import check_packed_texts
+from tests.cotrain.students.test_every_student import gradients, whole
+from tests.student_kinds import STUDENTS
 from tests.tiny import tiny
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
@@ -66,58 +61,13 @@ def test_it_begins_as_the_last_layer_of_the_target() -> None:
     torch.testing.assert_close(distributions(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
 
 
-def test_packed_texts_equal_texts_alone() -> None:
-    check_packed_texts(EagleStudent(kinds.eagle(tiny(), 0.3), tiny()), IDS[:1], 7)
-
-
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_losses_are_finite_with_a_pruned_vocabulary(name: str) -> None:
     """q is 0 there; p is not cut."""
-    target = tiny()
-    student = EagleStudent(kinds.eagle(target, 0.3, draft_vocab_size=16), target)
-    module = Distillation(student, target, [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-    predicted = torch.ones(2, 11, dtype=torch.bool)
-    batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(2), "temperature": torch.tensor([1.0, 0.6])}
-    module.training_step(batch, 0).backward()
-    slopes = [weight.grad for weight in student.network.parameters()]
+    student = STUDENTS["eagle, pruned"](tiny())
+    slopes = gradients(student, name, whole(IDS, [1.0, 0.6])).values()
     assert all(slope is not None and bool(slope.isfinite().all()) for slope in slopes)
     assert any(bool(slope.any()) for slope in slopes if slope is not None)
-
-
-def test_a_pruned_vocabulary_is_the_most_frequent_tokens() -> None:
-    target = tiny()
-    student = started(target, vocabulary=4)
-    student.know(torch.bincount(torch.tensor([9] * 5 + [3] * 4 + [30] * 3 + [17, 17, 4]), minlength=32))
-    expected = [3, 9, 17, 30]
-    assert student.network.known.tolist() == expected and student.known.nonzero().flatten().tolist() == expected
-    assert student.network.d2t.tolist() == [3, 8, 15, 27]
-    torch.testing.assert_close(student.network.lm_head.weight, target.lm_head.weight[expected])
-    (first, *_), known = guessed(student, IDS), student.known
-    assert bool((distributions(first).exp() > 0).eq(known).all())
-    texts = SimpleNamespace(ids=torch.tensor([[0, 3, 4, 9]]), predicted=torch.tensor([[True, True, False]]))
-    assert coverage(SimpleNamespace(texts=texts), known) == 0.5  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", [None, 16])
-def test_a_folder_holds_what_engines_load_and_serves(size: int | None, tmp_path: Path) -> None:
-    """Names of the EAGLE-3 format; the text of the draft that was saved."""
-    target = tiny(dtype=torch.float32)
-    network = kinds.eagle(target, draft_vocab_size=size)
-    hashes = {"name": "none", "config": None, "tokenizer": None}
-    save(network, None, tmp_path / "draft", Metadata(hashes, 3, kind="eagle"), None)
-    with safe_open(tmp_path / "draft" / "model.safetensors", "pt") as weights:
-        names = {*weights.keys()}
-    layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
-    layer += [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
-    expected = {f"midlayer.{part}.weight" for part in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
-    assert names == expected | ({"d2t", "t2d"} if size else set())
-    engine = load(tmp_path / "draft", target, rows=3)
-    ours = Engine(target, proposers.kind_of("eagle")(network), policy=Fixed(3), rows=3)  # type: ignore[call-arg]
-    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
-    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
-    with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
-        load(tmp_path / "draft", tiny(hidden=32))
 
 
 def test_nan_states_become_finite_features() -> None:
@@ -152,9 +102,6 @@ def test_rounds_without_drafts_lose_no_features() -> None:
     proposer.propose = watched  # type: ignore[method-assign]
     assert engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True).tokens == out.tokens
     assert max(later - earlier for earlier, later in pairwise(checked)) > 4
-
-
-SETTINGS = [Sampling(0.8), Sampling(0.0), Sampling(0.9, repetition_penalty=1.2, top_k=9)]
 
 
 def test_other_settings_raise() -> None:

@@ -1,7 +1,6 @@
 """Properties of every kind of student in `student_kinds.STUDENTS`, to which a new kind adds itself."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,9 @@ from cotrain.teacher.target_model import served, split
 from cotrain.training.module import Distillation, Stage
 from inference import Engine
 from inference.policy import Fixed
+from inference.sampling import one_hot
 from tests import standin
+from tests.cotrain.losses.test_sequence import alone
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
 from tests.watched import Watched
 
@@ -41,8 +42,27 @@ def distributions(guess: Guess) -> Tensor:
     return guess.head(guess.states).log_softmax(-1)
 
 
-def guesses(kind: Any, ids: Tensor, states: Seen | None = None) -> list[Guess]:
-    return list(kind.guesses({"ids": ids, "temperature": torch.ones(len(ids))}, states or seen(kind, ids)))
+def guesses(kind: Any, ids: Tensor, states: Seen | None = None, temperature: float = 1.0) -> list[Guess]:
+    heat = torch.full((len(ids),), temperature)
+    return list(kind.guesses({"ids": ids, "temperature": heat}, states or seen(kind, ids)))
+
+
+def teaching(student: Any, loss: str, model: Any = None, **settings: Any) -> Distillation:
+    """The first step of a training."""
+    stages: Any = [Stage(1.0, parse(loss))], *([None] * 2)
+    return alone(Distillation(student, model or target(), *stages, {}, **settings))
+
+
+def whole(ids: Tensor = IDS, temperature: float | list[float] = 1.0) -> dict[str, Tensor]:
+    """A batch of texts that are learnt from their second token on."""
+    predicted = torch.ones(len(ids), ids.shape[1] - 1, dtype=torch.bool)
+    heat = torch.tensor(temperature).expand(len(ids))
+    return {"ids": ids, "predicted": predicted, "key": torch.arange(len(ids)), "temperature": heat}
+
+
+def gradients(student: Any, loss: str, batch: dict[str, Tensor], **settings: Any) -> dict[str, Tensor | None]:
+    teaching(student, loss, **settings).training_step(batch, 0).backward()
+    return {name: weight.grad for name, weight in student.network.named_parameters()}
 
 
 @EVERY
@@ -62,7 +82,7 @@ def test_a_guess_reads_only_what_its_round_has(kind: str) -> None:
     student = STUDENTS[kind](target())
     states = seen(student, IDS)
     before = guesses(student, IDS, states)
-    for cut in range(3, IDS.shape[1] - 1):
+    for cut in (3, 4, 7, 12):
         ids, later = IDS.clone(), torch.arange(IDS.shape[1]) > cut
         ids[:, later] = (ids[:, later] + 7) % VOCABULARY
         for j, guess in enumerate(before):
@@ -76,33 +96,20 @@ def test_a_guess_reads_only_what_its_round_has(kind: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["kl", "calls", "calls_tv", "0.5*tv+0.5*calls"])
-def test_every_loss_reaches_every_parameter(kind: str, name: str) -> None:
-    student = STUDENTS[kind](target())
-    module = Distillation(student, target(), [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-    predicted = torch.ones(3, 13, dtype=torch.bool)
-    module.training_step({"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}, 0)\
-        .backward()  # fmt: skip
-    slopes = {name: weight.grad for name, weight in student.network.named_parameters()}
-    assert slopes and not [name for name, slope in slopes.items() if slope is None or not bool(slope.abs().sum() > 0)]
-
-
-@EVERY
-@pytest.mark.parametrize("name", ["tv", "calls_tv", "0.5*tv+0.5*calls"])
-def test_texts_of_any_length_are_learnt(kind: str, name: str) -> None:
-    """Also those of two tokens: some kinds make no guess about the second one."""
-    student = STUDENTS[kind](target())
-    module = Distillation(student, target(), [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-    for length in (2, 3, 5):
-        predicted = torch.ones(3, length - 1, dtype=torch.bool)
-        batch = {"ids": IDS[:, :length], "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
-        loss = module.training_step(batch, 0)
-        loss.backward()
-        assert bool(loss.isfinite())
-        for weight in student.network.parameters():
-            assert weight.grad is None or bool(weight.grad.isfinite().all())
+@pytest.mark.parametrize("loss", ["0.5*kl+0.5*calls", "calls_tv"])
+def test_every_loss_reaches_every_parameter(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in chunks, where what a guess does not name gets no gradient, and whether the target's distributions are
+    computed once for all depths or for each. The target may have sampled other tokens than those that count."""
+    columns, slopes = torch.arange(13).expand(3, -1), []
+    batch = whole(temperature=[1.0, 0.7, 2.0]) | {
+        "predicted": columns >= torch.tensor([[4], [9], [0]]),
+        "sampled": (columns >= 1) & (columns < torch.tensor([[7], [8], [5]])),
+    }
+    for chunk, remembered in ((7, 2**28), (10_000, 0)):
+        monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", remembered)
+        slopes.append(gradients(STUDENTS[kind](target()), loss, batch, chunk=chunk))
+    assert slopes[0] and not [name for name, one in slopes[0].items() if one is None or not bool(one.abs().sum() > 0)]
+    torch.testing.assert_close(*slopes)
 
 
 SHORT = [0, 1, 1, 2]  # tokens of the completions of a batch
@@ -123,10 +130,9 @@ def test_answers_of_no_one_and_two_tokens_are_learnt_and_judged(kind: str) -> No
     model = target()
     student = STUDENTS[kind](model)
     batches = [short([3, 1, 2, 4], part) for part in (SHORT, [1, 1, 1, 1], [0, 0, 0, 0])]
-    for name in ("0.5*lk+0.5*greedy_draft", "calls", "calls_block", "calls_tv"):
-        module = Distillation(student, model, [Stage(1.0, parse(name))], *([None] * 2), {})  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=4, max_steps=5, world_size=1)  # type: ignore[assignment]
-        for batch in batches:
+    for name in ("0.5*lk+0.5*greedy_draft", "calls+calls_block", "calls_tv"):
+        module = alone(teaching(student, name, model), 5, at=4)
+        for batch in (short([1] * 4, [1] * 4), *batches):  # first texts of two tokens, of which some kinds guess none
             student.network.zero_grad()
             loss = module.training_step(batch, 0)
             loss.backward()
@@ -147,8 +153,13 @@ def drafted() -> set[tuple[int, int]]:
     model = target()
     watched = Watched(STUDENTS["independent"](model).proposer())
     Engine(model, watched, policy=Fixed(4), rows=64).generate(IDS[:, :3].tolist() * 40, max_new_tokens=9)
-    return {(token, depth) for one in watched.rounds for text, k in zip(one.texts, one.k, strict=True)
-            for depth in range(k) if (token := len(text) - 3 + depth) < 4}  # fmt: skip
+    return {
+        (token, depth)
+        for one in watched.rounds
+        for text, k in zip(one.texts, one.k, strict=True)
+        for depth in range(k)
+        if (token := len(text) - 3 + depth) < 4
+    }
 
 
 @EVERY
@@ -163,19 +174,22 @@ def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
         return chunked(loss, target, guess, weight, *rest, **options)
 
     monkeypatch.setattr(losses_of_batches, "chunked", watched)
-    module = Distillation(STUDENTS[kind](model), model, [Stage(1.0, parse("tv"))], *([None] * 2), {})  # type: ignore[arg-type]
+    module = teaching(STUDENTS[kind](model), "tv", model)
     for completions in ([4, 1, 2, 3], [1, 1, 1, 1]):
         prompts, counted = [2, 5, 3, 4], set[tuple[int, int]]()
         batch = short(prompts, completions)
         width = batch["ids"].shape[1]
         for first in (0.0, 0.3, 0.6, 0.9):  # some kinds draw by it the rounds that they learn
             monkeypatch.setattr(module, "_uniforms", lambda keys, n, u=first: torch.eye(1, n).expand(len(keys), n) * u)
-            module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
             module.training_step(batch, 0)
         depths = 1 + max(depth for _, depth in counted)
         rows = enumerate(zip(prompts, completions, strict=True))
-        expected = {(row * width + prompt - 1 + token, depth) for row, (prompt, length) in rows
-                    for token, depth in drafted if token < length}  # fmt: skip
+        expected = {
+            (row * width + prompt - 1 + token, depth)
+            for row, (prompt, length) in rows
+            for token, depth in drafted
+            if token < length
+        }
         if depths == 0:
             assert counted == {(at, ANY) for at, depth in expected if depth == 0}
         else:
@@ -184,87 +198,43 @@ def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
             )
 
 
-@EVERY
-def test_a_loss_in_chunks_has_the_gradients_of_a_whole_one(kind: str) -> None:
-    """A guess names all that its head learns: what it leaves out would get no gradient from chunks."""
-    gradients = []
-    for chunk in (7, 10_000):
-        student = STUDENTS[kind](target())
-        module = Distillation(student, target(), [Stage(1.0, parse("kl"))], *([None] * 2), {}, chunk=chunk)  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-        predicted = torch.ones(3, 13, dtype=torch.bool)
-        batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
-        module.training_step(batch, 0).backward()
-        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
-    parts, whole = gradients
-    for name, expected in whole.items():
-        assert (parts[name] is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(parts[name], expected, msg=name)
+PRUNED = [kind for kind in STUDENTS if "pruned" in kind]
 
 
-@EVERY
-@pytest.mark.parametrize("loss", ["0.3*kl+0.7*tv", "greedy"])
+@pytest.mark.parametrize(
+    ("loss", "vocabulary", "temperature"),
+    [("0.3*kl+0.7*tv", None, 3.0), ("greedy", None, 3.0), ("tv", 29, 1.0), ("tv", 30, 1.0), ("tv", 31, 1.0)],
+)
+@pytest.mark.parametrize("kind", PRUNED)
 def test_gradients_over_the_columns_of_a_pruned_vocabulary_are_those_over_all(
-    kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, loss: str, vocabulary: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the target's distributions, computed once for all depths, are those of each. At a temperature at which the
-    tokens outside together often have more mass than the most probable token."""
-    gradients = []
-    for narrow in (True, False):
-        student = STUDENTS[kind](target())
-        if narrow:
-            for guess in guesses(student, IDS):
-                assert (guess.pruned is not None) == bool((distributions(guess) == -torch.inf).any())
-        else:
-            monkeypatch.setattr(type(student), "pruned", None, raising=False)
-            monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", 0)
-        module = Distillation(student, target(), [Stage(1.0, parse(loss))], *([None] * 2), {})  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-        predicted = torch.ones(3, 13, dtype=torch.bool)
-        batch = {"ids": IDS, "predicted": predicted, "key": torch.arange(3), "temperature": torch.full((3,), 3.0)}
-        module.training_step(batch, 0).backward()
-        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
-    torch.testing.assert_close(*gradients)
-
-
-@EVERY
-@pytest.mark.parametrize("loss", ["0.5*tv+0.5*calls", "calls_tv"])
-def test_distributions_computed_once_change_no_gradient(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the target sampled other tokens than those that count, as the masks of a batch allow."""
-    columns, gradients = torch.arange(13).expand(3, -1), []
-    masks = {"predicted": columns >= torch.tensor([[4], [9], [0]]),
-             "sampled": (columns >= 1) & (columns < torch.tensor([[7], [8], [5]]))}  # fmt: skip
-    for bytes in (2**28, 0):
-        monkeypatch.setattr("cotrain.teacher.target_distributions.REMEMBERED", bytes)
-        student = STUDENTS[kind](target())
-        module = Distillation(student, target(), [Stage(1.0, parse(loss))], *([None] * 2), {}, chunk=7)  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-        batch = {"ids": IDS, "key": torch.arange(3), "temperature": torch.tensor([1.0, 0.7, 2.0]), **masks}
-        module.training_step(batch, 0).backward()
-        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("vocabulary", [29, 30, 31])
-@pytest.mark.parametrize("kind", [kind for kind in STUDENTS if "pruned" in kind])
-def test_a_pruned_head_with_padding_is_learnt_as_over_all_columns(
-    kind: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the 32 ids of a head only the first can have mass; a draft's vocabulary may have some of the others."""
-    gradients = []
+    """At a temperature at which the tokens outside together often have more mass than the most probable token. Of the
+    32 ids of a head with padding only the first can have mass; a draft's vocabulary may have some of the others."""
+    slopes, ids = [], IDS % (vocabulary or VOCABULARY)
     for narrow in (True, False):
         made = STUDENTS[kind](target())
         student = type(made)(made.network, made.target, vocabulary)
-        if not narrow:
-            monkeypatch.setattr(type(student), "pruned", None)
-        module = Distillation(student, target(), [Stage(1.0, parse("tv"))], *([None] * 2), {})  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-        predicted = torch.ones(3, 13, dtype=torch.bool)
-        batch = {"ids": IDS % 29, "predicted": predicted, "key": torch.arange(3), "temperature": torch.ones(3)}
-        module.training_step(batch, 0).backward()
-        gradients.append({name: weight.grad for name, weight in student.network.named_parameters()})
-    torch.testing.assert_close(*gradients)
+        assert vocabulary or all(guess.pruned is not None for guess in guesses(student, ids)) is narrow
+        slopes.append(gradients(student, loss, whole(ids, temperature)))
+        monkeypatch.setattr(type(student), "pruned", None)
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STUDENTS if kind not in ("heads", "example", "hydra", "early_exit")])
+def test_packed_texts_equal_texts_alone(kind: str) -> None:
+    """Two texts in one row, each learnt at its own temperature."""
+    student, cut = STUDENTS[kind](target()), 5
+    parts = IDS[:1, :cut], IDS[:1, cut:]
+    alone_seen = [seen(student, part) for part in parts]
+    places = torch.tensor([[*range(cut), *range(14 - cut)]])
+    packed = Seen({layer: torch.cat([one.states[layer] for one in alone_seen], 1) for layer in alone_seen[0].states})
+    heat = torch.tensor([[0.0] * cut + [0.7] * (14 - cut)])
+    together = student.guesses({"ids": IDS[:1], "position_ids": places, "temperature": heat}, packed)
+    first, second = (guesses(student, *given) for given in zip(parts, alone_seen, (0.0, 0.7), strict=True))
+    for guess, one, two in zip(together, first, second, strict=True):
+        assert guess.at.tolist() == [*one.at.tolist(), *(cut + two.at).tolist()]
+        torch.testing.assert_close(distributions(guess), torch.cat([distributions(one), distributions(two)]))
 
 
 @EVERY
@@ -298,47 +268,67 @@ def test_the_trained_distribution_is_the_served_one(kind: str) -> None:
     student = STUDENTS[kind](model)
     watched = Watched(student.proposer())
     engine = Engine(model, watched, policy=Fixed(3), rows=3)
-    engine.generate(IDS[:, :4].tolist(), max_new_tokens=12)
+    engine.generate(IDS[:, :4].tolist(), max_new_tokens=11 if kind == "example" else 7)
     checked = 0
     for served_round in watched.rounds:
         for b, text in enumerate(served_round.texts):
-            whole = torch.tensor([text + served_round.x[b, : served_round.k[b]].tolist()])
-            for guess in guesses(student, whole):
-                for depth in (
-                    range(served_round.k[b])
-                    if guess.depth == ANY
-                    else [guess.depth] * (guess.depth < served_round.k[b])
-                ):
-                    here = guess.at == len(text) - 1 + depth
-                    expected = distributions(guess)[here][0].exp()
+            k = served_round.k[b]
+            texts_and_drafts = torch.tensor([text + served_round.x[b, :k].tolist()])
+            for guess in guesses(student, texts_and_drafts):
+                found = distributions(guess).exp()
+                for depth in range(k) if guess.depth == ANY else [guess.depth] * (guess.depth < k):
+                    expected = found[guess.at == len(text) - 1 + depth][0]
                     torch.testing.assert_close(served_round.q[b, depth].double(), expected, atol=1e-5, rtol=1e-4)
                     checked += 1
     assert checked > 20
 
 
-def test_of_head_kinds_acceptance_has_a_depth() -> None:
-    """r (N, L, K), alphas and tau against passes by hand."""
+TEXTS = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        ("heads", 1.0),
+        *(("conditioned", t) for t in (0.0, 0.7)),
+        *((kind, 1.0) for kind in PRUNED if "markov" not in kind),
+    ],
+)
+def test_held_out_acceptance_is_that_of_each_guess_by_hand(kind: str, temperature: float) -> None:
+    """r (N, L, K), alphas and tau of rounds that start at each token; a pruned draft drafts tokens that it knows."""
     model = target()
-    student = STUDENTS["heads"](model)
-    texts = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
-    scores = evaluate(held_out(served(model)[0], texts, 1.0), student, split(model)[1])["all"]
-    order, alphas = [0, 2, 1], torch.zeros(3, dtype=torch.float64)  # by domain
+    student = STUDENTS[kind](model)
+    held = held_out(served(model, layers=student.reads)[0], TEXTS, temperature)  # type: ignore[arg-type]
+    scores = evaluate(held, student, split(model)[1])["all"]
     with torch.no_grad():
-        p = model(IDS).logits.log_softmax(-1)
-        each = guesses(student, IDS)
-    for row, b in enumerate(order):
-        for column, t in enumerate(range(int(texts.prompt[b]), int(texts.length[b]))):
-            for j, guess in enumerate(each):
-                q = distributions(guess)[guess.at == b * 14 + t - 1]
-                if j > column or not len(q):  # a round that would start in the prompt
-                    assert scores.r[row, column, j] == 0
+        logits, each = model(IDS).logits, guesses(student, IDS, temperature=temperature)
+    p = (logits / temperature).softmax(-1) if temperature else one_hot(logits.argmax(-1), logits)
+    order, alphas = [0, 2, 1], torch.zeros(len(each), dtype=torch.float64)  # by domain
+    r = scores.r if scores.r.ndim == 3 else scores.r.unsqueeze(-1)
+    for j, guess in enumerate(each):
+        logq = guess.head(guess.states).detach() / (temperature or 1.0)
+        q_of = dict(zip(guess.at.tolist(), logq.softmax(-1), strict=True))
+        if "pruned" in kind:
+            assert not logq.softmax(-1)[:, ~student.known].any()
+        for row, b in enumerate(order):
+            for column, t in enumerate(range(int(TEXTS.prompt[b]), int(TEXTS.length[b]))):
+                q, here = q_of.get(b * 14 + t - 1), p[b, t - 1]
+                if j > column or q is None:  # a round that would start in the prompt
+                    assert r[row, column, j] == 0
                     continue
-                r = (q[0, IDS[b, t]] - p[b, t - 1, IDS[b, t]]).exp().clamp(max=1)
-                torch.testing.assert_close(scores.r[row, column, j].double(), r.detach(), atol=1e-6, rtol=1e-5)
-                alphas[j] += torch.minimum(q[0], p[b, t - 1]).exp().sum().item()
-    assert scores.r.shape == (3, 13, 3) and scores.alpha == pytest.approx(scores.alphas[0])
-    assert scores.alphas == pytest.approx((alphas / torch.tensor([28, 25, 22])).tolist(), abs=1e-6)
-    assert scores.tau(3) == scores.tau(8) > scores.tau(1) > 1 and scores.calls(8).shape == (3,)
+                q = q if temperature else one_hot(q.argmax(-1), q)
+                token = IDS[b, t]
+                if here[token] > 0:
+                    torch.testing.assert_close(
+                        r[row, column, j].double(), (q / here)[token].clamp(max=1), atol=1e-6, rtol=1e-5
+                    )
+                alphas[j] += torch.minimum(q, here).sum()
+    drafts = [sum(max(length - j, 0) for length in (11, 6, 11)) for j in range(len(each))]
+    wanted = (alphas / torch.tensor(drafts)).tolist()
+    assert list(scores.alphas or [scores.alpha]) == pytest.approx(wanted, abs=1e-6) and scores.alpha == pytest.approx(
+        wanted[0]
+    )
+    assert scores.tau(len(each)) >= scores.tau(1) > 1
 
 
 def held_out_figures(kind: str, device: str) -> dict[str, Any]:
@@ -346,14 +336,13 @@ def held_out_figures(kind: str, device: str) -> dict[str, Any]:
     student = STUDENTS[kind](model)  # made on the CPU: random numbers of a GPU are others
     model.to(device)  # type: ignore[arg-type]
     student.network.to(device)  # type: ignore[arg-type]
-    texts = Texts(IDS, torch.tensor([3, 5, 2]), torch.tensor([14, 11, 13]), ["a", "b", "a"])
-    held = held_out(served(model, layers=student.reads)[0], texts, 1.0)  # type: ignore[arg-type]
+    held = held_out(served(model, layers=student.reads)[0], TEXTS, 1.0)  # type: ignore[arg-type]
     return figures(evaluate(held, student, split(model)[1]))
 
 
-@EVERY
+@pytest.mark.parametrize("kind", ["eagle", "block", "early_exit"])
 def test_a_student_is_judged_on_another_device(kind: str) -> None:
-    """Held-out texts stay on the CPU."""
+    """Held-out texts stay on the CPU. Other kinds: `tests/cotrain/training/test_on_a_device.py`."""
     with standin.device():
         there = held_out_figures(kind, "cuda")
     assert there == pytest.approx(held_out_figures(kind, "cpu"), nan_ok=True)
@@ -364,11 +353,8 @@ def step_of(kind: str, device: str) -> dict[str, Tensor]:
     model = target()
     student = STUDENTS[kind](model)
     model.to(device)  # type: ignore[arg-type]
-    module = Distillation(student, model, [Stage(1.0, parse("0.5*kl+0.5*calls"))], *([None] * 2), {}).to(device)  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
-    batch = {"ids": IDS, "predicted": torch.ones(3, 13, dtype=torch.bool), "key": torch.arange(3),
-             "temperature": torch.ones(3)}  # fmt: skip
-    module.training_step({name: value.to(device) for name, value in batch.items()}, 0).backward()
+    module = teaching(student, "0.5*kl+0.5*calls", model).to(device)
+    module.training_step({name: value.to(device) for name, value in whole().items()}, 0).backward()
     return {name: weight.grad.cpu() for name, weight in student.network.named_parameters() if weight.grad is not None}
 
 

@@ -88,8 +88,13 @@ def test_a_sibling_that_is_padded_to_another_number_of_rows_is_learnt_as_it_is_s
     tmp_path: Path, rows: int
 ) -> None:
     """A tokenizer of 300 ids, and a target of 320 rows."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
-             "num_key_value_heads": 1}  # fmt: skip
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     torch.manual_seed(0)
     target = LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape)).eval()
     LlamaForCausalLM(LlamaConfig(vocab_size=rows, **shape)).save_pretrained(tmp_path)

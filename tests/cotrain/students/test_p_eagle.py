@@ -1,12 +1,10 @@
 """P-EAGLE: pairs and masks of a round by hand, packed texts, dropped starts, folders, and rounds on CUDA graphs."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cotrain.students.base import Guess, Seen
@@ -15,15 +13,13 @@ from cotrain.students.parallel import PEagleStudent, starts
 from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
-from inference import Engine, load, proposers
-from inference.drafts.draft_folder import Metadata, save
+from inference import Engine, proposers
 from inference.policy import Fixed
 from inference.proposers.eagle import LAYER_IDS
 from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
 from tests import kinds
-from tests.cotrain.students.test_eagle import PROMPTS, WHOLE, distributions, draft
+from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
 from tests.dropped_starts import check_dropped_starts
-from tests.feature_drafts import check_packed_texts
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -79,25 +75,6 @@ def test_guesses_are_those_of_rounds_by_hand(size: int | None) -> None:
             torch.testing.assert_close(distributions(guess)[here], expected[depth : depth + 1][: int(here.sum())])
 
 
-def test_the_first_draft_is_that_of_an_eagle_with_its_weights() -> None:
-    """It reads the target's states: whatever the mask is, nothing changes."""
-    one = student()
-    network = kinds.eagle(tiny(), 0.3)
-    own = {name: tensor for name, tensor in one.network.state_dict().items() if name != "mask_hidden"}
-    network.load_state_dict(own)
-    (expected, *_), first = guessed(EagleStudent(network, tiny()), IDS), guessed(one, IDS)[0]
-    torch.testing.assert_close(distributions(first), distributions(expected))
-    with torch.no_grad():
-        one.network.mask_hidden += 1.0
-    changed = guessed(one, IDS)
-    assert torch.equal(distributions(changed[0]), distributions(first))
-    assert not torch.allclose(distributions(changed[1]), distributions(guessed(student(), IDS)[1]))
-
-
-def test_packed_texts_equal_texts_alone() -> None:
-    check_packed_texts(student(), IDS[:1], 5)
-
-
 @pytest.mark.parametrize("name", ["kl", "0.3*kl+0.7*tv"])
 def test_dropped_starts_keep_the_expected_loss(name: str) -> None:
     check_dropped_starts(student(), name, 3)
@@ -147,30 +124,8 @@ def test_its_mask_is_a_vector_that_is_neither_rounded_nor_decayed() -> None:
     assert any(weight is network.mask_hidden for weight in others["params"]) and others["weight_decay"] == 0
 
 
-def test_no_more_is_drafted_than_was_learnt() -> None:
+@pytest.mark.parametrize(("kind", "depths"), [("p_eagle", 3), ("parallel", 4)])
+def test_no_more_is_drafted_than_was_learnt(kind: str, depths: int) -> None:
     target = tiny()
-    engine = Engine(target, kinds.KINDS["p_eagle"].proposer(target), policy=Fixed(6), rows=3)
-    assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == 3
-
-
-# --- folders
-
-
-@pytest.fixture
-def outputs(tmp_path: Path) -> Path:
-    network = kinds.p_eagle(tiny(dtype=torch.float32), draft_vocab_size=16)
-    return save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
-
-
-def test_a_folder_serves_what_was_saved(outputs: Path) -> None:
-    target = tiny(dtype=torch.float32)
-    engine = load(outputs, target, rows=3)
-    network = kinds.p_eagle(target, draft_vocab_size=16)
-    ours = Engine(target, proposers.kind_of("p_eagle")(network), policy=Fixed(3), rows=3)  # type: ignore[call-arg]
-    ours_out, other = (one.generate(PROMPTS, **WHOLE) for one in (engine, ours))
-    assert ours_out.tokens == other.tokens and ours_out.stats.accepted == other.stats.accepted
-    tensors = load_file(outputs / "model.safetensors")
-    del tensors["mask_hidden"]
-    save_file(tensors, outputs / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="tensor mask_hidden is missing"):
-        load(outputs, target)
+    engine = Engine(target, kinds.KINDS[kind].proposer(target), policy=Fixed(6), rows=3)
+    assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == depths

@@ -29,8 +29,9 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target_folder(folder / "large", layers=3, hidden=128)
     target_folder(folder / "other", layers=1)
     train_tokenizer(["another text, again and again " * 40], 290, CONTEXT).save_pretrained(folder / "other")
-    fewer = LlamaConfig(vocab_size=VOCABULARY - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                        num_attention_heads=1)  # fmt: skip
+    fewer = LlamaConfig(
+        vocab_size=VOCABULARY - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
     LlamaForCausalLM(fewer).save_pretrained(folder / "fewer")
     tokenizer().save_pretrained(folder / "fewer")
     (folder / "foreign").mkdir()

@@ -1,6 +1,5 @@
 """Measured checkpoints, patience, curves and held-out points."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,9 @@ from transformers import LlamaForCausalLM
 from cotrain.board import tags
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
-from cotrain.students.base import LAST
-from cotrain.training.callbacks import HeldOutPoints, Learning, MeasuredCheckpoint, MeasureSpeed, part_of
+from cotrain.training.callbacks import Learning, MeasuredCheckpoint, MeasureSpeed
 from cotrain.training.module import Stage
 from cotrain.training.progress import Progress
-from tests.cotrain.evaluation.test_held_out import LENGTH, PROMPT, N, parts
 from tests.cotrain.training.test_module import loader, module_of, trainer
 from tests.tiny import tiny
 
@@ -51,20 +48,6 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
     ]
 
 
-def test_training_ends_when_tau_no_longer_rises(tmp_path: Path) -> None:
-    taus = [2.0, 2.5, 2.4, 2.6, 2.6, 2.5]
-    speed = MeasureSpeed(lambda draft: {"speedup": 1.0}, lambda: taus[len(speed.checkpoints)], tmp_path, patience=2)
-    alone = SimpleNamespace(barrier=lambda: None)
-    run: Any = SimpleNamespace(
-        logger=None, loggers=[], global_step=0, should_stop=False, is_global_zero=True, strategy=alone
-    )
-    ends = []
-    for run.global_step in range(6):
-        speed.on_validation_end(run, SimpleNamespace(assembled=lambda: nullcontext(tiny(layers=1))))
-        ends.append(run.should_stop)
-    assert ends == [False] * 5 + [True] and speed.best().step == 3
-
-
 def test_speed_of_a_resumed_training_is_of_what_it_did_since() -> None:
     """The clock goes on where it stopped; padding and prompts are no tokens that are learnt from."""
     learning, logged = Learning(Progress(20, elapsed=1000.0)), list[dict[str, float]]()
@@ -80,30 +63,3 @@ def test_speed_of_a_resumed_training_is_of_what_it_did_since() -> None:
         part = {"predicted": predicted, "ids": torch.zeros(2, 7), "sampled": predicted}
         learning.on_train_batch_end(trainer, module, None, part, 0)
     assert [one[tags.TOKENS_PER_SECOND] for one in logged] == [3.0, 1.5]
-
-
-def test_the_cost_of_held_out_points_is_restored_from_a_checkpoint() -> None:
-    one, two = (HeldOutPoints(SimpleNamespace(texts=[1, 2]), SimpleNamespace(progress=Progress(9, elapsed=100.0)),  # type: ignore[arg-type]
-                              [], 3, "greedy", "block") for _ in range(2))  # fmt: skip
-    one.count, one.seconds, one.last = 4, 2.5, 0.5
-    two.load_state_dict(one.state_dict())
-    assert (two.count, two.seconds, two.last) == (4, 2.5, 0.5) and two.served == (3, "greedy", "block")
-    assert (
-        two.line()
-        == "held-out acceptance between validations: 4 points of 2 texts, 2.5 s, 2.5% of the time of training"
-    )
-
-
-def test_the_number_of_texts_of_a_point_follows_from_its_budget() -> None:
-    """24 points over a tenth of the training's tokens; a text has (8 + 11 + 1 + 7 + 1) / 5 sampled ones."""
-    held = parts()[0]
-    each = sum(length - prompt for length, prompt in zip(LENGTH, PROMPT, strict=True)) / N
-    for count in (1, 2, 5):
-        part = part_of(held, 24 * (count + 0.5) * each / 0.1)
-        assert len(part.texts) == {1: 1, 2: 2, 5: 5}[count] and len(part.states[LAST]) == len(part.texts)
-    assert len(part_of(held, 0).texts) == 1 and len(part_of(held, 1e12).texts) == 5
-    two = part_of(held, 24 * 2.5 * each / 0.1)  # the first of each domain
-    assert torch.equal(two.texts.ids, held.texts.ids[[0, 1]]) and torch.equal(
-        two.states[LAST], held.states[LAST][[0, 1]]
-    )
-    assert (two.temperature, two.truncate) == (held.temperature, held.truncate)

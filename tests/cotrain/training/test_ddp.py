@@ -21,8 +21,8 @@ SETTINGS = [
     "trainer.precision=32-true",
     "trainer.corpus_steps=0",
     "rollout.temperatures=[1.0]",
-    "loss=kl",
-]  # fmt: skip - of tv, rounding decides on which side of p a probability q lies that is p
+    "loss=kl",  # of tv, rounding decides on which side of p a probability q lies that is p
+]
 
 
 def launch(folder: Path, output: str, *settings: str) -> dict[str, Any]:
@@ -74,9 +74,20 @@ def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path],
 @pytest.mark.thorough
 def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     """Also with steps in which the adapter has no gradient."""
-    given = ("mode=joint", "joint.warm_steps=3", "joint.steps=4", "joint.every=2", "joint.rank=2", "joint.lr=0.05",
-             "joint.epsilon=9", "rollout.held_out_texts=6", "measure=false", "trainer.steps=1", "trainer.validations=1",
-             "optimizer.decay=0.4")  # fmt: skip
+    given = (
+        "mode=joint",
+        "joint.warm_steps=3",
+        "joint.steps=4",
+        "joint.every=2",
+        "joint.rank=2",
+        "joint.lr=0.05",
+        "joint.epsilon=9",
+        "rollout.held_out_texts=6",
+        "measure=false",
+        "trainer.steps=1",
+        "trainer.validations=1",
+        "optimizer.decay=0.4",
+    )
     moved = trained(place, ("joint alone", *given), ("joint pair", *given, *WHOLE))
     start, one, two = (
         load_file(path / "model.safetensors") for path in (place / "target", *(run / "target" for run in moved))

@@ -1,6 +1,5 @@
 """Which texts a step of a run learns from, on which process, and what is read ahead and judged between validations."""
 
-from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -63,15 +62,6 @@ def test_points_are_of_the_regime_and_of_what_is_served(monkeypatch: pytest.Monk
     points = fit._points(job, module, clock, swaps)
     assert met == [160 * 3 * 6 * 40] and points.part == "own" and points.clock is clock and points.swaps is swaps
     assert points.served == (3, "greedy", "block")
-
-
-def test_rows_of_packed_texts_keep_their_positions() -> None:
-    """Rows of packed texts keep the places of their tokens when some are taken."""
-    one = replace(texts(3, 10), position_ids=torch.arange(15).view(3, 5) % 4, temperature=torch.tensor([0.1, 0.2, 0.3]))
-    two = one.rows([2, 0])
-    assert two.position_ids is not None and one.position_ids is not None
-    assert torch.equal(two.position_ids, one.position_ids[[2, 0]]) and two.ids[:, 0].tolist() == [12, 10]
-    torch.testing.assert_close(two.temperature, torch.tensor([0.3, 0.1]))
 
 
 def test_later_texts_are_sampled_with_the_draft_at_the_configured_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.config.changes import change
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Bar
@@ -23,16 +22,6 @@ QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0"
 
 
 LAST = Path("checkpoints") / "last.ckpt"
-
-
-def test_only_what_changes_weights_makes_another_run() -> None:
-    assert {change(key, 1, 2) for key in ("label", "bench.rows", "trainer.validations", "trainer.threads")} == {"free"}
-    assert {change(key, 1, 2) for key in ("optimizer.lr", "trainer.batch", "data.path")} == {"other"}
-    assert {change(key, 1, 2) for key in ("policy.k", "objective", "verify")} == {"other"}  # what ranks checkpoints
-    assert [change("trainer.steps", *pair) for pair in ((5, 8), (8, 5))] == ["longer", "other"]
-    minutes = ((1.0, 2.0), (1.0, None), (None, 1.0))
-    assert [change("trainer.minutes", *pair) for pair in minutes] == ["longer", "longer", "other"]
-    assert {change(key, 1, 2, rounds=2) for key in ("trainer.steps", "trainer.validations")} == {"other"}
 
 
 def quick(place: Path, output: str, *settings: str) -> int:

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from cotrain.data.prompt_rows import PromptRows, said
 from cotrain.data.texts import Texts
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
 from cotrain.students.independent import IndependentStudent
-from cotrain.students.quantised import refuse_unknown
 from cotrain.training import assembly
 from cotrain.training import job as job_module
 from cotrain.training.job import Job
@@ -151,10 +149,14 @@ def test_shares_of_embedded_domains_do_not_apply_to_own_texts(monkeypatch: pytes
 def test_prompts_that_are_left_out_are_counted() -> None:
     rows = [{"domain": "own", "prompt": [1] * n, "completion": []} for n in (3, 9, 0, 4, 12)]
     source = PromptRows(rows, remarks=("as read",))
-    assert said({"train": source, "final": source}, 8) == ["as read", *(
-        f"data.path: of 5 prompts of the split {split}, 2 are longer than rollout.prompt_tokens=8 "
-        "and 1 are empty: left out" for split in ("train", "final")
-    )]  # fmt: skip
+    assert said({"train": source, "final": source}, 8) == [
+        "as read",
+        *(
+            f"data.path: of 5 prompts of the split {split}, 2 are longer than rollout.prompt_tokens=8 "
+            "and 1 are empty: left out"
+            for split in ("train", "final")
+        ),
+    ]
     assert sorted(map(len, source.several(8, 0))) == [3, 4] and PromptRows(rows[:1]).left_out(8, "train") == ""
 
 
@@ -175,11 +177,3 @@ print(pages() >= held)
 def test_freed_memory_stays_with_the_process() -> None:
     out = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "True"
-
-
-def test_unknown_projections_cannot_be_quantised() -> None:
-    refuse_unknown(tiny())
-    refuse_unknown(network())
-    small = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-    with pytest.raises(ValueError, match=r"draft.quantisation: GPT2LMHeadModel has 4 matrices .*c_attn.weight\)"):
-        refuse_unknown(small)

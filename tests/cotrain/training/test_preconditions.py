@@ -52,7 +52,6 @@ MISTAKES = {
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
     "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text to learn from, of 8 texts of a domain",
-    "policy.k=-3 measure=false": "policy.k=-3: it must be at least 1",
     "bench.new_tokens=121": "rollout.prompt_tokens, bench.new_tokens: prompts of 8 tokens and 121",
     "trainer.batch=0": "trainer.batch=0: it must be at least 1",
     "trainer.precision=bf17": "trainer.precision=bf17: ",
@@ -60,42 +59,28 @@ MISTAKES = {
     "trainer.precision=bf16-true": "trainer.precision=bf16-true: weights in half precision lose small updates, so they "
     "hardly train: set trainer.precision=auto or bf16-mixed, with weights in float32",
     "trainer.strategy=fsdp": "trainer.strategy=fsdp: ",
-    "trainer.strategy=deepspeed": "trainer.strategy=deepspeed: ",
     "regime.top_k=301": "regime.top_k=301: the target has 300 tokens",
-    **{
-        f"draft.{key}=16": f"draft.{key}=16: the setting has no effect here"
-        for key in ("width", "layers", "intermediate", "head_dim", "kv_heads")
-    },
-    "draft=conditioned draft.temperatures=[1.0] draft.layers=1": "draft.layers=1: the setting has no effect here",
+    "draft.width=16": "draft.width=16: the setting has no effect here",
     "loss=kl loss.then=tv": "loss.then=tv: the setting has no effect here: the loss never switches: set loss.switch=",
-    "loss=kl loss.switch=0.3": "loss.switch=0.3: the setting has no effect here",
     "trainer.patience=2 measure=false": "trainer.patience=2: the setting has no effect here",
     "data.split=test": "data.split=test: the setting has no effect here",
-    "data.take=5": "data.take=5: the setting has no effect here",
-    "data.config=foo": "data.config=foo: the setting has no effect here: it applies to data sets with several",
     "data.template={enable_thinking:false}": "data.template: the setting has no effect here",
     "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl cannot be read: latin.jsonl, line 6, is not UTF-8",
     "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
     "data.path=PLACE/prompts.jsonl trainer.corpus_steps=1": "data.path: its conversations hold no completion",
-    "data.path=PLACE/prompts.jsonl data.on_target=true": "data.path: its conversations hold no completion",
     "data.block=128 data.path=PLACE/few.jsonl trainer.corpus_steps=1": "data.block: ",
     "data=self data.path=null trainer.corpus_steps=1": "data=self: prompts are sampled, without texts to learn from",
-    "data=self data.path=null data.template={a:1}": "data.template: the setting has no effect here",
-    "data=self data.path=null data.shares={code:0.5}": "data.shares: no text of code; the domains are self",
     "trainer.nodes=2 trainer.batch=2": "trainer.nodes=2: each machine's process must be started by torchrun or srun",
     "trainer.cache=PLACE/file/x": "trainer.cache=",
-    "optimizer.lr=1e5": "optimizer.lr=100000.0: it must be above 0, at most 1",
-    "mode=joint joint.lr=1e5": "joint.lr=100000.0: it must be above 0, at most 1",
-    "draft.vocabulary=1": "draft.vocabulary=1: it must be at least 2",
     "bench.depths=[300]": "rollout.prompt_tokens, bench.new_tokens, bench.depths: prompts of 8 tokens and 305",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: it must be two numbers, one per moment",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",
     "loss.first=klx": "loss: 'klx'",
-    "quantisation.kind=nf3": "quantisation: 'nf3'",
     "init=pretrained": "init.kind: 'pretrained'",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
     "init=pretrained draft.path=PLACE/fewer": "draft.path=PLACE/fewer: the draft has 299 rows",
+    "init.layers=[7]": "init.layers: [7] are not all layers of the target, whose number of layers is 2",
     "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
     "output=PLACE/foreign": "output=PLACE/foreign has files",
     "output=PLACE/foreign overwrite=true": "output=PLACE/foreign has files",
@@ -107,12 +92,13 @@ MISTAKES = {
 def test_check_and_run_refuse_alike_before_a_weight_is_read(
     mistake: str, mistakes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By one function, so that one of five is typed with check=true too."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     said = []
-    for way in ("check=true", "check=false"):
+    for way in ("check=false", "check=true")[: 1 + (list(MISTAKES).index(mistake) % 5 == 0)]:
         assert main(command(mistakes, *mistake.split(), way)) in (1, 2)
         said.append(capsys.readouterr().err.partition("cotrain train: ")[2])  # behind lines on what has no effect
-    assert said[0] == said[1]
+    assert len(set(said)) == 1
     assert said[0].startswith(MISTAKES[mistake].replace("PLACE", str(mistakes))) and said[0].count("\n") == 1
     assert not (mistakes / "out").exists() and (mistakes / "foreign" / "thesis.tex").read_text() == "mine"
 
@@ -171,7 +157,7 @@ def _read(job: Job) -> None:
     assembly.parts(job, 1)
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "quantised draft.bits=8", "independent"])
+@pytest.mark.parametrize("kind", ["retrieval", "independent"])
 def test_what_only_training_reads_is_named_where_nothing_is_trained(
     kind: str, mistakes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,10 +191,21 @@ SAID = {  # of two domains, with 6 and 2 prompts of at most 8 tokens: settings, 
 
 @pytest.mark.parametrize("settings", SAID)
 def test_lines_say_how_often_a_text_is_read(settings: str) -> None:
-    job = job_of("rollout.prompt_tokens=8", "trainer.steps=20", "trainer.batch=2", "trainer.accumulate=3",
-                 "trainer.corpus_steps=0", "trainer.minutes=null", "rollout.texts=6", *settings.split())  # fmt: skip
-    rows = [{"domain": domain, "prompt": [place] * size, "completion": []}
-            for domain, count, size in (("a", 6, 8), ("b", 2, 3), ("a", 4, 9)) for place in range(count)]  # fmt: skip
+    job = job_of(
+        "rollout.prompt_tokens=8",
+        "trainer.steps=20",
+        "trainer.batch=2",
+        "trainer.accumulate=3",
+        "trainer.corpus_steps=0",
+        "trainer.minutes=null",
+        "rollout.texts=6",
+        *settings.split(),
+    )
+    rows = [
+        {"domain": domain, "prompt": [place] * size, "completion": []}
+        for domain, count, size in (("a", 6, 8), ("b", 2, 3), ("a", 4, 9))
+        for place in range(count)
+    ]
     assert _counts(job.cfg, PromptRows(rows)) == SAID[settings]
 
 
@@ -221,12 +218,11 @@ def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: 
     assert "no chat template, so the user's messages are used as prompts without one" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8_rows"])
 def test_speeds_on_a_cpu_are_warned_of_if_the_quantisation_is_for_gpus(
-    kind: str, mistakes: Path, capsys: pytest.CaptureFixture[str]
+    mistakes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command(mistakes, f"quantisation={kind}", "check=true")) == 0
-    assert ("speeds are not" in capsys.readouterr().err) == (kind == "nf4")
+    assert main(command(mistakes, "quantisation=nf4", "check=true")) == 0
+    assert "speeds are not" in capsys.readouterr().err
 
 
 def test_what_is_not_measured_needs_no_room(mistakes: Path) -> None:
@@ -260,8 +256,15 @@ def test_experts_that_are_not_chosen_cost_nothing() -> None:
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    shape = {"hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "vocab_size": 16, "num_experts_per_tok": 2}  # fmt: skip
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 16,
+        "num_experts_per_tok": 2,
+    }
     with torch.device("meta"):
         few, many = (AutoModelForCausalLM.from_config(MixtralConfig(**shape, num_local_experts=n)) for n in (4, 8))
     assert size_of(many).parameters > size_of(few).parameters
@@ -300,20 +303,11 @@ def test_every_number_has_a_range() -> None:
 def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["bench", "bench.rows=0"], "bench.rows=0: it must be at least 1"),
-        (["train", "trainer.steps=0"], "trainer.steps=0: it must be at least 1"),
         (["train", "rollout.temperatures=[1,-1]"], "rollout.temperatures=[1, -1]: each must be 0 (greedy)"),
-        (["train", "policy.k=0"], "policy.k=0: it must be at least 1"),
         (["train", "loss.switch=200"], "loss.switch=200: it must be from 0 to 1"),
-        (["train", "loss.decay=-0.5"], "loss.decay=-0.5: it must be at least 0"),
         (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
-        (["train", "trainer.checkpoint_minutes=-1"], "trainer.checkpoint_minutes=-1: it must be at least 0"),
-        (["generate", "policy.k=-1"], "policy.k=-1: it must be at least 0"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
-        *(
-            (["rollout", f"rollout.{setting}"], f"rollout.{setting}: the setting has no effect here: cotrain rollout")
-            for setting in ("train_temperatures=[0.3]", "temperatures=[0.3]", "rounds=2")
-        ),
-        (["serve_check", "k=0"], "k=0: it must be at least 1"),
+        (["rollout", "rollout.rounds=2"], "rollout.rounds=2: the setting has no effect here: cotrain rollout"),
         (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: it must be from 0 to 1"),
     ):
         assert main(arguments) == 1

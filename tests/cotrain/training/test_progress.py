@@ -120,18 +120,13 @@ def test_the_budget_of_training_and_of_the_run_both_limit_it() -> None:
         assert progress.minutes == minutes and progress.at(0) == pytest.approx(5 / minutes)
 
 
-def test_expected_steps_are_at_most_those_of_the_settings() -> None:
-    progress = Progress(100, 10.0, elapsed=60.0)
-    assert (progress.expected(0), progress.expected(5), progress.expected(50)) == (100, 50, 100)
-    assert Progress(100).expected(30) == 100
-
-
 def test_as_many_validations_as_their_share_affords() -> None:
     cfg: Any = OmegaConf.create(BUDGET | {"trainer": {"minutes": None, "validations": 8}})
     assert [Deadline(10.0).validations(cfg, seconds) for seconds in (0.0, 1.0, 20.0, 60.0)] == [8, 8, 3, 1]
     assert Deadline().validations(cfg, 60.0) == 8
 
 
+@pytest.mark.thorough
 def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which a text takes two seconds. A judging may take 600 * 0.2 / 6 = 20 seconds: ten texts; a run that
     is resumed judges as many, however slow its machine is now."""
@@ -145,8 +140,13 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
 
     monkeypatch.setattr(modules, "evaluate", evaluate)
     monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    settings = ("minutes=10.0", "trainer.validations=1", "rollout.held_out_texts=12", "measure=false",
-                "rollout.prompt_tokens=24")  # fmt: skip
+    settings = (
+        "minutes=10.0",
+        "trainer.validations=1",
+        "rollout.held_out_texts=12",
+        "measure=false",
+        "rollout.prompt_tokens=24",
+    )
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
     first, timed, *validations = [count for count in counts if count > 1]  # points between validations are of one text

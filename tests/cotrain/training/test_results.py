@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cotrain.board import curves
 from cotrain.data import splits
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.evaluation import comparison
@@ -26,18 +25,31 @@ target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[
 
 def module_of(job: Any) -> Any:
     """A trained module whose figures all differ."""
-    scores = {t: SimpleNamespace(alpha=0.5 + t / 10, alphas=(), **dict.fromkeys(("kl", "entropy", "calibration"), t),
-                                 lengths=torch.tensor([3, 4]), calls=lambda k: torch.tensor([k / 4, 2.0]))
-              for t in (0.3, 0.8)}  # fmt: skip
+    scores = {
+        t: SimpleNamespace(
+            alpha=0.5 + t / 10,
+            alphas=(),
+            **dict.fromkeys(("kl", "entropy", "calibration"), t),
+            lengths=torch.tensor([3, 4]),
+            calls=lambda k: torch.tensor([k / 4, 2.0]),
+        )
+        for t in (0.3, 0.8)
+    }
     return SimpleNamespace(
-        temperature=0.8, progress=SimpleNamespace(elapsed=77.5, minutes=9.0), draft="draft",
+        temperature=0.8,
+        progress=SimpleNamespace(elapsed=77.5, minutes=9.0),
+        draft="draft",
         held_out={0.8: "held", 0.3: "other"},
         student=SimpleNamespace(known=torch.arange(60) < (job.cfg.draft.vocabulary or 60), network=None),
-        acceptance=lambda: {"alpha_T0.8/all": 0.58}, without_markov=dict, scores=lambda: scores,
-        judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}}, profiles=lambda: {0.3: "cold", 0.8: "warm"},
-        divergence=lambda decode: ("divergence", decode([5])), tau=lambda k, objective, verify: (k, objective, verify),
+        acceptance=lambda: {"alpha_T0.8/all": 0.58},
+        without_markov=dict,
+        scores=lambda: scores,
+        judged={0.8: {"all": scores[0.8]}, 0.3: {"all": scores[0.3]}},
+        profiles=lambda: {0.3: "cold", 0.8: "warm"},
+        divergence=lambda decode: ("divergence", decode([5])),
+        tau=lambda k, objective, verify: (k, objective, verify),
         on=lambda held: {"all": SimpleNamespace(alpha=0.875)},
-    )  # fmt: skip
+    )
 
 
 def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +71,29 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     assert digest == hashlib.sha256(b"None").hexdigest() and len(digest) == 64
     assert training == {
         "loss": {"first": "kl", "then": "tv", "switch": 0.4, "decay": 0.9},
-        "temperatures": [0.3, 0.6], "steps": 64, "minutes": 9.0, "seconds": 77.5, "rounds": 3,
-        "adapter": "adapter", "gguf": None, "moved": None, "draft_quantisation": "int8",
+        "temperatures": [0.3, 0.6],
+        "steps": 64,
+        "minutes": 9.0,
+        "seconds": 77.5,
+        "rounds": 3,
+        "adapter": "adapter",
+        "gguf": None,
+        "moved": None,
+        "draft_quantisation": "int8",
         "draft_vocabulary": {"tokens": 50, "coverage": ("held", 50)},
         "learnt": {"completions": True, "template": {"thinking": False}},
         "init": {"kind": job.cfg.init.kind, "layers": [1]},
-    }  # fmt: skip
+    }
     given = {"tokens": 9, "surprise": 1.0, "entropy": 2.0, "z": 3.0, "impossible": 0.25, "alpha": 0.875}
     assert extra == {
-        "held_out": {"alpha_T0.8/all": 0.58}, "exported_step": 32, "profiles": {"0.3": "cold", "0.8": "warm"},
+        "held_out": {"alpha_T0.8/all": 0.58},
+        "exported_step": 32,
+        "profiles": {"0.3": "cold", "0.8": "warm"},
         "checkpoints": [{"step": s, "speedup": 1.0 + s, "tau": 3.0 - s / 100} for s in (0, 32, 64)],
-        "divergence": ("divergence", job.tokenizer.decode([5])), "training": training,
+        "divergence": ("divergence", job.tokenizer.decode([5])),
+        "training": training,
         "given_texts": given | {"alpha_own": 0.5 + 0.08},
-    }  # fmt: skip
+    }
     job.cfg.rollout.train_temperatures, job.cfg.draft.vocabulary = [], None
     monkeypatch.setattr(type(job), "chats", False)
     monkeypatch.setattr(type(job), "messages", False)
@@ -98,10 +120,16 @@ def test_the_figures_of_a_comparison_are_of_the_last_step(tmp_path: Path, monkey
         figures = json.loads((tmp_path / "held_out.json").read_text())
         assert (figures["label"], figures["seed"], figures["steps"]) == (wanted, 11, 64)
         assert figures["tau"] == [3, "greedy", "block"]
-        assert figures["texts"]["0.3"] == {"alpha": 0.53, "kl": 0.3, "entropy": 0.3, "calibration": 0.3,
-                                           "hashes": ["a", "b0.3"], "prompts": ["c", "d0.3"],
-                                           "lengths": [3, 4],
-                                           "calls": {"4": [1.0, 2.0], "8": [2.0, 2.0]}}  # fmt: skip
+        assert figures["texts"]["0.3"] == {
+            "alpha": 0.53,
+            "kl": 0.3,
+            "entropy": 0.3,
+            "calibration": 0.3,
+            "hashes": ["a", "b0.3"],
+            "prompts": ["c", "d0.3"],
+            "lengths": [3, 4],
+            "calls": {"4": [1.0, 2.0], "8": [2.0, 2.0]},
+        }
         assert set(figures["texts"]) == {"0.3", "0.8"} and figures["environment"]
 
 
@@ -133,34 +161,6 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert metadata.regime == {"temperature": 0.8, "top_k": 7, "top_p": 0.9}
     assert metadata.origin == {"environment": {"machine": 1}, "advice": "advice", "own": 1}
     assert metadata.tree == PlannedTree([-1, 0, 0], "tree", False)
-
-
-def test_the_best_checkpoint_is_loaded_and_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of the last step are at hand, but for those that were rounded while they were judged."""
-    for step, rounding, again in ((32, "none", True), (160, "none", False), (160, "int8", True)):
-        job, done = job_of(f"draft.quantisation={rounding}"), list[Any]()
-        network = SimpleNamespace(state_dict=lambda: "weights")
-
-        class Trained:
-            load = staticmethod(lambda *given, done=done, network=network: (
-                done.append(given), SimpleNamespace(network=network))[1])  # fmt: skip
-
-        module: Any = SimpleNamespace(
-            student=Trained(), judge=lambda done=done: done.append("judged"),
-            draft=SimpleNamespace(load_state_dict=lambda state, done=done: done.append(state)),
-        )  # fmt: skip
-        best = SimpleNamespace(step=step, path="there")
-        run.choose_best(job, module, SimpleNamespace(best=lambda best=best: best))  # type: ignore[arg-type]
-        assert done == ([("there", job.target, job.vocabulary), "weights", "judged"] if again else [])
-
-
-def test_final_figures_are_those_of_the_report() -> None:
-    report = {"speedup": {"whole": {"value": 1.5, "low": 1.25, "high": None}, "decode": {"value": 9.0}},
-              "acceptance": {"tau": {"measured": 2.5, "predicted": 2.0}}, "exactness": {"passed": False}}  # fmt: skip
-    own = {"acceptance": 0.5, "tau": 3.0}
-    assert curves.final_figures(0.5, 3.0, {}) == own
-    timed = {"speedup": 1.5, "speedup_low": 1.25, "tau_timed": 2.5, "exact": 0.0}
-    assert curves.final_figures(0.5, 3.0, report) == own | timed
 
 
 def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from() -> None:

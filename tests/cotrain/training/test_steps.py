@@ -56,8 +56,10 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     if accumulated == 1:
         part = parts[0]
         with torch.no_grad():
-            p, q = (model(part["ids"]).logits.softmax(-1)[:, :-1][part["predicted"]]
-                    for model in (tiny(), tiny(layers=1, seed=3)))  # fmt: skip
+            p, q = (
+                model(part["ids"]).logits.softmax(-1)[:, :-1][part["predicted"]]
+                for model in (tiny(), tiny(layers=1, seed=3))
+            )
         assert figures[4]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
         best = p.gather(-1, q.argmax(-1, keepdim=True)).mean()
         assert figures[4]["acceptance_greedy_draft"] == pytest.approx(float(best), rel=1e-5)
@@ -66,20 +68,6 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     together = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
     whole = stepped(together, 4, batch([0, 1, 2, 3][: 2 * accumulated]))
     assert figures[4]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-
-
-def test_noise_of_a_step_is_of_its_seed() -> None:
-    """And the student is given that noise."""
-    one, two = (alone(module_of(tiny(), tiny(layers=1, seed=3), [Stage(1.0, parse("kl"))], 4)) for _ in range(2))
-    two.seed = 1
-    keys = torch.arange(4)
-    assert torch.equal(one._uniforms(keys, 6), one._uniforms(keys, 6))
-    assert not torch.isclose(one._uniforms(keys, 6), two._uniforms(keys, 6)).any()
-    met: list[Tensor] = []
-    guesses = one.student.guesses
-    one.student.guesses = lambda part, seen: met.append(part["uniforms"]) or guesses(part, seen)  # type: ignore[method-assign]
-    one.learn(batch([0, 1]))
-    assert met[0].shape == (2, 13) and torch.equal(met[0], one._uniforms(torch.arange(2), 13))
 
 
 def test_counts_are_of_positions_and_tokens() -> None:
@@ -134,8 +122,10 @@ def guessed(head: Callable[[Tensor], Tensor], states: Tensor, at: Tensor | None 
     every = torch.arange(B * T)
     some = every if at is None else at
     share = len(some) / len(every)
-    return [*(Guess(j, every, states[j].flatten(0, 1), head) for j in (0, 1)),
-            Guess(2, some, states[2].flatten(0, 1)[some], head, share=share)]  # fmt: skip
+    return [
+        *(Guess(j, every, states[j].flatten(0, 1), head) for j in (0, 1)),
+        Guess(2, some, states[2].flatten(0, 1)[some], head, share=share),
+    ]
 
 
 def chances(logp: Tensor, ids: Tensor, head: nn.Linear, states: Tensor) -> list[Tensor]:
@@ -190,23 +180,6 @@ def test_edges_of_a_cut_leave_block_calls_a_number() -> None:
     truth = sum(expected_calls_block(l[row, :-1][SAMPLED[row]][None], 3).sum() for row in range(B))
     torch.testing.assert_close(value.detach(), truth)
     assert torch.autograd.grad(value, states)[0].isfinite().all()
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_calls_that_acceptance_saves_are_the_slope_of_calls(k: int) -> None:
-    one, logp, head, states = asked()
-    rs = [r.detach().requires_grad_() for r in chances(logp, one.ids, head, states)]
-    slopes = [torch.autograd.grad(calls(r, k), r)[0] for r in rs]
-    with torch.no_grad():
-        saved = one.saved(one.logs(guessed(head, states)), k)
-    for row, slope in enumerate(slopes):
-        torch.testing.assert_close(saved[row, : len(slope)], -slope)
-        assert not saved[row, len(slope) :].any()
-    for depth in range(3):
-        weight = one.weight(saved, depth)
-        assert weight.shape == (B, T) and not weight[:, :-1][~SAMPLED].any() and not weight[:, -1].any()
-        for row, slope in enumerate(slopes):
-            torch.testing.assert_close(weight[row, :-1][SAMPLED[row]], -slope[:, depth])
 
 
 def test_positions_not_drawn_count_as_the_average_of_those_drawn() -> None:
