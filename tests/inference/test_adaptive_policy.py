@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from inference import Engine, Sampling
-from inference.adaptive_policy import INPUTS, Adaptive, Estimates, estimate, seconds_of
+from inference.adaptive_policy import INPUTS, Adaptive, Estimates, seconds_of
 from inference.policy import Fixed
 from inference.proposers import Independent, independent
 from inference.round import DecodingRound
-from inference.verify import block, token
 from tests.encoder_decoders import sources, t5, with_encoder_of
 from tests.exact import F64, Tree, chi_square, inside, thresholds
 from tests.inference.test_distribution import joint, pooled, small
@@ -51,20 +50,6 @@ def emitted(rule: Any, tree: Tree, stops: Callable[[tuple[int, ...]], bool], pee
             verdict = rule(p, q, x, inside(cell, t), of)
             probs += tree.emitted(x, verdict, weight * torch.where(cell, t, 1 - t).prod(-1))
     return probs
-
-
-@pytest.mark.parametrize("rule", [token, block])
-@pytest.mark.parametrize("kinds", [("dense", "dense"), ("truncated", "dense"), ("dense", "greedy")], ids="-".join)
-def test_any_stop_that_reads_only_the_drafts_so_far_is_exact(rule: Any, kinds: tuple[str, str]) -> None:
-    tree = Tree(3, 3, kinds)
-    stop = {x: bool(torch.rand(()) < 0.5) for n in (1, 2, 3) for x in itertools.product(range(3), repeat=n)}
-    assert (emitted(rule, tree, stop.__getitem__, peeks=False) - tree.joint()).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("rule", [token, block])
-def test_a_stop_that_peeks_at_the_next_draft_is_caught(rule: Any) -> None:
-    tree = Tree(3, 3, ("dense", "dense"))
-    assert (emitted(rule, tree, lambda x: x[-1] == 0, peeks=True) - tree.joint()).abs().max() > 1e-3
 
 
 @dataclass
@@ -508,11 +493,6 @@ def test_seconds_between_numbers_of_rows() -> None:
     assert seconds_of(table, 2).tolist() == pytest.approx([1.5, 3.0])
     assert seconds_of(table, 6).tolist() == pytest.approx([5.25, 10.5])
     assert seconds_of(table, 64).tolist() == [8.0, 16.0]
-
-
-def test_estimates_are_probabilities_of_the_inputs() -> None:
-    given = np.array([[1.0, 0.5, 0, 2.0]])
-    assert estimate((0.1, 1.0, 0, -1.0), given) == pytest.approx(1 / (1 + math.exp(1.4)))
 
 
 def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:

@@ -74,27 +74,6 @@ def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> No
     assert both[0] == both[1] and calls
 
 
-class Pausing:
-    """Drafts now and then: a draft that is not asked falls behind."""
-
-    def __init__(self) -> None:
-        self.round = 0
-
-    def lengths(self, texts: list[list[int]]) -> list[int]:
-        self.round += 1
-        return [4 if self.round % 4 == 0 else 0] * len(texts)
-
-
-def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
-    accepted = []
-    for compile in (True, False):
-        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), policy=Pausing(), rows=2)
-        accepted.append(
-            engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted
-        )
-    assert accepted[0] == accepted[1]
-
-
 def test_costs_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:
     measure_costs(LM(tiny(), 2), Independent(near(tiny()), compile=True), 3, context=20, repeats=2)
     assert set(calls) == {2, 8} and calls.count(2) > calls.count(8)

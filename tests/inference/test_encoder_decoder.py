@@ -54,17 +54,6 @@ def test_greedy_text_is_that_of_transformers(model: Any) -> None:
     assert sum(out.stats.accepted) > 5
 
 
-@pytest.mark.parametrize("settings", [{"policy": Fixed(3)}, {"verify": "traversal", "policy": Fixed(3)}])
-def test_thirty_two_rows_have_the_likeliest_tokens_of_their_own_sources(model: Any, settings: Any) -> None:
-    """Each is the largest of the logits of transformers' whole forward of its row alone."""
-    prompts, trees = sources(model, 40), "verify" in settings
-    engine = Engine(model, Independent(near(model), shape=SHAPE if trees else None), rows=32, **settings)
-    out = engine.generate(prompts, max_new_tokens=[LIMITS[n % 9] for n in range(40)], sampling=Sampling(0))
-    for start, text in zip(engine.starts(prompts), out.tokens, strict=True):
-        wanted = own_logits(model, [*start, *text], source_of(start)).argmax(-1)
-        assert text == wanted[len(start) - 1 : -1].tolist()
-
-
 def test_texts_that_begin_with_several_ids_and_end_at_the_context(model: Any) -> None:
     """Their first ids are stored in free and in spare slots, beside sources of other lengths; drafts of the longest row
     and the padding of the others pass the last position."""
@@ -302,11 +291,3 @@ def test_a_cleared_slot_is_zero(model: Any) -> None:
             store.fill_(torch.nan)
     engine.target.clear(1)
     assert all((store[1] == 0).all() and store[0].isnan().all() for layer in cross.stores for store in layer.stored)
-
-
-def test_a_stream_gives_the_same_text(model: Any) -> None:
-    (prompt,) = sources(model, 1)
-    engine = Engine(model, Independent(near(model)), policy=Fixed(3))
-    out = engine.generate([prompt], max_new_tokens=12, seed=3, ids=[4])
-    events = engine.stream(prompt, max_new_tokens=12, seed=3, ids=[4])
-    assert [token for event in events for token in event.ids] == out.tokens[0]

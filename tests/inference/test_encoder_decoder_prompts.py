@@ -75,16 +75,6 @@ def test_the_decoders_text_begins_as_asked() -> None:
         assert out.tokens == [generated(engine.target.model, start, 5)]
 
 
-def test_forced_first_ids_are_of_the_generation_config() -> None:
-    model = bart()
-    model.generation_config.forced_bos_token_id = 9
-    engine = Engine(model)
-    (start,) = engine.starts([[4, 5, 6]])
-    assert start == [2, 9]
-    wanted = generated(model, SourcedText([2], (4, 5, 6)), 9)
-    assert [9, *engine.generate([[4, 5, 6]], max_new_tokens=8, sampling=COLD).tokens[0]] == wanted
-
-
 def test_forms_of_features() -> None:
     model = whisper()
     engine = Engine(model)
@@ -273,19 +263,6 @@ def test_look_up_reads_the_source(kind: Any) -> None:
     proposal = kind.propose(Seen())
     assert proposal.k == [0] and BETWEEN not in proposal.x.flatten().tolist()
     assert drafted(TEXT, 2) == [9, 4]
-
-
-def test_look_up_in_the_source_is_accepted_where_the_text_copies_it() -> None:
-    """The decoder reads no source, so that its text is known and can be made the source."""
-    model = t5(eos=None)
-    with torch.no_grad():
-        for block in model.decoder.block:
-            block.layer[1].EncDecAttention.o.weight.zero_()
-    (text,) = Engine(model).generate([[3]], max_new_tokens=16, sampling=COLD).tokens
-    for proposer in (NGram(), Retrieval(shortest=1)):
-        out = Engine(model, proposer, policy=Fixed(4)).generate([text, [3]], max_new_tokens=16, sampling=COLD)
-        assert out.tokens == [text, text]
-        assert out.stats.rows[0].tau > 1.5 * out.stats.rows[1].tau
 
 
 def test_draft_folders_of_encoder_decoders_load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
@@ -102,24 +101,6 @@ def test_ids_are_the_key_of_the_noise(target, draft):
     assert engine.generate([[3, 5]], max_new_tokens=12, ids=[9], ignore_eos=True).tokens[0] == out.tokens[1]
 
 
-def test_tensors_are_prompts_too(target):
-    prompts = torch.tensor([[3, 5]] * 4)
-    out = Engine(target).generate(prompts, max_new_tokens=12)
-    assert out.tokens == Engine(target).generate([[3, 5]] * 4, max_new_tokens=12).tokens
-
-
-@by_draft(*KINDS)
-@pytest.mark.parametrize("policy", [Fixed(1), Fixed(4), Uneven()], ids=["1", "4", "uneven"])
-def test_coupled_text_is_that_of_plain_decoding(target, proposer, policy):
-    """Request 21 too: ends by token, own stop ids, minimum lengths and limits fall inside accepted drafts."""
-    regimes = [Sampling(0.9, min_new_tokens=n, stop_ids=(n, 20)) for n in range(7)]
-    run = {"max_new_tokens": LIMITS, "sampling": regimes, "seed": 3}
-    plain = Engine(target, verify="coupled").generate(PROMPTS, **run)
-    out = Engine(target, proposer, verify="coupled", rows=4, policy=policy).generate(PROMPTS, **run)
-    assert (out.tokens, out.finish) == (plain.tokens, plain.finish)
-    assert set(plain.finish) == {"stop", "length"}
-
-
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_a_draft_equal_to_the_target_gives_k_plus_1_tokens_every_round(rule):
     """Over 2,000 tokens of rows of different lengths (rows 16, 17, 20)."""
@@ -159,15 +140,6 @@ def test_the_draft_lacks_one_token_or_two_after_full_acceptance(target, draft):
     assert [row for (row,) in watched.lacking] == [1] + [1 + (n == 5) for n in emitted][: len(watched.lacking) - 1]
 
 
-def test_an_earlier_call_leaves_nothing_behind(target, draft):
-    fresh = Engine(target, Independent(draft), rows=3).generate(PROMPTS, max_new_tokens=20)
-    used = Engine(target, Independent(draft), rows=3)
-    used.generate([[9] * 40, [8] * 3, [7] * 25, [1] * 60], max_new_tokens=50, seed=5)
-    next(used.stream([2] * 30, max_new_tokens=50))
-    again = used.generate(PROMPTS, max_new_tokens=20)
-    assert (again.tokens, again.stats.rows) == (fresh.tokens, fresh.stats.rows)
-
-
 def test_a_stream_is_generate_and_says_what_was_drafted(target, draft):
     engine = Engine(target, Independent(draft))
     for text in PROMPTS[:3]:
@@ -177,15 +149,6 @@ def test_a_stream_is_generate_and_says_what_was_drafted(target, draft):
         assert [token for event in events for token in event.ids] == out.tokens[0]
         assert len(events) == out.stats.target_calls
         assert kinds.count("drafted") == sum(out.stats.accepted)
-
-
-def test_two_streams_do_not_share_slots(target):
-    engine = Engine(target)
-    first, second = engine.stream([3, 5]), engine.stream([7])
-    next(first)
-    next(second)
-    with pytest.raises(RuntimeError, match="later call"):
-        next(first)
 
 
 @pytest.mark.parametrize("verify", ["token", "coupled"])

@@ -203,16 +203,6 @@ def test_settings_with_foreign_ids_are_rejected_before_anything_runs(sampling: S
         drafted("draft").generate([[1], [2]], sampling=[Sampling(), sampling])
 
 
-@pytest.mark.parametrize("lengths", [[-1], [2, 2], [1.5], []])
-def test_a_policy_that_gives_no_draft_lengths_is_named(lengths: list[Any]) -> None:
-    class Odd:
-        def lengths(self, texts: Any) -> Any:
-            return lengths
-
-    with pytest.raises(ValueError, match=r"policy\.lengths: 1 draft lengths"):
-        drafted("draft", policy=Odd()).generate([[1, 2]])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, repetition_penalty=1.2, banned=((1,), (2, 3)))])
 def test_a_draft_on_another_device_than_the_target(sampling: Sampling) -> None:

@@ -174,14 +174,6 @@ def test_penalties_on_the_text_see_the_accepted_drafts(target, sampling):
         assert out.tokens == plain.tokens
 
 
-def test_stop_ids_of_one_row_do_not_hold_back_another(target):
-    """Minimum lengths ban a row's own ends alone, whoever shares the batch (row 26)."""
-    regimes = [Sampling(min_new_tokens=15), Sampling(stop_ids=tuple(range(16)))]
-    both = Engine(target).generate([PROMPT, [1]], max_new_tokens=15, sampling=regimes)
-    alone = Engine(target).generate([PROMPT], max_new_tokens=15, sampling=regimes[0])
-    assert both.tokens[0] == alone.tokens[0]
-
-
 SORTED = [*range(1, 32, 2), *range(0, 32, 2)]  # what follows an id here may not follow it in the text
 
 
@@ -241,14 +233,3 @@ def test_the_context_bounds_a_row(target):
 def test_errors_of_generate_name_the_argument(target, settings, names):
     with pytest.raises(ValueError, match=names):
         Engine(target).generate(**settings)
-
-
-def test_unknown_settings_are_rejected(target):
-    with pytest.raises(TypeError, match="top_q"):
-        Sampling(top_q=0.5)
-    with pytest.raises(TypeError, match="top_k"):
-        next(Engine(target).stream([1], top_k=5))
-    with pytest.raises(ValueError, match="typical"):
-        Engine(target, verify="typical")
-    with pytest.raises(ValueError, match="rows"):
-        Engine(target, rows=0)

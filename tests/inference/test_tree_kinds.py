@@ -79,15 +79,6 @@ def test_rows_are_as_if_alone(kind: str) -> None:
     assert sum(out.stats.accepted) > 0
 
 
-@each_kind
-def test_coupled_text_is_plain_text(kind: str) -> None:
-    target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": SAMPLING[1:4]}
-    plain = Engine(target, verify="coupled", rows=2).generate(PROMPTS[:3], **whole)
-    engine = Engine(target, drafts(kind, target), verify="coupled", rows=2, policy=Uneven())
-    out = engine.generate(PROMPTS[:3], **whole)
-    assert out.tokens == plain.tokens and out.finish == plain.finish
-
-
 @pytest.mark.thorough
 @each_kind
 def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

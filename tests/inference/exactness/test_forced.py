@@ -68,23 +68,6 @@ def test_look_up_is_predicted_to_the_call(rule: str) -> None:
     assert set(drafts.logq[drafts.logq.isfinite()].tolist()) == {0.0} and drafts.logq.isinf().any()
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "match", "coupled"])
-def test_forced_and_teacher_forced_figures_give_the_same_verdict(rule: str) -> None:
-    engine, texts = run(Independent, rule=rule)
-    cheap = check(engine, texts, Sampling(), NEW)
-    engine.proposer = Unknown(engine.proposer.model)
-    result = check(engine, texts, Sampling(), NEW)
-    assert result.passed and cheap.passed, result.lines()
-    assert result.depth.alpha == pytest.approx(cheap.depth.alpha, abs=1e-6)
-    if rule == "coupled":
-        assert result.calls is None and "not known from the text alone" in result.missing["calls"]
-    else:
-        assert result.calls.predicted == pytest.approx(cheap.calls.predicted, rel=1e-6)
-        assert (
-            result.calls.sigma == pytest.approx(cheap.calls.sigma, rel=1e-6) and result.calls.rare == cheap.calls.rare
-        )
-
-
 class Warmer(Unknown):
     """Says that its distribution was warmer than the one that it drew from."""
 

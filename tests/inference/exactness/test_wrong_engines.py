@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from inference import Engine, Sampling, round
+from inference import Engine, Sampling
 from inference.exactness import verdict
 from inference.exactness.figures import check_calls, check_depth
 from inference.exactness.side_by_side import pair_figures
@@ -20,7 +20,6 @@ from inference.proposers.base import Proposal
 from inference.sampling.noise import row_ids
 from inference.verify import chain
 from tests import late_faults
-from tests.inference.test_distribution import constant
 from tests.late_faults import FAULTS, scaled
 from tests.tiny import near, tiny
 
@@ -97,22 +96,6 @@ def test_attention_of_another_scale_in_every_pass_fails(dtype, monkeypatch):
     assert result.text.passed  # its passes agree with each other
     assert not result.logits.passed and not result.passed
     assert min(result.logits.one, result.logits.many) > result.logits.limit
-
-
-@DTYPES
-def test_verifying_passes_one_position_off_fail(dtype, monkeypatch):
-    rotation = forward.Lean.rotation
-
-    def off(self, window):
-        if not verifying(window):
-            return rotation(self, window)
-        moved = dataclasses.replace(window, positions=window.positions + 1, start=None, limit=window.limit + 1)
-        return rotation(self, moved)
-
-    monkeypatch.setattr(forward.Lean, "rotation", off)
-    target, draft = pair(dtype)
-    result = verdict_of(target, Independent(draft))
-    assert not result.text.passed and not result.logits.passed
 
 
 @pytest.mark.parametrize(
@@ -199,20 +182,6 @@ def test_the_residual_of_another_rule_fails(monkeypatch):
     assert not calls(rule="block", noise=0.1)[0].passed
     monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: chain._at(p, n))
     assert calls(noise=0.1, rows=32)[0].z > 4
-
-
-def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
-    """Of one distribution after every text: with distributions that differ by context the error averages out in the
-    counts."""
-    monkeypatch.setattr(round, "ACCEPT", round.DRAFT)
-    target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
-    engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
-    texts = [[token % 3] for token in range(128)]
-    keys = row_ids(texts)
-    out = engine.generate(texts, max_new_tokens=12, ids=keys)
-    emitted = Emitted(texts, keys, out.tokens, out.stats.rows)
-    figures = pair_figures(engine, engine.proposer, emitted, Sampling(), 12, 0.0)
-    assert not check_calls(figures, emitted, "token").passed
 
 
 def test_a_rounded_draft_is_predicted_with_its_rounded_weights():

@@ -126,10 +126,3 @@ def test_stopping_does_not_favour_fast_or_slow_drafts(monkeypatch) -> None:
         hits += reached.low <= 1.5 <= reached.high
     assert abs(np.mean(values)) < 3 * np.std(values) / runs**0.5
     assert hits / runs > 0.83
-
-
-def test_arms_take_turns_on_every_batch_here_too() -> None:
-    order: list[str] = []
-    arms = [Arm(n, lambda p, i, s, n=n: order.append(n) or ArmResult([[0]], 1.0, 1.0)) for n in "ab"]
-    timed(arms, Wanted(3))
-    assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]

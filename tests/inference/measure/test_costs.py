@@ -142,13 +142,6 @@ def test_no_task_is_timed_by_its_launches(kind: str, monkeypatch: pytest.MonkeyP
     assert len(set(read)) > 10
 
 
-def test_a_round_is_the_sum_of_its_parts():
-    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).round(1) == 2.6
-    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(1) == pytest.approx(2.9)
-    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1), first=0.3).round(0) == 1.25
-    assert Costs((1.0, 2.0), 0.5, (0.25, 0.1)).ratio == 0.4
-
-
 def test_drafting_is_a_line_through_two_lengths(pair, monkeypatch):
     """7 seconds for two drafts and 19 for eight: 2 a step and 3 besides, of rounds that start with one lacking id."""
     drafted = []

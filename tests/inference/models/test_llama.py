@@ -9,8 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from inference.models import llama, packing
-from inference.models import lm as lm_module
+from inference.models import llama
 from inference.models.forward import Lean, Stock
 from inference.models.llama import applies
 from inference.models.lm import LM
@@ -183,16 +182,3 @@ def test_eight_bits_are_for_bfloat16_models_of_known_families():
     for model in (build("Llama", WIDE), *(build("Llama", WIDE | s, torch.bfloat16) for s in (unknown, uneven))):
         with pytest.raises(ValueError, match="int8 weights need a bfloat16 model"):
             LM(model, 3, int8=True)
-
-
-def test_copies_of_weights_are_shared_until_training(monkeypatch):
-    monkeypatch.setattr(packing, "can_pack", lambda _: True)  # whatever this CPU can
-    monkeypatch.setattr(packing, "pack", Packed)
-    monkeypatch.setattr(lm_module, "lean_agrees", lambda *_: True)  # no pass runs here: some CPUs cannot
-    model = build("Llama", WIDE, torch.bfloat16)
-    first, second = LM(model, 1).run.weights, LM(model, 3).run.weights
-    assert first.head.packed is not None and second.head.packed is first.head.packed
-    assert LM(model, 1, int8=True).run.weights.head.scale is not None  # another copy, beside it
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-    assert LM(model, 1).run.weights.head.packed is not first.head.packed

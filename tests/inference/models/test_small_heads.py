@@ -11,16 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, PhiConfig
 
 from cotrain.students.independent import causal_lm
-from inference import Engine, Sampling
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
 from inference.models import llama, packing
 from inference.models.forward import Lean
 from inference.models.lm import LM
-from inference.models.replay import Compiled
 from inference.models.selfcheck import _apart
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
-from inference.policy import Fixed
 from inference.proposers import Independent, Parallel
 from studies.floor import weight_bytes
 from tests import kinds
@@ -153,19 +150,6 @@ def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int
     assert bool((own == -torch.inf).any()) is (tokens is not None)
     count = sum(p.numel() for p in network.parameters()) - network.model.embed_tokens.weight.numel()
     assert weight_bytes(LM(network, 2)) == (8 * count, count)
-
-
-def test_compiled_drafts_are_those_of_single_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled runs as it is."""
-    monkeypatch.setattr(torch, "compile", lambda module, *_: module)
-    monkeypatch.setattr(Compiled, "failed", False)
-    target, whole = tiny(), {"max_new_tokens": 12, "sampling": Sampling(0.8), "seed": 2}
-    texts = []
-    for compile in (False, True):
-        proposer = Independent(kinds.small(near(target, 0.15), 16, 5), compile=compile)
-        texts.append(Engine(target, proposer, policy=Fixed(3), rows=2).generate(IDS.tolist(), **whole).tokens)
-        assert proposer.lm.compiled is compile
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(16, None), (None, 16), (16, 16)])

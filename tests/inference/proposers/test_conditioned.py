@@ -247,8 +247,3 @@ def test_a_folder_without_its_scale_raises(tmp_path: Path) -> None:
         save_file({name: one for name, one in tensors.items() if name != TABLE} | changed, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load_draft(tmp_path, network=ConditionedNetwork)
-
-
-def test_a_model_without_a_scale_has_no_scale() -> None:
-    lm = LM(tiny(), 2)
-    assert lm.scale is None and lm.run.scale is None

@@ -14,14 +14,13 @@ from cotrain.config.groups import Init
 from cotrain.export import medusa_layout
 from cotrain.export.engines import layout_of
 from cotrain.students.base import LAST, Seen, student_class
-from inference import Engine, Sampling, load
+from inference import Engine, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
 from inference.drafts.weight_files import read_json
 from inference.measure.costs import spans_of
 from inference.policy import Fixed
-from inference.proposers.heads import Hydra, Medusa
-from tests import gpu_counts, kinds, standin
+from tests import kinds
 from tests.tiny import tiny
 
 HEADS = pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -67,19 +66,6 @@ def test_rounds_of_packed_texts_keep_to_their_text(kind: str) -> None:
     guesses = student.guesses({"ids": ids, "position_ids": positions}, Seen({LAST: torch.randn(1, 9, 16).double()}))
     assert [guess.at.tolist() for guess in guesses] == [[1, 2, 3, 5, 6, 7, 8], [2, 3, 6, 7, 8], [3, 7, 8]]
     assert all(len(guess.states) == len(guess.at) for guess in guesses)
-
-
-def test_hydra_sees_the_anchor_and_medusa_does_not() -> None:
-    target = tiny()
-    newest = torch.randn(1, 16, dtype=torch.float64)
-    for proposer, same in ((Medusa(kinds.medusa(target)), True), (Hydra(kinds.hydra(target)), False)):
-        engine = Engine(target, proposer, rows=1)
-        engine.begin([[1, 2]], 4, Sampling())
-        distributions = []
-        for anchor in (3, 4):
-            given = {"newest": newest, "anchor": torch.tensor([[anchor]])}
-            distributions.append(proposer.unrolled(given, 1)[0].softmax(-1))
-        assert torch.equal(*distributions) is same
 
 
 @HEADS
@@ -141,21 +127,3 @@ def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:
     assert '"num_speculative_tokens": 3' in (folder / "README.md").read_text()
     with pytest.raises(ValueError, match="k=4: .* holds 3 heads"):
         medusa_layout.export(tmp_path / "draft", tmp_path / "more", 4)
-
-
-@HEADS
-def test_a_round_on_a_gpu_is_one_copy_and_one_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its text is that of the CPU."""
-    monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
-    monkeypatch.setattr(gpu_counts, "FIRST", 2)
-    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
-    counts = gpu_counts.counted(f"{kind}, token", "sm80")["worst"]
-    assert (counts["copies"], counts["blocking"], counts["reads"]) == (1, 0, 1)
-    assert counts["launches"] <= 24 and counts["replays"] == 3
-    texts = []
-    for device in ("cpu", "cuda"):
-        with standin.device("sm80"):
-            target = tiny().to(device)
-            engine = Engine(target, kinds.KINDS[kind].proposer(target), policy=Fixed(3), rows=2, compile=None)
-            texts.append(engine.generate([[1, 2, 3], [4], [5, 6]], max_new_tokens=12).tokens)
-    assert texts[0] == texts[1]

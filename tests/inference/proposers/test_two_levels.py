@@ -166,12 +166,6 @@ def two_levels(target: Any, **settings: Any) -> TwoLevels:
     return TwoLevels(Quantised(target), Independent(near(target, 0.15)), **settings)
 
 
-def test_a_copy_guesses_and_verifies_as_it_does() -> None:
-    """Costs of rounds are measured with copies."""
-    proposer = two_levels(tiny(), inner=5, rule="token")
-    assert (copy(proposer).rule.name, copy(proposer).guesses) == ("token", 5)
-
-
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2)]
 MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repetition_penalty=1.2), Sampling(1.0),
          Sampling(0.7, frequency_penalty=0.3, banned=((3,),))]  # fmt: skip

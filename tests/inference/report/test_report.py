@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
 from inference.measure import environment
-from inference.measure.arms import ArmResult, engine_arm
+from inference.measure.arms import engine_arm
 from inference.measure.timing import Timing, interleave
 from inference.models.pretrained import quantisation_of
 from inference.output import PHASES
@@ -164,22 +164,6 @@ def test_environment_has_machine_versions_and_commit(monkeypatch):
     answers["ls-files"] = None  # installed below somebody else's checkout
     built = environment.environment()
     assert built["commit"] is None and built["dirty"] is None
-
-
-def test_decode_only_figures_are_without_prefill():
-    def result(seconds, decode):
-        return ArmResult([[1] * 10], seconds, decode)
-
-    runs = [[{"fast": result(2.0, 1.0), "plain": result(6.0, 5.0)}] for _ in range(2)]
-    timing = Timing([([[1]], [0])] * 2, runs)
-    target = tiny(vocab=8, layers=1, hidden=8)
-    report = build(timing, Engine(target), "fast", "plain", sampling=Sampling(), max_new_tokens=10, target="t")
-    assert report["speedup"]["whole"]["value"] == pytest.approx(3)
-    assert report["speedup"]["decode"]["value"] == pytest.approx(5)
-    fast = report["arms"]["fast"]
-    assert (fast["seconds"], fast["decode_seconds"]) == (4.0, 2.0)
-    assert (fast["speed"], fast["decode_speed"]) == (5.0, 10.0)
-    assert "3.000 [3.000, 3.000] with prefill, 5.000 [5.000, 5.000] decode only" in table(report)
 
 
 def test_figures_of_a_report_are_those_of_the_timing() -> None:

@@ -62,13 +62,6 @@ def test_padded_vocabulary_has_no_mass(s):
     torch.testing.assert_close(distribution[:, :30], probs(logits[:, :30], s))
 
 
-def test_top_p_among_ties_depends_on_the_row_alone():
-    logits, s = ties(rows=50), Sampling(temperature=0.7, top_p=0.8)
-    whole = probs(logits, s)
-    assert all(torch.equal(probs(logits[i : i + 1], s)[0], whole[i]) for i in range(50))
-    assert torch.equal(probs(logits.view(10, 5, -1), s), whole.view(10, 5, -1))
-
-
 def test_half_precision_logits_make_float32_distributions():
     distribution = probs(torch.randn(2, 9).bfloat16(), Sampling(top_p=0.9))
     assert distribution.dtype == torch.float32
@@ -140,17 +133,6 @@ def test_a_distribution_that_does_not_sum_to_one_is_drawn_in_proportion():
     probs, u = torch.tensor([0.25, 0.5, 0.0]), torch.tensor([0.3, 0.34, 0.99])
     assert draw(probs.expand(3, 3), u).tolist() == [0, 1, 1]
     assert draw(probs.expand(3, 3) * 4, u).tolist() == [0, 1, 1]
-
-
-def test_no_token_of_probability_zero_in_a_million_draws():
-    probs = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.5, 0.0])
-    u = torch.rand(1_000_000, dtype=torch.float64)
-    u[:10] = 0
-    drawn = draw(probs.expand(len(u), 6), u)
-    counts = torch.bincount(drawn, minlength=6).double()
-    assert counts[probs == 0].sum() == 0
-    sigma = (len(u) * probs * (1 - probs)).sqrt()
-    assert ((counts - len(u) * probs).abs() <= 5 * sigma).all()
 
 
 def test_bisection_and_scan_draw_the_same_tokens():

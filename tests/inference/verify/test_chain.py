@@ -31,13 +31,6 @@ def test_token_and_block_emit_the_target_distribution(kinds, V, K):
         assert by_block[K][1] > by_token[K][1] + 1e-3
 
 
-def test_a_longer_vocabulary_and_draft():
-    tree = Tree(4, 4, ("truncated", "dense"))
-    for rule in (token, block):
-        for emitted, _ in enumerate_rule(rule, tree).values():
-            assert (emitted - tree.joint()).abs().max() < 1e-12
-
-
 def two_token_example() -> Tree:
     """p = (1/3, 2/3), q = (2/3, 1/3) whatever the prefix, K = 2 (Sun et al. 2024, 2403.10444)."""
     tree = Tree(2, 2, ("dense", "dense"))
@@ -143,26 +136,6 @@ def test_generation_over_rounds_has_the_distribution_of_the_target(rule, ragged)
     for _ in range(5):
         expected = torch.outer(p, expected).flatten()
     assert chi_square(cells, expected * len(text)) > 1e-3
-
-
-def test_rows_are_independent_of_each_other():
-    p, q = distributions("dense", 5, 24).view(6, 4, 5), distributions("dense", 5, 18).view(6, 3, 5)
-    x, u, k = torch.randint(5, (6, 3)), torch.rand(6, 3, dtype=F64), torch.tensor([3, 0, 2, 1, 3, 3])
-    g = torch.randn(6, 4, 5, dtype=F64)
-    rules = (
-        lambda at: token(p[at], q[at], x[at], u[at], k[at]),
-        lambda at: block(p[at], q[at], x[at], u[at], k[at]),
-        lambda at: match(p[at], x[at], u[at], k[at]),
-        lambda at: coupled(p[at], x[at], g[at], k[at]),
-    )
-    order = torch.tensor([4, 2, 0, 5, 1, 3])
-    for rule in rules:
-        whole, shuffled = rule(torch.arange(6)), rule(order)
-        assert torch.equal(shuffled.accepted, whole.accepted[order])
-        assert torch.equal(shuffled.probs, whole.probs[order])
-        for b in range(6):
-            alone = rule(torch.tensor([b]))
-            assert alone.accepted == whole.accepted[b] and torch.equal(alone.probs[0], whole.probs[b])
 
 
 @pytest.mark.parametrize("rule", [token, block])

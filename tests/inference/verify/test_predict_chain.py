@@ -162,14 +162,6 @@ def test_simulation_of_one_text():
     np.testing.assert_allclose(conditional, accepted / tried, atol=0.006)
 
 
-def test_backward_and_forward_recursions_agree():
-    r = torch.rand(5, 30, 6, dtype=torch.float64)
-    lengths = torch.tensor([0, 1, 7, 29, 30])
-    mean, variance = predict_chain._moments(predict_chain.reach(r, 6, lengths), lengths)
-    torch.testing.assert_close(mean, predict_chain.expected_calls(r, 6, lengths))
-    assert (variance >= 0).all() and variance[0] == 0
-
-
 def test_no_draft_costs_a_call_a_token():
     lengths = torch.tensor([2, 5])
     r = torch.rand(2, 5)
