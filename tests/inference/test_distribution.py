@@ -1,13 +1,10 @@
 """End to end: the joint distribution of what the engine emits is the target's, by chi-square on real tiny models.
 
 The suite resolves a total variation of about 0.02 (0.05 where fewer rows are drawn); every p-value must exceed
-1e-4, which is stricter than Holm's correction over them. With more rows, for 0.01:
-
-    python -m tests.inference.test_distribution 320000
+1e-4, which is stricter than Holm's correction over them.
 """
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -141,7 +138,3 @@ def test_acceptance_at_depth_one_is_what_the_distributions_say(rule):
     if rule != "coupled":
         wanted = (p * q).sum().item() if rule == "match" else ceiling
         assert abs(measured - wanted) < 4 * sigma
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -62,20 +62,6 @@ def test_greedy_text_is_that_of_transformers(target, proposer, policy):
     assert out.stats.tokens == sum(map(len, out.tokens))
 
 
-@by_draft(*KINDS)
-@pytest.mark.parametrize("rule", RULES)
-def test_a_row_of_a_batch_is_that_row_alone(target, proposer, rule):
-    """Tokens, reasons and counts; slots are refilled and compacted on the way."""
-    regimes = [Sampling(), Sampling(0.7), Sampling(1, 9, 0.9), Sampling(0), Sampling(), Sampling(), Sampling(1.3)]
-    batch, one = (Engine(target, proposer, verify=rule, rows=rows, policy=Uneven()) for rows in (3, 1))
-    out = batch.generate(PROMPTS, max_new_tokens=LIMITS, sampling=regimes, seed=7)
-    for row, text in enumerate(PROMPTS):
-        own = one.generate([text], max_new_tokens=LIMITS[row], sampling=regimes[row], seed=7)
-        assert (own.tokens[0], own.finish[0]) == (out.tokens[row], out.finish[row])
-        assert own.stats.rows[0] == out.stats.rows[row]
-    assert sum(out.stats.accepted) > 0, "the draft is never right: nothing was tested"
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_permuting_the_batch_permutes_the_output(target, draft, rule):
     engine = Engine(target, Independent(draft), verify=rule, rows=4)

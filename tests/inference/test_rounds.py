@@ -151,19 +151,6 @@ def test_a_draft_with_a_shorter_context_stops_drafting_there(target):
     assert full.drafted == [1] and over.drafted == []
 
 
-@pytest.mark.parametrize("kind", [Independent, NGram])
-def test_penalties_and_bans_are_those_of_transformers(target, kind):
-    prompts, n = [PROMPT, [1, 1], [9, 8, 9, 8, 9]], 30
-    ours = Sampling(0, repetition_penalty=1.4, banned=((4,), (5, 7), (2, 9, 9)), min_new_tokens=20, stop_ids=(6, 11),
-                    logit_bias={3: -2.5, 8: 1.5})  # fmt: skip
-    theirs = {"repetition_penalty": 1.4, "bad_words_ids": [[4], [5, 7], [2, 9, 9]], "min_new_tokens": 20,
-              "eos_token_id": [6, 11], "sequence_bias": [[[3], -2.5], [[8], 1.5]]}  # fmt: skip
-    proposer = Independent(near(target)) if kind is Independent else NGram()
-    out = Engine(target, proposer, rows=2).generate(prompts, max_new_tokens=n, sampling=ours)
-    assert out.tokens == [continued(target, text, n, **theirs) for text in prompts]
-    assert sum(out.stats.accepted) > 0
-
-
 @pytest.mark.parametrize("sampling", [Sampling(presence_penalty=2.0), Sampling(0.7, frequency_penalty=1.0)])
 def test_penalties_on_the_text_see_the_accepted_drafts(target, sampling):
     for proposer in (Independent(target), Independent(near(target)), NGram()):

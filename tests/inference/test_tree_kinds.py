@@ -9,7 +9,6 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.forced import forced
-from inference.exactness.verdict import check
 from inference.measure.tree_plan import distributions_of_rounds, reach_under
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -94,22 +93,6 @@ def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.Mon
         outs = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
     assert [one.tokens for one in outs] == [one.tokens for one in wanted]
     assert [one.stats.accepted for one in outs] == [one.stats.accepted for one in wanted]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
-@each_kind
-def test_forced_rounds_predict_measured_ones(kind: str, rule: str, temperature: float) -> None:
-    """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
-    target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
-    engine = Engine(target, drafts(kind, target), verify=rule, policy=Fixed(3), rows=12)
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 3
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=20, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 20)
-    assert report.passed and report.calls and report.depth, report.lines()
-    assert report.depth.rounds > 20 and 0 < report.depth.alpha <= 1
-    assert temperature or report.calls.measured == report.calls.predicted
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "p_eagle", "parallel"])

@@ -1,69 +1,20 @@
 """Check (a): differences from plain text, and which of them are ties."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness import ties, verdict
+from inference.exactness import ties
 from inference.exactness.teacher_forced import TextLogits
-from inference.exactness.ties import Compared, Difference, TextCheck, check_text, compare_passes, excused, is_tie
-from inference.output import Counts, Emitted
-from inference.policy import Fixed
-from inference.proposers import Independent
+from inference.exactness.ties import Difference, TextCheck, check_text, compare_passes, excused, is_tie
 from inference.sampling import probs
 from inference.sampling.noise import row_ids
-from tests.inference.exactness.test_verdict_figures import LOGITS
-from tests.tiny import near, tiny
+from tests.tiny import tiny
 
 V = 8
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
-
-
-@pytest.mark.parametrize("own", [0.0, 1e-5, 0.5])
-def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = tiny(dtype=torch.float32), []
-    engine = Engine(model, Independent(near(model)), policy=Fixed(2), rows=1)
-
-    def coupled(*given: Any) -> None:
-        calls.append(given)
-        raise KeyError
-
-    monkeypatch.setattr(verdict, "check_logits", lambda *_: replace(LOGITS, own=own))
-    monkeypatch.setattr(verdict, "check_coupled", coupled)
-    prompts = [[n, 2] for n in range(3)]
-    texts = Emitted([*prompts, prompts[0]], [4, 5, 6, 4], [[1] * 9] * 4, [Counts(9)] * 4)
-    with pytest.raises(KeyError):
-        verdict.check(engine, texts, Sampling(0.5), 600, seed=11)
-    ((_, chosen, ids, sampling, limit, seed, bound, tree),) = calls
-    assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
-    assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
-    assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
-
-
-def test_a_text_that_differs_counts_once_its_differences_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three differences in two of four texts; one has a larger gap than rounding explains."""
-    gaps = ((0.2, 1), (0.3, 1), (5.0, 3))
-    apart = [Difference(gap, torch.tensor([0.0, -gap]), torch.zeros(2), 0, 1, text, 9.0) for gap, text in gaps]
-    given: list[Any] = []
-
-    def compared(*arguments: Any, **named: Any) -> Compared:
-        given.append((arguments, named))
-        return Compared(apart, 17, 0.5, 8.0)
-
-    monkeypatch.setattr(ties, "compare_text", compared)
-    model, regime = tiny(), Sampling(0.5)
-    engine, prompts = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2), [[n, 2] for n in range(4)]
-    result = ties.check_coupled(engine, prompts, [7, 8, 9, 6], regime, 5, 21, 0.25)
-    assert result == TextCheck(4, 2, 2, 1, 1.0, 5.0, 8.0, 17, 20) and not result.passed
-    (((lm, read, texts, sampling), named),) = given
-    coupled = Engine(model, verify="coupled", rows=2)
-    wanted = coupled.generate(prompts, max_new_tokens=5, sampling=regime, seed=21, ids=[7, 8, 9, 6], ignore_eos=True)
-    assert (lm, read, texts, sampling) == (engine.target, prompts, wanted.tokens, regime)
-    assert named == {"width": 4, "noise_keys": ([7, 8, 9, 6], 21), "bound": 0.25, "tree": None}
-    assert engine.rule.name == "token"
 
 
 def test_what_stands_past_a_texts_end_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:

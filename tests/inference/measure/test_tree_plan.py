@@ -23,7 +23,7 @@ from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import from_paths, paths_of
-from studies.tree_cells import rate, round_seconds
+from studies.tree_cells import round_seconds
 from tests.tiny import near, tiny
 from tests.trees import depth, topologies
 
@@ -142,21 +142,6 @@ def test_every_tree_is_listed_once() -> None:
     assert len(result) == len(wanted) and set(result) == wanted
 
 
-def test_many_shapes_are_rated_as_each_by_itself() -> None:
-    """Sums over paths: of more shapes than run side by side, under both rules. Of trees under
-    traversal the refused children are drawn."""
-    result = broad(True)
-    shapes = every(5, 2, 3)
-    for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)]:
-        calls = rate(result, [(), *shapes], rule, likeliest)
-        assert calls[()].tolist() == result.lengths.tolist()
-        for own in [*shapes[::7], (-1, 0, 1)]:
-            alone = calls_from(reach_under(result, own, rule, likeliest), result.lengths)
-            torch.testing.assert_close(
-                calls[own], alone.double(), rtol=0.02 if rule == "traversal" and own != (-1, 0, 1) else 1e-6, atol=0
-            )
-
-
 def test_chances_are_drawn_to_their_mean() -> None:
     """Of each depth and child, over the tokens that there are."""
     accept, lengths = torch.rand(2, 5, 3, 2, dtype=torch.float64), torch.tensor([5, 2])
@@ -164,18 +149,3 @@ def test_chances_are_drawn_to_their_mean() -> None:
     result = towards_mean(accept, 0.25, lengths)
     torch.testing.assert_close(result, 0.75 * accept + 0.25 * mean.expand_as(accept))
     assert Search(distributions(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
-
-
-@pytest.mark.thorough
-def test_shrunk_chances_choose_better_trees_for_other_texts() -> None:
-    """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
-    drawn to their mean."""
-    generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}
-    for _ in range(6):
-        rank = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.2]), 50 * 40, True, generator=generator).view(50, 40)
-        each = Distributions(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
-        few, others = (Distributions(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
-        for shrunk in calls:
-            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).ranked(lambda parents: 1.0)[0]
-            calls[shrunk] += float(rate(others, [best.parents], "tree", True)[best.parents].sum())
-    assert calls[0.3] < calls[0.0]

@@ -3,8 +3,6 @@ GPU, what is recorded, launched, shared and freed; which attention kernels run."
 
 import copy
 import warnings
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +13,11 @@ from inference import Engine, Sampling
 from inference.models.forward import additive, attention, seen_from
 from inference.models.llama import ModelShape, flash
 from inference.models.lm import LM
-from inference.models.replay import Pure, Recorded
-from inference.models.step import Replayed, Tempered
+from inference.models.replay import Recorded
+from inference.models.step import Replayed
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Host
-from inference.proposers.independent import chain
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -120,30 +117,6 @@ def test_a_pass_is_one_copy_and_one_launch() -> None:
             lm.run.forward(given, window, only)
             assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
             assert not gpu.h2d and not gpu.d2h
-
-
-@torch.inference_mode()
-def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
-    with standin.device() as gpu:
-        lm = recording_lm()
-        u, temperature = torch.rand(4, 3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
-        ends = torch.tensor([3, 4, 5, 3])
-        given = [x.to("cuda") for x in (ends, u, temperature)]
-        tails, tensors = ids(4, 2), dict(zip(("start", "u", "temperature"), given, strict=True))
-        pure = Pure(tensors, lambda x: Tempered(x["u"], x["temperature"], False), 0)
-        round, read = SimpleNamespace(pure=lambda *_, **__: pure), {"last": tails, "ends": given[0]}
-        draft = partial(lm.drafts, round, ("chain",), chain(False), read, tails, 7, 3, False)
-        draft()
-        gpu.clear()
-        results = draft()
-        assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
-        assert not gpu.h2d and not gpu.d2h
-        drafts, distributions = (x.to("cpu") for x in results)
-    host = LM(tiny(), 4, compile=False)
-    host.store(torch.arange(4).view(4, 1), [0] * 4)
-    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
-    torch.testing.assert_close(distributions[:, 0], (logits / temperature[:, None]).softmax(-1))
-    assert drafts.shape == (4, 3)
 
 
 @torch.inference_mode()

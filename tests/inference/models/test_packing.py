@@ -70,19 +70,6 @@ def test_products_are_those_of_the_weight(inputs: int, outputs: int, bias: bool,
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
 
 
-@needs_fbgemm
-@pytest.mark.parametrize("small", [2.0**-14, 2.0**-17 * 1.5, 2.0**-24, 2.0**-26 * 1.75])
-def test_the_copy_has_the_numbers_of_the_weight(small: float) -> None:
-    """Trained numbers that are nearly 0 as well, for which float16 alone has fewer digits."""
-    weight = torch.randn(20, 32).to(torch.bfloat16).float()
-    weight[3, 5], weight[4, 6], weight[5, 7] = small, -small * 1.0078125, 0.0
-    product = pack(weight, None)
-    assert isinstance(product, InFloat16)
-    packed = torch.ops.quantized.linear_unpack_fp16(product.packed)[0] / product.factor
-    assert ((packed - weight).abs() <= 2.0**-30 * weight.abs().amax(1, keepdim=True)).all()
-    assert small < 2.0**-17 or torch.equal(packed, weight)
-
-
 @pytest.mark.parametrize("power", [-100, -20, 0, 10, 40])
 def test_which_weights_float16_represents(power: int) -> None:
     """Errors are judged beside the largest number of their row."""

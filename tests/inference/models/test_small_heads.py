@@ -33,19 +33,6 @@ def matrix(tokens: int = 40, width: int = 12) -> torch.Tensor:
     return torch.randn(tokens, width, dtype=F64, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_head_of_full_rank_is_the_whole_head() -> None:
-    weight = matrix()
-    for head in (kinds.small(tiny(), rank=16), kinds.small(tiny(), 16, 16)):
-        low = head.lm_head.projection
-        rows = tiny().lm_head.weight[head.lm_head.known if head.lm_head.known is not None else slice(None)]
-        torch.testing.assert_close(low.up.weight @ low.down.weight, rows, atol=1e-10, rtol=0)
-    up, down = factors(weight, 12)
-    torch.testing.assert_close(up @ down, weight, atol=1e-10, rtol=0)
-    whole, full = kinds.eagle(tiny()), kinds.eagle(tiny(), head_rank=16)
-    states = torch.randn(3, 16, dtype=F64)
-    torch.testing.assert_close(full.head(states, 32), whole.head(states, 32), atol=1e-10, rtol=0)
-
-
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_a_low_rank_is_the_nearest_and_split_evenly(rank: int) -> None:
     """The error is that of the left-out singular values, which is the least there is (Eckart and Young, 1936)."""

@@ -12,8 +12,6 @@ from inference.models.forward import Lean, Stock
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
-from inference.models.replay import Recorded
-from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
 
@@ -130,21 +128,6 @@ def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     ends_early(model, lm)
     names = {key[0][1:] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]
     assert names >= {((0, 1, 2, LAST), True), ((1,), False)}
-
-
-def test_a_graph_with_states_is_one_copy_and_one_launch(graphs_on_cpu: None) -> None:
-    with standin.device() as gpu:
-        model = tiny(layers=3).to("cuda")
-        lm = LM(model, 3, compile=True)
-        check(model, lm)
-        ends_early(model, lm)
-        ids = torch.tensor([text[-3:] for text in TEXTS]).to("cuda")
-        for run in (lambda: lm.forward(ids, START, states=(0, LAST)), lambda: lm.hidden(ids, START, 2)):
-            run()
-            before, gpu_launches = gpu.recordings, sum(gpu.launches.values())
-            run()
-            assert gpu.recordings == before and sum(gpu.launches.values()) - gpu_launches <= 4
-    assert not Recorded.failed
 
 
 def test_layers_that_the_model_lacks_are_named() -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
 from inference.models.lm import LM
-from inference.models.replay import Compiled
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, ConditionedNetwork, Scale, conditioned
 from inference.sampling import one_hot
 from tests import standin
 from tests.kinds import conditioned_near
-from tests.tiny import near, tiny, traced
+from tests.tiny import near, tiny
 from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `conditioned_near`
@@ -195,27 +194,6 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
     with standin.device() as gpu:
         assert texts(tiny().to("cuda"), True) == expected and gpu.recordings
     assert expected[0] != expected[3]
-
-
-@pytest.mark.thorough
-def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rows as the graph has, of one temperature, of several, and with a greedy row, which drafts pass by
-    pass."""
-    traced(monkeypatch)
-    target, counts = tiny(), []
-    for sampling in (Sampling(0.7), [Sampling(t) for t in (0.35, 1.0, 0.7)],
-                     [Sampling(t) for t in (0.0, 0.35, 1.0)]):  # fmt: skip
-        asked: dict[str, Any] = {"max_new_tokens": 15, "sampling": sampling, "ignore_eos": True, "ids": range(3)}
-        one, other = (
-            Engine(target, Conditioned(conditioned_near(target), compile=compile), policy=Fixed(3), rows=3).generate(
-                PROMPTS[:3], **asked
-            )
-            for compile in (False, True)
-        )
-        assert one.tokens == other.tokens and one.stats.accepted == other.stats.accepted
-        counts.append(one.stats.accepted)
-    assert not Compiled.failed
-    assert counts[0] != counts[1] != counts[2]
 
 
 def test_a_scale_is_written_once_for_rows_that_stay() -> None:

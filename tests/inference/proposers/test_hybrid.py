@@ -9,7 +9,6 @@ from inference import Engine, Sampling
 from inference.exactness.verdict import check
 from inference.lookup.corpus import About, Datastore
 from inference.lookup.suffixes import Match, SuffixAutomaton
-from inference.measure.gating import gate_records
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers.hybrid import LONGEST, Gate, HeldOutPosition, Hybrid, calibrated
@@ -133,17 +132,3 @@ def test_calls_and_acceptance_are_those_that_the_texts_foretell(kind: str) -> No
     assert verdict.passed, verdict.lines()
     assert verdict.calls is not None and verdict.calls.measured < 16 * 24
     assert (verdict.calls.sigma == 0) == (kind == "retrieval")
-
-
-def test_a_gate_counts_rounds_of_full_length_alone() -> None:
-    """Near the end of a text fewer tokens are drafted; a fully accepted round that ends the text counts."""
-    K, count = 4, 12
-    engine = Engine(tiny(), Independent(near(tiny())), policy=Fixed(K), rows=8)
-    prompts = [[3, token] for token in range(2, 26)]
-    out = engine.generate(prompts, max_new_tokens=count, sampling=Sampling(), ignore_eos=True).whole()
-    positions = [p for row, prompt in enumerate(prompts) for p in gate_records(Retrieval(), prompt, out, row, K)]
-    accepted = [position.accepted for position in positions if position.accepted is not None]
-    assert len(accepted) == out.stats.drafted[K - 1] < out.stats.drafted[0]
-    assert accepted.count(K) == out.stats.accepted[K - 1] > 0
-    ended = [row for row in out.stats.rows if row.starts[-1] + K + 1 == count and row.accepted[K - 1]]
-    assert ended  # with a fully accepted round

@@ -40,23 +40,6 @@ def test_known_values_never_change():
     assert not torch.equal(first, second)
 
 
-AXES = ["seed", "row", "start", "depth", "stream"]
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_neighbours_along_each_part_of_the_key_are_independent(axis):
-    many = torch.arange(200)
-    key = {"seed": 3, "row": many, "start": many * 0 + 5, "depth": many, "stream": DRAFT}
-    other = dict(key, **{axis: key[axis] + 1})
-    u, v = uniform(**key).flatten(), uniform(**other).flatten()
-    cells = torch.bincount((u * 8).long() * 8 + (v * 8).long(), minlength=64).double()
-    assert chi_square(cells, torch.full((64,), u.numel() / 64)) > 1e-4
-    if axis in ("row", "depth"):  # shifted tables overlap: the shared part is the same numbers
-        assert torch.isin(v, u).double().mean() > 0.9
-    else:
-        assert not torch.isin(v, u).any()
-
-
 def test_every_part_of_the_key_counts_and_parts_do_not_mix():
     """(row, start, depth) = (1, 2, 3) and its permutations are all different numbers."""
     keys = list(itertools.product((1, 2, 3), repeat=4))

@@ -1,7 +1,5 @@
 """Settings that read the text: equal to transformers' generate; presence and frequency by hand."""
 
-import math
-
 import pytest
 import torch
 
@@ -64,21 +62,6 @@ def test_presence_and_frequency_count_generated_tokens_only():
     penalised = process(logits, [history], [3], Sampling(presence_penalty=0.5, frequency_penalty=0.25))
     assert penalised.tolist() == [[0, 0, -1.0, -0.75, 0, 0]]
     assert process(logits, [history], [0], Sampling(presence_penalty=0.5)).tolist() == logits.tolist()
-
-
-def test_every_row_is_processed_by_its_own_prefix_and_regime():
-    logits = torch.randn(4, 9, dtype=torch.float64)
-    histories, new = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [8]], [0, 1, 2, 0]
-    everything = Sampling(0.5, 0, 1.0, 0.0, 1.3, 0.4, 0.2, {2: 1.5}, ((3, 4), (1,)), 2, stop_ids=(7,))
-    regimes = [everything, Sampling(), everything, Sampling(frequency_penalty=1)]
-    before = logits.clone()
-    whole = process(logits, histories, new, regimes, [0])
-    for i in range(4):
-        assert torch.equal(process(logits[i : i + 1], [histories[i]], [new[i]], regimes[i], [0])[0], whole[i])
-    assert torch.equal(logits, before) and torch.equal(whole[1], logits[1])
-    assert whole[0, [0, 1, 7]].tolist() == [-math.inf] * 3  # the end, the banned id, the stop id
-    assert whole[2, 0] > -math.inf and whole[2, 7] > -math.inf and whole[2, 1] == -math.inf
-    assert process(logits[:1], [[1, 3]], [0], Sampling(banned=((3, 4),)))[0, 4] == -math.inf
 
 
 def test_needs_history_names_exactly_the_settings_that_read_it():

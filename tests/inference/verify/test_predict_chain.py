@@ -124,13 +124,6 @@ def test_a_draft_length_that_depends_on_the_text_stays_exact(rule):
     )
 
 
-def test_a_draft_length_for_each_row():
-    r = torch.rand(3, 9, dtype=torch.float64)
-    each = torch.stack([predict_chain.expected_calls(r[b : b + 1], b)[0] for b in range(3)])
-    torch.testing.assert_close(predict_chain.expected_calls(r, torch.arange(3)), each)
-    assert each[0] == 9
-
-
 def simulate(r, k, runs):
     """Rounds by throwing every coin: calls of each run, and (accepted, drafted, tried) counts by depth."""
     rng, total = np.random.default_rng(0), len(r)

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from inference.models.replay import Recorded
-from inference.sampling import draw
-from inference.sampling.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
-from inference.verify import block, token, traversal, tree
+from inference.verify import traversal, tree
 from inference.verify.lossy_typical import lossy_typical
-from inference.verify.tree import likeliest, sampled
 from tests import standin
-from tests.exact import F64, chi_square, distributions
+from tests.exact import F64, distributions
 from tests.trees import MODES, Case, decided, judged, path_of, topologies
 
 RULES = {"tree": tree, "traversal": traversal}
@@ -101,23 +98,6 @@ def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
             torch.testing.assert_close(verdicts.probs[n], wanted, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_on_a_chain_the_rules_are_token_and_block(dtype):
-    B, K, V = 400, 4, 6
-    p, q = (
-        distributions("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype),
-        distributions("dense", V, B * K).view(B, K, V).to(dtype),
-    )
-    x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
-    parents = (-1, 0, 1, 2)
-    for rule, other in ((tree, token), (traversal, block)):
-        one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
-        assert torch.equal(one.accepted, same.accepted) and torch.equal(one.probs, same.probs)
-        assert torch.equal(one.path, torch.where(torch.arange(K) < one.accepted.unsqueeze(-1), torch.arange(K), -1))
-    none = tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
-    assert none.path.shape == (B, 0) and torch.equal(none.probs, p[:, 0]) and not none.accepted.any()
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
 def test_nothing_past_a_rows_nodes_is_read(rule, filler):
@@ -154,36 +134,6 @@ def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtyp
         assert abs(probs.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
         emitted = x[0, path[0, : accepted[0]]]
         assert (p[emitted] > 0).all() and (q[emitted] > 0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", ["without", "deterministic"])
-def test_generation_over_rounds_has_the_distribution_of_the_target(rule, mode):
-    """The joint of four tokens of an i.i.d. pair, two or more rounds, with the library's streams."""
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.3, 0.5], dtype=F64)
-    rows, length, parents = 20_000, 4, (-1, -1, 0, 0)
-    row, start = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    text = torch.zeros(rows, length + 3, dtype=torch.int64)
-    node = torch.tensor([[0, 1]]).expand(rows, -1)
-    while (start < length).any():
-        g = gumbel_after(children_states(0, row, start), node, 3)
-        probs = q.expand(rows, 2, -1)
-        x = (sampled(probs, g, 2) if mode == "without" else likeliest(probs, 2)).flatten(1)  # of the anchor, of node 0
-        u = uniform(0, row, start, torch.arange(4), ACCEPT)
-        draft = q.expand(rows, 4, -1) if mode == "without" else None
-        accepted, path, last = RULES[rule](p.expand(rows, 5, -1), draft, x, parents, u)
-        end = draw(last, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
-        new = torch.cat([x.gather(1, path.clamp(min=0)), end.unsqueeze(1)], 1)
-        new = new.scatter(1, accepted.unsqueeze(1), end.unsqueeze(1))
-        for i in range(3):
-            going = (i <= accepted) & (start < length)
-            text[row[going], start[going] + i] = new[going, i]
-        start = torch.where(start < length, start + accepted + 1, start)
-    cells = torch.bincount((text[:, :length] * 3 ** torch.arange(length)).sum(-1), minlength=3**length).double()
-    expected = torch.ones(1, dtype=F64)
-    for _ in range(length):
-        expected = torch.outer(p, expected).flatten()
-    assert chi_square(cells, expected * rows) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
