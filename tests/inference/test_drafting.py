@@ -53,12 +53,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def texts(compile: bool, sampling: list[Sampling], rows: int = 3, greedy: bool = False, **settings: Any) -> Any:
     proposer = Independent(near(tiny()), greedy, compile=compile)
     engine = Engine(tiny(), proposer, policy=Fixed(4), rows=rows, **settings)
-    limits = [20, 4, 33, 11, 26]
+    limits = [12, 4, 19, 7, 14]
     return engine.generate(PROMPTS, max_new_tokens=limits, sampling=sampling, seed=2, ignore_eos=True)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 3) for name in REGIMES), ("sampled", 1), ("mixed with greedy", 1), ("truncated", 1)]
+)
 def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, rows: int) -> None:
     """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
     at_once, stepwise = (texts(compile, REGIMES[name], rows) for compile in (True, False))
@@ -68,7 +69,7 @@ def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, 
     assert set(calls) == (set() if stepwise_alone else {4})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 20}])
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
     assert both[0] == both[1] and calls

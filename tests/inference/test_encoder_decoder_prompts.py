@@ -90,18 +90,6 @@ def test_forms_of_features() -> None:
     assert engine.generate(other, max_new_tokens=6, seed=2).tokens != wanted
 
 
-def test_suppressed_tokens_are_those_of_transformers() -> None:
-    """Throughout, and as the first token alone."""
-    model = whisper()
-    engine = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2)
-    prompts = sources(model, 4)
-    plain = engine.generate(prompts, max_new_tokens=12, sampling=COLD).tokens
-    settings = {"suppress_tokens": [plain[0][1], 2], "begin_suppress_tokens": [plain[0][0], plain[1][0], 4]}
-    sampling = Sampling.of(GenerationConfig(**settings))
-    out = engine.generate(prompts, max_new_tokens=12, sampling=sampling).tokens
-    assert out == [generated(model, start, 12, **settings) for start in engine.starts(prompts)] != plain
-
-
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
     "the first id that the encoder lacks": (t5, [[3, VOCABULARY]], f"prompt 0: source ids from 3 to {VOCABULARY}"),
@@ -190,16 +178,6 @@ def test_first_ids_follow_the_generation_config_and_the_start_token() -> None:
     gap.generation_config.forced_decoder_ids = [[1, 5], [3, 7]]
     with pytest.raises(ValueError, match="forced_decoder_ids"):
         Engine(gap).generate(sources(gap, 1))
-
-
-def test_a_text_past_the_drafts_context_is_the_targets() -> None:
-    """Its first ids alone fill the draft's positions."""
-    target, draft = bart(eos_token_id=None), bart(5, positions=16)
-    prompts: Any = [{"input_ids": [4, 5], "decoder_input_ids": [2, *range(3, 23)]}, {"input_ids": [6, 7, 8]}]
-    plain = Engine(target, rows=2).generate(prompts, max_new_tokens=6, sampling=COLD)
-    engine = Engine(target, Independent(draft), rows=2, policy=Fixed(2))
-    out = engine.generate(prompts, max_new_tokens=6, sampling=COLD)
-    assert out.tokens == plain.tokens and out.stats.drafted[0] > 0
 
 
 def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:

@@ -17,8 +17,7 @@ END = 31
 # mixed lengths, ids 0 (pad) and END inside, more prompts than rows
 PROMPTS = [[3, 5, 7, 3, 5], [END], [0, 0, 9, 4, 4, 0, END, 8, 2, 9, 9, 0], [0], [6, END, 6, END, 6], [1, 2], [12] * 9]
 LIMITS = [24, 9, 17, 30, 1, 12, 2]
-RULES = ["token", "block", "match", "coupled"]
-KINDS = ["independent", "greedy", "ngram"]
+RULES = ["token", "coupled"]
 
 
 class Uneven:
@@ -42,18 +41,17 @@ def draft(target):
 def proposer(request, draft):
     return {
         "independent": lambda: Independent(draft),
-        "greedy": lambda: Independent(draft, greedy=True),
         "ngram": lambda: NGram(),
         "plain": lambda: None,
     }[request.param]()
 
 
-def by_draft(*kinds):
-    return pytest.mark.parametrize("proposer", kinds, indirect=True)
-
-
-@by_draft(*KINDS, "plain")
-@pytest.mark.parametrize("policy", [Fixed(3), Uneven()], ids=["fixed", "uneven"])
+@pytest.mark.parametrize(
+    ("proposer", "policy"),
+    [("plain", Fixed(3)), ("independent", Fixed(3)), ("independent", Uneven()), ("ngram", Uneven())],
+    ids=["fixed-plain", "fixed-independent", "uneven-independent", "uneven-ngram"],
+    indirect=["proposer"],
+)
 def test_greedy_text_is_that_of_transformers(target, proposer, policy):
     engine = Engine(target, proposer, rows=3, policy=policy)
     out = engine.generate(PROMPTS, max_new_tokens=LIMITS, sampling=Sampling(0))
@@ -87,25 +85,25 @@ def test_ids_are_the_key_of_the_noise(target, draft):
     assert engine.generate([[3, 5]], max_new_tokens=12, ids=[9], ignore_eos=True).tokens[0] == out.tokens[1]
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_draft_equal_to_the_target_gives_k_plus_1_tokens_every_round(rule):
-    """Over 2,000 tokens of rows of different lengths (rows 16, 17, 20)."""
-    model = tiny(positions=512)
+    """Rows of different lengths (rows 16, 17, 20)."""
+    model = tiny()
     engine = Engine(model, Independent(model), verify=rule, rows=8)
     prompts = [list(range(1, n + 2)) for n in range(8)]
-    out = engine.generate(prompts, max_new_tokens=250)
+    out = engine.generate(prompts, max_new_tokens=100)
     for row in out.stats.rows:
-        assert row.starts == list(range(0, 250, 5))
-        assert row.drafted == row.accepted == [50] * 4
+        assert row.starts == list(range(0, 100, 5))
+        assert row.drafted == row.accepted == [20] * 4
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9), Sampling(repetition_penalty=1.3)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3)])
 def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
     """Lengths 0, 2 and 4 mixed in every round: a draft equal to the target is always accepted (row 18)."""
     model = tiny()
     engine = Engine(model, Independent(model), rows=4, policy=Uneven())
-    stats = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling).stats
-    assert stats.drafted == stats.accepted and min(stats.drafted) > 30
+    stats = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling).stats
+    assert stats.drafted == stats.accepted and min(stats.drafted) > 20
 
 
 class Watched(Independent):

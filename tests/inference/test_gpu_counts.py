@@ -16,13 +16,12 @@ MOST = {
     "draft, penalties, bias, bans, minimum length": 25,
     "conditioned, token": 16,
     "eagle, token": 23,
-    "p_eagle, token": 23,
     "p_eagle, markov, token": 23,
-    "block, token": 23,
     "block, causal, token": 23,
+    "medusa, token": 20,
     "medusa, markov, token": 20,
+    "hydra, token": 24,
     "parallel, token": 24,  # of a round that catches up
-    "parallel, markov, token": 24,  # as without the head
     "early_exit, token": 16,
     "hybrid, token": 24,  # of a round that catches up with what look-up drafted
     "n-gram look-up": 20,  # rows of different draft lengths read their anchor behind their own

@@ -306,8 +306,9 @@ def test_the_text_parts_of_a_message_are_joined(engine: Engine) -> None:
     assert whole == joined
 
 
-def test_an_array_of_texts_is_a_list_of_prompts(engine: Engine) -> None:
+def test_an_array_of_texts_or_of_ids_is_a_list_of_prompts(engine: Engine) -> None:
     assert tokens(engine, TEXTS) == tokens(engine, np.array(TEXTS))
+    assert tokens(engine, torch.tensor([[3, 5], [7, 9]])) == tokens(engine, [[3, 5], [7, 9]])
 
 
 def test_a_message_that_calls_tools_needs_no_content(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,7 +12,7 @@ import torch
 from inference import Engine, Sampling
 from inference.models.replay import Graph, Recorded, pool_for
 from inference.policy import Fixed
-from inference.proposers import Independent, NGram
+from inference.proposers import Independent
 from tests import standin
 from tests.gpu_counts import CUTS, PENALTIES
 from tests.tiny import near, tiny
@@ -126,18 +126,3 @@ def test_no_graph_is_destroyed_while_another_is_recorded() -> None:
             assert not gc.isenabled()  # a user's own choice stays
         finally:
             gc.enable()
-
-
-@pytest.mark.parametrize("kind", ["ngram", "padded"])
-def test_ngrams_and_padded_vocabularies_are_recorded_too(kind: str) -> None:
-    """A draft with more rows than there are ids drafts at once; n-gram drafts have no distributions."""
-
-    def decode(device: str) -> list[list[int]]:
-        draft = Independent(near(tiny(vocab=40, layers=1)).to(device), compile=device != "cpu")
-        proposer = NGram() if kind == "ngram" else draft
-        engine = Engine(tiny().to(device), proposer, policy=Fixed(3), rows=3, compile=device != "cpu")
-        return engine.generate(PROMPTS, max_new_tokens=4, sampling=CUTS[:4], ignore_eos=True).tokens
-
-    wanted = decode("cpu")
-    with standin.device() as gpu:
-        assert decode("cuda") == wanted and gpu.recordings

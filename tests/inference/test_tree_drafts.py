@@ -12,14 +12,12 @@ from inference.exactness.verdict import check
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.proposers.base import Proposal, Siblings
+from inference.proposers.base import Siblings
 from inference.proposers.trees import StaticTrees
 from inference.sampling.noise import row_ids
-from inference.verification import column_of, round_result
-from inference.verify import TreeVerification
+from inference.verification import column_of
 from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES
-from inference.verify.tree import Tree
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import PROMPTS
 from tests.tiny import near, tiny
@@ -129,18 +127,6 @@ def test_tokens_past_the_end_are_never_accepted() -> None:
     reach = reach_along(torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"],
                         True, 0)  # fmt: skip
     assert reach is not None and reach.tolist() == [[1, 1, 0]]
-
-
-@pytest.mark.parametrize(("path", "k", "rejected"), [([1, -1], 3, 0), ([0, -1], 3, 1), ([0, -1], 2, 0), ([0, 2], 3, 0),
-                                                    ([-1, -1], 3, 1), ([-1, -1], 0, 0)])  # fmt: skip
-def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, rejected: int) -> None:
-    """Nodes 0 and 1 at the anchor, node 2 at node 0: a token is a correction where a child was there to be rejected."""
-    p, length = torch.full((1, 4, 5), 0.2), torch.tensor([k])
-    proposal = Proposal(torch.tensor([[1, 2, 3]]), None, [k], Tree((-1, -1, 0)))
-    accepted = torch.tensor([sum(node >= 0 for node in path)])
-    verdict = TreeVerification(accepted, torch.tensor([path]), p[:, 0])
-    result = round_result(p, proposal, verdict, torch.tensor([4]), length, length)
-    assert result.table[0, 5] == rejected
 
 
 def test_the_reason_is_that_of_the_node() -> None:

@@ -1,13 +1,9 @@
 """Check (a): differences from plain text, and which of them are ties."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.exactness import ties
-from inference.exactness.teacher_forced import TextLogits
 from inference.exactness.ties import Difference, TextCheck, check_text, compare_passes, excused, is_tie
 from inference.sampling import probs
 from inference.sampling.noise import row_ids
@@ -15,18 +11,6 @@ from tests.tiny import tiny
 
 V = 8
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
-
-
-def test_what_stands_past_a_texts_end_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gap changes by a quarter at the text's token, by 9 after it."""
-
-    def passes(*_: Any, width: int, **__: Any) -> Any:
-        logits = torch.tensor([[[2.0, 1.0], [2.0, 1.0]]]) + (width > 1) * torch.tensor([[[0.25, 0.0], [9.0, 0.0]]])
-        x, valid = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, False]])
-        yield TextLogits([0], 0, logits, x, valid, torch.ones(1, 2))
-
-    monkeypatch.setattr(ties, "teacher_forced", passes)
-    assert compare_passes(tiny(), [[1]], [[0]], Sampling(), vocabulary=2, width=2)[0] == 0.25
 
 
 def test_one_changed_token_is_unexplained(pair):

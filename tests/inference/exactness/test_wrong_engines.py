@@ -139,12 +139,6 @@ def calls(draft_kind=Independent, rule="token", dtype=SINGLE, noise=0.02, rows=1
     return check_calls(figures, texts, rule), check_depth(figures, texts)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [("token", HALF), ("block", SINGLE)])
-def test_the_coins_of_an_exact_engine_are_those_expected(rule, dtype):
-    result, depth = calls(rule=rule, dtype=dtype)
-    assert result.passed and depth.passed and result.rare_expected < 5
-
-
 class Warmer(Independent):
     """Says that its distribution was warmer than the one that it drew from."""
 

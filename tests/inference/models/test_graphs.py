@@ -104,22 +104,6 @@ def recording_lm(rows: int = 4) -> LM:
 
 
 @torch.inference_mode()
-def test_a_pass_is_one_copy_and_one_launch() -> None:
-    """Nothing is computed to be thrown away (rotations, copies of results), nothing is read on the host."""
-    with standin.device() as gpu:
-        lm = recording_lm()
-        assert isinstance(lm.run, Replayed)
-        for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
-            window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
-            lm.run.forward(ids(4, 2), window, only)
-            given = ids(4, 2)
-            gpu.clear()
-            lm.run.forward(given, window, only)
-            assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
-            assert not gpu.h2d and not gpu.d2h
-
-
-@torch.inference_mode()
 def test_widths_share_a_graph_and_added_ids_change_nothing() -> None:
     """Passes of 4 and of 5 ids are one graph; up to the last slot, where there is no room for an id that is not one."""
     with standin.device() as gpu:

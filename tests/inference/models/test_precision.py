@@ -106,16 +106,3 @@ def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, plan.served(ids).logits)
     assert draft.dtype == torch.float32
-
-
-def test_a_draft_is_exported_in_the_requested_dtype_and_measured_in_the_fastest(emulates: bool, target: Path) -> None:
-    draft = network(1)
-    for rounded in (True, False):
-        size: Any = type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": rounded, "rows": 1})
-        plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size, ("t", "d"))
-        assert plan.served.dtype == torch.bfloat16 and draft.dtype == torch.float32
-        wanted = torch.float32 if emulates and not rounded else torch.bfloat16
-        assert plan.proposer().model.dtype == wanted and plan.proposer().int8 is rounded
-        assert plan.served.dtype == torch.bfloat16  # and still so
-        pairs = zip(plan.running.parameters(), plan.served.parameters(), strict=True)
-        assert all(torch.equal(a.bfloat16(), b) for a, b in pairs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaForCausalLM, PhiConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
 
 from cotrain.students.independent import causal_lm
 from inference.drafts.causal_lm import CausalLM
@@ -16,7 +16,6 @@ from inference.drafts.draft_folder import load_draft
 from inference.models import llama, packing
 from inference.models.forward import Lean
 from inference.models.lm import LM
-from inference.models.selfcheck import _apart
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
 from inference.proposers import Independent, Parallel
 from studies.floor import weight_bytes
@@ -46,14 +45,6 @@ def test_a_low_rank_is_the_nearest_and_split_evenly(rank: int) -> None:
     for turned in (matrix()[:, :rank], torch.roll(up, 1, 0)):  # no other rows are nearer, with the best `down` for them
         other = turned @ torch.linalg.lstsq(turned, weight).solution
         assert float((weight - other).square().sum()) > least
-
-
-def test_many_rows_are_decomposed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = matrix()
-    whole = factors(weight, 4)
-    monkeypatch.setattr("inference.models.small_heads.CHUNK", 7)
-    for one, other in zip(factors(weight, 4), whole, strict=True):
-        torch.testing.assert_close(one.abs(), other.abs())  # signs of a direction are free
 
 
 def test_directions_without_weight_stay_finite() -> None:
@@ -120,14 +111,6 @@ def test_a_folder_without_the_head_raises_by_name(tmp_path: Path) -> None:
             load_draft(tmp_path)
 
 
-def test_a_plain_folder_is_transformers_own(tmp_path: Path) -> None:
-    network = tiny(dtype=torch.float32)
-    network.save_pretrained(tmp_path)
-    again = load_draft(tmp_path)[0]
-    assert type(again) is LlamaForCausalLM and torch.equal(again(IDS).logits, network(IDS).logits)
-    assert not CausalLM.has_parts(network.config)
-
-
 @pytest.mark.parametrize(("tokens", "rank"), SIZES)
 def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int | None) -> None:
     network = kinds.small(tiny(), tokens, rank)
@@ -155,19 +138,6 @@ def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) ->
         ids = IDS % size
         q, own = (LM(network, 2, int8=int8).forward(ids, [0, 0]).logits.float().softmax(-1) for int8 in (True, False))
         assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.05
-
-
-def test_the_check_of_forwards_sees_a_pruned_model() -> None:
-    """Tokens without a row are left out; whatever else differs counts, and so does a logit where none may be."""
-    own = torch.randn(5, 8)
-    own[:, 3:6] = -torch.inf
-    near_by, extra = own.clone(), own.clone()
-    near_by[2, 1] += 0.5
-    extra[2, 4] = 0.0
-    assert float(_apart([own], [own]).max()) == 0
-    apart = _apart([near_by], [own])
-    assert float(apart[2]) > 0.1 and float(apart.sum()) == float(apart[2])
-    assert float(_apart([extra], [own]).max()) == torch.inf
 
 
 def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

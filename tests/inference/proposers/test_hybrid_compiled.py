@@ -1,15 +1,13 @@
 """Look-up with a model that drafts all of its tokens in one compiled pass."""
 
 from inference import Engine
-from inference.measure.costs import measure_costs
-from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import Retrieval
 from tests.inference.proposers.test_hybrid import gate, prompts
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
-from tests.tiny import near, tiny
+from tests.tiny import tiny
 
 
 def test_drafts_of_look_up_do_not_count_as_stored(calls: list[int]) -> None:  # noqa: F811
@@ -20,9 +18,3 @@ def test_drafts_of_look_up_do_not_count_as_stored(calls: list[int]) -> None:  # 
         engine = Engine(target, beside, rows=7, policy=Fixed(4))
         outputs.append(engine.generate(prompts(), max_new_tokens=80, seed=3, ignore_eos=True))
     assert calls and outputs[0].tokens == outputs[1].tokens and outputs[0].stats.rows == outputs[1].stats.rows
-
-
-def test_costs_with_look_up_are_those_of_the_timed_draft_lengths(calls: list[int]) -> None:  # noqa: F811
-    beside = Hybrid(Independent(near(tiny()), compile=True), Retrieval(), gate(set()))
-    measure_costs(LM(tiny(), 2), beside, 3, context=20, repeats=2)
-    assert set(calls) == {2, 8} and calls.count(2) > calls.count(8)

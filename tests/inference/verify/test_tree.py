@@ -12,7 +12,7 @@ from inference.verify import traversal, tree
 from inference.verify.lossy_typical import lossy_typical
 from tests import standin
 from tests.exact import F64, distributions
-from tests.trees import MODES, Case, decided, judged, path_of, topologies
+from tests.trees import MODES, Case, judged, topologies
 
 RULES = {"tree": tree, "traversal": traversal}
 SMALL = [parents for N in range(1, 4) for parents in topologies(N)]
@@ -63,39 +63,6 @@ def test_trees_of_four_nodes_emit_the_target_distribution(mode, V):
         gains.append(enumerated("traversal", case) - enumerated("tree", case))
         assert gains[-1] >= -1e-12 or parents == LATER_DEEPER, parents
     assert mode == "deterministic" or max(gains) > 1e-3
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", MODES)
-def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
-    """Larger trees, ragged: the path, and the distribution behind it."""
-    trees = [(-1, -1, 0, 0, 1, 1, 2), (-1, 0, -1, 2, 1, 2, 0), (-1, 0, 0, 2, 2, -1, 5), (-1, 0, 1, 2, 3, 4, 5)]
-    B, N, V = 60, 7, 4
-    p, q, u = (
-        distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
-        distributions("dense", V, B * N).view(B, N, V),
-        torch.rand(B, N),
-    )
-    x, k, each = torch.randint(V, (B, N)), torch.randint(N + 1, (B,)), [trees[b % 4] for b in range(B)]
-    for b, node in itertools.product(range(B), range(N)):
-        before = [i for i in range(node) if each[b][i] == each[b][node]]
-        q[b, node] = q[b, before[0]] if before else q[b, node]
-        if mode == "without":
-            x[b, node] = next(v for v in (x[b, node] + torch.arange(V)) % V if v not in x[b, before])
-    one_hot = mode == "deterministic"
-    soft = torch.nn.functional.one_hot(x, V).double() if one_hot else q
-    for i, parents in enumerate(trees):
-        of = torch.arange(i, B, 4)
-        verdicts = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of])
-        for n, b in enumerate(of.tolist()):
-            used = parents[: k[b]]
-            thresholds, rests = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used)
-            end = decided(rule, thresholds, u[b].tolist(), used)
-            path = path_of(used, end)
-            assert verdicts.accepted[n] == len(path)
-            assert verdicts.path[n].tolist() == path + [-1] * (verdicts.path.shape[1] - len(path))
-            wanted = torch.tensor(rests[end + 1], dtype=F64)
-            torch.testing.assert_close(verdicts.probs[n], wanted, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("rule", RULES)
