@@ -1,7 +1,6 @@
 """The batched engine: its texts are those of each row alone, and of plain decoding."""
 
 import inspect
-import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,19 +155,6 @@ def test_prompts_in_spare_slots_do_not_change_texts(verify: str) -> None:
         alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
         assert out.tokens[key] == alone.tokens[0] and out.stats.rows[key] == alone.stats.rows[0]
     assert sum(staged) >= 4 and max(staged) == 2
-
-
-def test_settings_are_checked_without_listing_the_vocabulary() -> None:
-    engine = Engine(tiny(), rows=1)
-    engine.target.vocabulary = 10**6  # a set of them is 60 MB, and takes longer to make than a round
-    tracemalloc.start()
-    rows = engine.begin([[1]], 2, Sampling(logit_bias={10**6 - 1: 1.0}, banned=((0, 1),))).rows
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(rows) == 1 and peak < 10**6
-    for wrong in (Sampling(logit_bias={10**6: 1.0}), Sampling(banned=((3, 10**6),))):
-        with pytest.raises(ValueError, match="vocabulary size is 1000000"):
-            engine.begin([[1]], 2, wrong)
 
 
 def test_an_end_id_of_zero_ends_a_text() -> None:

@@ -1,6 +1,5 @@
 """Check (d): tolerances for the logits of an engine."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,14 +39,6 @@ def test_a_fault_at_one_token_shows_wherever_it_stands(
     wrong = agreement.check_logits(lm, prompts, texts, 4)
     assert not wrong.passed and wrong.worst > wrong.worst_limit
     assert (wrong.one > right.one, wrong.many > right.many) == (width == 1, width == 4)
-
-
-@pytest.mark.parametrize("length", [1, 128, 129, 200, 5000])
-def test_compared_tokens_are_spread_over_the_text_and_the_last_ones_are_all_there(length: int) -> None:
-    at = agreement.spread(length)
-    assert at == sorted({*at}) and len(at) == min(length, agreement.POSITIONS) and at[0] == 0
-    assert at[-agreement.LAST :] == list(range(max(length - agreement.LAST, 0), length))
-    assert max(b - a for a, b in itertools.pairwise([-1, *at])) <= length // 96 + 1
 
 
 ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")

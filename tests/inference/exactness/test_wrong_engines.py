@@ -214,28 +214,6 @@ def test_the_comparison_goes_on_after_a_tie(share, passed):
     assert result.text.passed is result.logits.passed is passed
 
 
-def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
-    """(a) decodes speculatively, and every row of it."""
-    calls_seen = []
-    target, draft = pair(SINGLE)
-    engine, texts = run(target, Independent(draft))
-    propose = engine.proposer.propose
-    monkeypatch.setattr(
-        engine.proposer, "propose", lambda round: calls_seen.append((round.rule.name, len(round.k))) or propose(round)
-    )
-    result = check(engine, texts, Sampling(), NEW)
-    assert {rule for rule, _ in calls_seen} == {"coupled"} and engine.rule.name == "token"
-    assert max(rows for _, rows in calls_seen) == 8  # one row alone is asked for the shape
-    assert (result.text.prompts, result.text.compared, result.text.tokens) == (8, 8 * NEW, 8 * NEW)
-
-
-def test_a_draft_with_a_smaller_context_is_predicted_as_it_drafts():
-    target, draft = pair(SINGLE, positions=32)
-    result = verdict_of(target, Independent(draft))
-    assert result.passed, result.lines()
-    assert result.calls.measured > 8 * (NEW - 32)  # a call a token, past it
-
-
 @pytest.mark.parametrize(("noise", "limit"), [(1e-9, 0.5), (0.5, 1e-9)])
 def test_neither_noisy_passes_nor_a_wide_bound_alone_excuse(noise, limit, monkeypatch):
     """Where certain distributions are compared, what may be rounding is the smaller of the two."""

@@ -85,15 +85,6 @@ def timed(arms, wanted, prompts=PROMPTS, clock=lambda: 0.0):
     return until_known(arms, prompts, 1, ("a", "b"), wanted, clock=clock)
 
 
-def test_timing_goes_on_until_the_interval_is_narrow() -> None:
-    _, quiet = timed(noisy(2.0, 0.01, 0), Wanted(3, 0.1))
-    timing, loud = timed(noisy(2.0, 0.4, 0), Wanted(3, 0.1))
-    assert quiet.batches == LEAST and quiet.enough and quiet.within < 0.02
-    assert loud.runs > 4 * LEAST and loud.enough and loud.within <= 0.1
-    assert timing.ratio("a", "b").within == loud.within
-    assert loud.batches == len(PROMPTS) and max(map(len, timing.runs)) > 1  # the first prompts came again
-
-
 def test_the_width_is_reported_when_time_is_over() -> None:
     ticks = itertools.count()
     timing, reached = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=10.0), clock=lambda: float(next(ticks)))

@@ -2,34 +2,16 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure.arms import ArmResult, engine_arm, seeded, transformers_arm
+from inference.measure.arms import engine_arm, seeded, transformers_arm
 from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
-from studies import assisted
 from studies.assisted import assisted_arm
-from tests.tiny import tiny
-
-
-def test_a_baseline_decodes_the_given_number_of_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def generate(model: Any, prompts: list[list[int]], **settings: Any) -> ArmResult:
-        sizes.append(len(prompts))
-        return ArmResult([[0] for _ in prompts], 1.0, 1.0)
-
-    monkeypatch.setattr(assisted, "generate", generate)
-    prompts, model = [[n] for n in range(5)], tiny()
-    for rows, assistant in ((2, None), (None, None), (2, model)):
-        assisted_arm("hf", model, Sampling(), 1, rows=rows, assistant=assistant).run(prompts, [], 0)
-    assert sizes == [2, 2, 1, 5, *[1] * 5]
-
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure.costs import Costs
 from inference.measure.tree_plan import (
     Distributions,
     Search,
@@ -23,7 +22,6 @@ from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import from_paths, paths_of
-from studies.tree_cells import round_seconds
 from tests.tiny import near, tiny
 from tests.trees import depth, topologies
 
@@ -59,14 +57,6 @@ def distributions(seed: int = 0) -> Distributions:
     rank = torch.randint(2, (8, 40), generator=generator)
     q = torch.full((8, 40, 6), 0.1).scatter(-1, x.unsqueeze(-1), 0.5)
     return Distributions(p, q, x, torch.full((8,), 40), rank)
-
-
-def test_the_plan_is_a_tree_where_passes_are_flat_a_chain_or_nothing_where_nodes_cost() -> None:
-    flat, steep = (Costs(tuple(1 + slope * n for n in range(9)), 0.01, (0.0,) * 9) for slope in (0.0, 2.0))
-    search = Search(distributions(), 8, 2, (1, 2, 3))
-    tree, nothing = (search.ranked(round_seconds(costs))[0] for costs in (flat, steep))
-    assert tree.likeliest and len(tree.parents) == 8 and tree.parents.count(-1) == 2
-    assert nothing.parents == () and nothing.tau == 1
 
 
 def broad(by_depth: bool) -> Distributions:

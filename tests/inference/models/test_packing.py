@@ -15,12 +15,11 @@ from inference.models.packing import InFloat16, can_pack, factor_of, pack
 from inference.policy import Fixed
 from inference.proposers.block import Block
 from inference.proposers.eagle import Eagle
-from inference.proposers.independent import Independent
 from inference.proposers.p_eagle import PEagle
 from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build, passes
-from tests.tiny import compiles, near, tiny, traced
+from tests.tiny import tiny, traced
 
 needs_fbgemm = pytest.mark.skipif(not packing.has_fbgemm(), reason="no FBGEMM: torch has it on x86 alone")
 BIASED: dict[str, Any] = WIDE | {"attention_bias": True, "mlp_bias": True}
@@ -191,22 +190,6 @@ def test_compiled_passes_read_copies_and_share_their_graphs(monkeypatch: pytest.
         second.lm_head.weight *= 2
     passes(LM(second, 3, compile=True))
     assert copies() == before  # no copies of the old weights
-
-
-@pytest.mark.thorough
-@needs_fbgemm
-@compiles
-def test_compiled_engines_write_the_same_text() -> None:
-    """That of plain decoding, with shared noise."""
-    target = halved(tiny(hidden=64, heads=4, seed=3))
-    draft = halved(near(target))
-    plain = Engine(target, rows=2, verify="coupled")
-    drafting = Engine(target, Independent(draft), policy=Fixed(3), rows=2, compile=True, verify="coupled")
-    assert drafting.target.run.packs  # type: ignore[attr-defined]
-    for temperature in (0.0, 1.0):
-        texts = [engine.generate(PROMPTS, sampling=Sampling(temperature), **REGIME).tokens
-                 for engine in (plain, drafting)]  # fmt: skip
-        assert texts[0] == texts[1]
 
 
 @pytest.mark.thorough

@@ -97,14 +97,6 @@ def test_states_in_few_operations_are_transformers_own() -> None:
     ends_early(model, lm)
 
 
-def test_only_requested_layers_have_states() -> None:
-    model, ids = tiny(layers=3), torch.ones(1, 4, dtype=torch.int64)
-    for stock in (False, True):
-        lm = LM(model, 1, stock=stock)
-        assert lm.forward(ids, [0]).states == {} and dict(lm.store(ids, [0])) == {}
-        assert set(lm.forward(ids, [0], states=(2,)).states) == set(lm.store(ids, [0], states=(2,))) == {2}
-
-
 def test_all_keys_of_a_prompt_are_stored_for_any_requested_states() -> None:
     model, ids = tiny(layers=4), torch.arange(6).view(1, 6)
     wanted = LM(model, 1)

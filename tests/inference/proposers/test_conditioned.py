@@ -81,13 +81,6 @@ def test_scales_are_interpolated_between_temperatures() -> None:
     assert torch.equal(Scale(alone).at(asked), 1 + alone.temperature_scale.weight.expand(6, -1))
 
 
-def test_outside_its_temperatures_the_scale_is_that_of_the_nearest() -> None:
-    network: Any = conditioned(tiny(), [0.5, 1.0])
-    network.temperature_scale.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    outside = Scale(network).at(torch.tensor([0.0, 0.2, 1.3, 9.0]))
-    assert torch.equal(outside, 1 + network.temperature_scale.weight[torch.tensor([0, 0, 1, 1])])
-
-
 @pytest.mark.parametrize("wrong", [[], [0.3, 0.3], [1.0, 0.0]])
 def test_temperatures_that_are_no_list_of_knots_raise(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one, each once, in rising order"):
@@ -101,13 +94,6 @@ def conditioned_without(model: Any) -> Any:
     model = conditioned(model, [0.5])
     delattr(model.config, KNOTS)
     return model
-
-
-def test_with_a_scale_of_1_it_is_the_independent_draft() -> None:
-    target = tiny()
-    plain, fresh = near(target, 0.15), conditioned(near(target, 0.15), KNOWN)
-    assert decoded(target, Independent(plain)).tokens == decoded(target, Conditioned(fresh)).tokens
-    assert {name for name, _ in fresh.named_parameters()} - {name for name, _ in plain.named_parameters()} == {TABLE}
 
 
 def test_a_row_drafts_with_the_scale_of_its_own_temperature() -> None:

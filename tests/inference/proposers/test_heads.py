@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cotrain.config.drafts import MedusaDraft
-from cotrain.config.groups import Init
 from cotrain.export import medusa_layout
 from cotrain.export.engines import layout_of
 from cotrain.students.base import LAST, Seen, student_class
@@ -92,18 +90,6 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load(tmp_path / "draft", tiny(hidden=8, dtype=torch.float32))
     with pytest.raises(ValueError, match=f"kind is '{kind}', whose folder holds weights of .*, not a causal"):
         load_draft(tmp_path / "draft")
-
-
-@HEADS
-def test_untrained_heads_give_the_targets_own_states(kind: str) -> None:
-    target = tiny(dtype=torch.float32)
-    student = student_class(kind)
-    heads = student(student.initial(MedusaDraft(depths=2), Init(kind="target_layers", layers=[0]), target), target)
-    states = torch.randn(1, 6, 16)
-    for depth, guess in enumerate(heads.guesses({"ids": torch.zeros(1, 6, dtype=torch.int64)}, Seen({LAST: states}))):
-        torch.testing.assert_close(guess.states, states[0, : 5 - depth])
-    with pytest.raises(ValueError, match="draft.depths"):
-        student.initial(MedusaDraft(depths=None), Init(kind="scratch", layers=[]), target)
 
 
 def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from inference.sampling import certain, probs
 from inference.sampling.noise import Uniforms
 from inference.sampling.penalties import process
 from inference.verify.rules import RULES
-from tests import standin
-from tests.inference.test_distribution import constant, p_value, pair, small, uncollected
+from tests.inference.test_distribution import constant, p_value, small, uncollected
 from tests.kinds import exit_network
 from tests.tiny import near, tiny
 
@@ -129,16 +128,6 @@ def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
     assert p_value(target, proposer, rule, 24_000, tokens=3, k=2, regime=Sampling()) > 1e-4
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("rule", "bits"), [("token", "nf4"), ("block", "int8")])
-def test_three_tokens_of_several_rounds_have_the_targets_distribution(bits: str, rule: str) -> None:
-    target, draft = pair()
-    other = near(target, 0.3)  # rounded, it is far from the target: a wrong q would show
-    if bits == "nf4":
-        pytest.importorskip("bitsandbytes")
-    assert p_value(target, TwoLevels(Quantised(other, bits), Independent(draft), 2), rule, 24_000, k=3) > 1e-4
-
-
 def two_levels(target: Any, **settings: Any) -> TwoLevels:
     return TwoLevels(Quantised(target), Independent(near(target, 0.15)), **settings)
 
@@ -222,25 +211,6 @@ def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() ->
         out = Engine(target, proposer, verify="coupled", rows=4, policy=Fixed(3)).generate(PROMPTS, **settings)
         results.append((out.tokens, out.stats.drafted, out.stats.accepted))
     assert results[0] == results[1] and 0 < sum(results[0][2]) < sum(results[0][1])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, top_k=20)])
-def test_recorded_guesses_are_those_of_single_steps(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small draft that makes all guesses of an inner round at once reads the numbers of that round, no others."""
-    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
-
-    def decoded(device: str) -> Any:
-        target = tiny().to(device)
-        proposer = TwoLevels(Quantised(near(target, 0.3)), Independent(near(target, 0.15), compile=device != "cpu"))
-        engine = Engine(target, proposer, rows=4, policy=Fixed(5), compile=device != "cpu")
-        return engine.generate(PROMPTS, max_new_tokens=10, sampling=sampling, seed=2, ids=range(6), ignore_eos=True)
-
-    wanted = decoded("cpu")
-    with standin.device() as gpu:
-        recorded = decoded("cuda")
-        assert gpu.recordings
-    assert recorded.tokens == wanted.tokens and recorded.stats.accepted == wanted.stats.accepted
 
 
 def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_drafted(

@@ -109,21 +109,6 @@ def test_calls_are_those_of_the_process(rule, q, deep, k):
     )
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_draft_length_that_depends_on_the_text_stays_exact(rule):
-    def k(prefix):
-        return (len(prefix) + sum(prefix)) % 3
-
-    table = process(rule, alike, k, L)
-    l = ratios(list(table), alike)
-    ks = torch.tensor([[k(text[:t]) for t in range(L)] for text in table])
-    given = l if rule == "block" else l.clamp(max=0).exp()
-    np.testing.assert_allclose(CALLS[rule](given, ks), [row[1] for row in table.values()], atol=1e-12)
-    np.testing.assert_allclose(
-        predict_chain.variance_from(REACH[rule](given, ks)), [row[2] for row in table.values()], atol=1e-12
-    )
-
-
 def simulate(r, k, runs):
     """Rounds by throwing every coin: calls of each run, and (accepted, drafted, tried) counts by depth."""
     rng, total = np.random.default_rng(0), len(r)
