@@ -30,8 +30,7 @@ def drafts(target: Any, shape: tuple[int, ...] = SHAPE, noise: float = 0.15, **s
     return Independent(near(target, noise), shape=shape, **settings)
 
 
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("shape", [(-1, -1, 0, 0, 1), (-1, -1, -1, 1)], ids=["full", "later"])
+@pytest.mark.parametrize(("rule", "shape"), [("tree", (-1, -1, 0, 0, 1)), ("traversal", (-1, -1, -1, 1))])
 def test_sampled_children_leave_the_targets_distribution(rule: str, shape: tuple[int, ...]) -> None:
     """Three tokens of several rounds, by chi-square."""
     target, draft = pair()
@@ -54,8 +53,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: str) -> None:
     assert out.stats.accepted[0] == out.stats.drafted[0]
 
 
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
 def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
     target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)

@@ -67,9 +67,15 @@ class Scripted(Proposer):
         self.seen.append((self.ends, outcome.accepted.tolist(), outcome.states[LAST].detach().cpu().clone()))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0, repetition_penalty=1.4, banned=((3, 5), (2,)))])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_path_that_is_accepted_is_the_text(sampling: Sampling, device: str) -> None:
+PENALISED = Sampling(0, repetition_penalty=1.4, banned=((3, 5), (2,)))
+
+
+@pytest.mark.parametrize(
+    ("device", "sampling"),
+    [("cpu", Sampling(0)), ("cpu", PENALISED), ("cuda", PENALISED)],
+    ids=["cpu-sampling0", "cpu-sampling1", "cuda-sampling1"],
+)
+def test_the_path_that_is_accepted_is_the_text(device: str, sampling: Sampling) -> None:
     target = tiny(hidden=32, seed=27)
     limits = {"max_new_tokens": [14, 20, 9, 17], "sampling": sampling}
     plain = Engine(target, rows=2).generate(PROMPTS, **limits).tokens

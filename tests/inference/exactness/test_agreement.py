@@ -12,8 +12,7 @@ from inference.exactness.agreement import MOST, most, step
 from tests.tiny import tiny
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize(("text", "token"), [(0, 0), (0, 59), (1, 42), (2, 57), (2, 59)])
+@pytest.mark.parametrize(("text", "token", "width"), [(0, 0, 1), (0, 59, 4), (1, 42, 1), (2, 57, 4), (2, 59, 4)])
 def test_a_fault_at_one_token_shows_wherever_it_stands(
     text: int, token: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,8 +34,11 @@ def run(proposer, sampling=Sampling(), rule="token", rows=16, prompts=PROMPTS): 
     return engine, Emitted(prompts, keys, out.tokens, out.stats.rows)
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.9), Sampling(0), Sampling(repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    ("sampling", "greedy"),
+    [(Sampling(0.8, top_p=0.9), False), (Sampling(0), False), (Sampling(repetition_penalty=1.3), True)],
+    ids=["cut", "greedy", "penalised"],
+)
 def test_forced_rounds_give_the_distributions_of_teacher_forced_passes(sampling: Sampling, greedy: bool) -> None:
     """At every depth, with rows that leave and enter: one pass over the text and rounds at each of its tokens."""
     engine, texts = run(lambda model: Independent(model, greedy), sampling, rows=5)

@@ -124,7 +124,7 @@ def test_interleaved_costs_are_medians_of_a_round_robin():
     assert result == {"a": 2, "b": 7} and order == ["a", "b"] * 4
 
 
-@pytest.mark.parametrize("kind", ["independent", "medusa"])
+@pytest.mark.parametrize("kind", ["medusa"])
 def test_no_task_is_timed_by_its_launches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the clock is read, the device has done all that it was given."""
     read = []

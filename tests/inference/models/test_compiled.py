@@ -28,6 +28,7 @@ def test_passes_are_the_models_own() -> None:
     assert len(graphs(lm)) == 2  # several rows with several ids, and with one
 
 
+@pytest.mark.thorough
 def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that ends after such a round would wait for the compiler."""
     traced(monkeypatch)

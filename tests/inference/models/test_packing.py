@@ -47,9 +47,16 @@ def copies() -> int:
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (24, 40), (7, 33), (1, 1), (64, 600)])
-@pytest.mark.parametrize("shrunk", [1.0, 2.0**-30, 2.0**30, 2.0**-112])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias", "shrunk"),
+    [
+        (16, 16, True, 1.0),
+        (24, 40, False, 2.0**-30),
+        (7, 33, True, 2.0**30),
+        (1, 1, False, 1.0),
+        (64, 600, True, 2.0**-112),
+    ],
+)
 def test_products_are_those_of_the_weight(inputs: int, outputs: int, bias: bool, shrunk: float) -> None:
     """Against float64, within the rounding of float32, for every number of ids up to those of a tree and a prompt."""
     torch.manual_seed(0)
@@ -108,8 +115,9 @@ def test_which_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-@pytest.mark.parametrize("settings", [BIASED, WIDE | {"tie_word_embeddings": True}], ids=["biased", "tied"])
+@pytest.mark.parametrize(
+    ("family", "settings"), [("Llama", BIASED), ("Qwen2", BIASED), ("Qwen3", WIDE | {"tie_word_embeddings": True})]
+)
 def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any]) -> None:
     """One projection that float16 does not represent is left as it is."""
     model = halved(build(family, settings))

@@ -28,7 +28,7 @@ from tests.inference.test_shared_proposers import Short
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
-WHOLE: dict[str, Any] = {"max_new_tokens": [20, 4, 33, 11, 26], "seed": 2, "ignore_eos": True}
+WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignore_eos": True}
 REGIMES = {
     "sampled": [Sampling(0.8)] * 5,
     "greedy": [Sampling(0)] * 5,
@@ -85,9 +85,10 @@ def both(size: int | None, *arguments: Any, greedy: bool = False, **settings: An
     assert sum(out.stats.drafted) > 50
 
 
-@pytest.mark.parametrize("size", [None, 16])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(
+    ("name", "rows", "size"),
+    [*((name, 3, 16) for name in REGIMES), ("sampled", 1, 16), ("mixed with greedy", 1, None), ("greedy", 3, None)],
+)
 def test_text_and_distributions_are_those_of_single_steps(
     calls: list[int], name: str, rows: int, size: int | None
 ) -> None:
@@ -96,7 +97,7 @@ def test_text_and_distributions_are_those_of_single_steps(
     assert set(calls) == (set() if name in UNCOMPILED and (name, rows) != ("mixed with greedy", 1) else {3})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 24}])
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both(16, Sampling(0.8), **settings)
     assert calls
@@ -257,8 +258,9 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path) -> No
     assert BlockStudent.takes_int8(kinds.block(tiny(hidden=32, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)])
-@pytest.mark.parametrize("kind", ["eagle", "eagle, pruned", "p_eagle", "block"])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("eagle", None), ("eagle", (-1, -1, 0, 0, 1)), ("p_eagle", None), ("block", (-1, -1, 0, 0, 1))]
+)
 def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
     target = tiny(hidden=32, dtype=torch.bfloat16)
     proposer: Any = kinds.KINDS[kind].proposer(target, **({"shape": shape} if shape else {}))
