@@ -479,18 +479,20 @@ def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
     assert policy.longest == 1 and policy.seconds[8] == (3.0, 4.0) and policy.estimates.ahead == (1.0,) * 4
     assert policy.deciding == {8: 0.25} and (policy.decision(1), policy.decision(7)) == (None, 0.25)
     changes: list[dict[str, Any]] = [
-        {"seconds": {"1": [1, 2], "2": [1]}}, {"seconds": {"1": [1]}}, {"seconds": {"a": [1, 2]}}, {"seconds": {}},
-        {"estimates": content["estimates"] | {"here": [0]}}, {"estimates": {}}, {"deciding": None},
-    ]  # fmt: skip
-    for wrong in (math.nan, math.inf, -math.inf, -1.0):
-        changes += [
-            {"seconds": {"1": [1, wrong]}},
-            {"deciding": {"8": wrong}},
-            {"estimates": content["estimates"] | {"mean": wrong}},
-        ]
-        if wrong != -1:
-            changes += [{"estimates": content["estimates"] | {name: [0, 0, 0, wrong]}} for name in ("here", "ahead")]
-    changes += [{"seconds": {"0": [1, 2]}}, {"seconds": {"1": [0, 2]}}, {"deciding": {"-8": 1}}]
+        {"seconds": wrong}
+        for wrong in (
+            {"1": [1, 2], "2": [1]},
+            {"1": [1]},
+            {"a": [1, 2]},
+            {},
+            {"0": [1, 2]},
+            {"1": [0, 2]},
+            {"1": [1, math.nan]},
+        )
+    ]
+    changes += [{"deciding": wrong} for wrong in (None, {"-8": 1}, {"8": math.inf}, {"8": -1.0})]
+    parts = {"here": [0]}, {"mean": math.nan}, {"mean": -1.0}, {"ahead": [0, 0, 0, -math.inf]}
+    changes += [{"estimates": content["estimates"] | wrong} for wrong in parts]
     for change in changes:
         file.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=f"policy: {file} is no policy file"):

@@ -14,8 +14,6 @@ from inference.models.replay import Compiled, Pure, _Bound
 from inference.models.step import Tempered
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.proposers.base import Host
-from inference.proposers.independent import chain
 from inference.sampling import draw
 from tests.tiny import compiles, near, tiny
 
@@ -94,19 +92,36 @@ def simple_round(u: torch.Tensor, temperature: torch.Tensor, greedy: bool = Fals
 @compiles
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
     """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
-    proposer = Independent(tiny(layers=1, seed=3), compile=True)
-    proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
-    prompts = [[1, 2, 3, 4], [5, 6, 7]]
-    proposer.admit(0, prompts, {})
-    u = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        last, temperature = torch.tensor([[3, 4], [6, 7]]), torch.tensor([0.7, 1.0], dtype=torch.float64)
-        given = {"last": last, "ends": torch.tensor([4, 3])}
-        drafts = proposer.lm.drafts(simple_round(u, temperature), ("chain",), chain(False), given, last, 5, 2, False)
-        assert drafts is not None and not Compiled.failed
-        x, q = drafts
-        assert torch.equal(x, draw(q, u))
-        distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
-                for row, prompt in enumerate(prompts)]  # fmt: skip
-    for row, temperature in enumerate((0.7, 1.0)):
-        torch.testing.assert_close(q[row], (distributions[row] / temperature).softmax(-1), rtol=1e-5, atol=1e-6)
+    proposer, seen = Independent(tiny(layers=1, seed=3), compile=True), []
+    propose = proposer.propose
+
+    def watched(round: Any) -> Any:
+        x, q, _, _ = proposal = propose(round)
+        seen.append((x.clone(), q.clone(), round._streams(x.shape[1])[0].clone()))
+        return proposal
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    engine = Engine(tiny(layers=1), proposer, policy=Fixed(2), rows=2)
+    both = [Sampling(0.7), Sampling(1.0)]
+    engine.generate([[1, 2, 3, 4], [5, 6, 7]], max_new_tokens=9, sampling=both, ignore_eos=True)
+    assert len(seen) > 3 and not Compiled.failed
+    assert all(torch.equal(x, draw(q, u)) for x, q, u in seen)
+
+
+@pytest.mark.parametrize("pause", [2, 3])
+def test_rounds_without_drafts_leave_no_hole_in_the_cache(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the target has every draft accepted, unless its cache lacks an id."""
+
+    class Pausing:
+        round = 0
+
+        def lengths(self, texts: list[list[int]]) -> list[int]:
+            self.round += 1
+            return [4 if self.round % pause == 0 else 0] * len(texts)
+
+    monkeypatch.setattr(torch, "compile", lambda module, *_: module)  # as it is
+    monkeypatch.setattr(Compiled, "failed", False)
+    for compile in (False, True):
+        engine = Engine(tiny(), Independent(tiny(), compile=compile), policy=Pausing(), rows=2)
+        stats = engine.generate([[3, 5, 7], [9, 2]], max_new_tokens=40, sampling=Sampling(0.8), ignore_eos=True).stats
+        assert stats.accepted == stats.drafted

@@ -11,7 +11,7 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.verdict import check
-from inference.models.encoder_decoder import own_inputs, relative_bias
+from inference.models.encoder_decoder import relative_bias
 from inference.models.lm import store_prompts
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -19,8 +19,6 @@ from inference.proposers import Independent
 from inference.sampling.noise import row_ids
 from inference.source import SourcedText, source_of
 from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
-from tests.exact import chi_square
-from tests.inference.test_distribution import pooled, uncollected
 from tests.tiny import near
 
 LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18]
@@ -102,28 +100,6 @@ def test_the_bias_of_equal_rows_is_transformers_own_and_that_of_a_tree_goes_by_d
     assert torch.equal(bias[0, :, 2, [0, 1, 2, 3, 4, 5, 7]], path)
 
 
-ROWS = 2000
-TWO = [[4], [3, 2, 2, 3, 2]]  # sources
-
-
-@torch.no_grad()
-def joint(model: Any, start: SourcedText, tokens: int, temperature: float) -> torch.Tensor:
-    """The distribution of that many tokens of one source, (V^tokens,), by enumeration of all texts."""
-    V, probs, texts = model.config.vocab_size, torch.ones(1, dtype=torch.float64), torch.tensor([[*start]])
-    for _ in range(tokens):
-        logits = model(**own_inputs(model, texts, start.source), use_cache=False).logits[:, -1]
-        probs = (probs.unsqueeze(-1) * (logits.double() / temperature).softmax(-1)).flatten()
-        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts)).unsqueeze(1)], 1)
-    return probs
-
-
-def small(family: str) -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 5, "decoder_layers": 1}
-    model = t5(3, vocab=5, layers=1, encoder=1) if family == "t5" else FAMILIES[family](3, **sizes)
-    model.generation_config.forced_decoder_ids = None
-    return model.float()
-
-
 KINDS = ("independent", "shared encoder")
 CASES: list[tuple[str, str, str, Any]] = [
     ("t5", kind, rule, None) for kind in KINDS for rule in ("token", "block", "match", "coupled")
@@ -131,28 +107,6 @@ CASES: list[tuple[str, str, str, Any]] = [
 CASES += [("t5", "shared encoder", rule, SHAPE) for rule in ("tree", "traversal", "coupled")]
 CASES += [(family, "shared encoder", "block", None) for family in ("bart", "marian", "whisper")]
 CASES += [(family, "independent", "traversal", SHAPE) for family in ("bart", "marian", "whisper")]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("family", "kind", "rule", "shape"), CASES)
-def test_the_joint_distribution_of_the_text_is_the_targets(family: str, kind: str, rule: str, shape: Any) -> None:
-    """Three tokens of several rounds, for rows of two sources in one batch, by chi-square over all texts."""
-    target = small(family)
-    draft = near(target, 0.2) if kind == "independent" else with_encoder_of(target, 0.2)
-    engine = Engine(target, Independent(draft, shape=shape), verify=rule, policy=Fixed(2), rows=ROWS)
-    prompts = sources(target, 2) if family == "whisper" else TWO
-    starts, V, counts = engine.starts(prompts), 5, torch.zeros(2, 125)
-    whole: Any = {"max_new_tokens": 3, "sampling": Sampling(0.9), "ignore_eos": True}
-    with uncollected():
-        for seed in range(4):
-            out = engine.generate(prompts * (ROWS // 2), **whole, seed=seed)
-            numbers = torch.tensor(out.tokens) @ V ** torch.arange(2, -1, -1)
-            counts += torch.stack([numbers[row::2].bincount(minlength=125) for row in (0, 1)])
-    assert sum(out.stats.accepted) > 100
-    wanted = [joint(target, start, 3, 0.9) for start in starts]  # type: ignore[arg-type]
-    assert (wanted[0] - wanted[1]).abs().sum() / 2 > 0.1  # another source is another distribution
-    for own, expected in zip(counts, wanted, strict=True):
-        assert chi_square(*pooled(own, expected * own.sum())) > 1e-4
 
 
 @pytest.fixture(params=DRAFTS)

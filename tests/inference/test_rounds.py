@@ -205,15 +205,12 @@ def test_the_context_bounds_a_row(target):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"prompts": [[1], []]}, "prompt 1"),
         ({"prompts": [[1, 32]]}, "prompt 0: ids"),
         ({"prompts": [[-1]]}, "prompt 0: ids"),
         ({"prompts": ["text"]}, "tokenizer"),
-        ({"prompts": "text"}, "prompts"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [3, 4]}, "max_new_tokens"),
         ({"prompts": [[1]], "sampling": [Sampling()] * 2}, "sampling"),
-        ({"prompts": [[1]], "ids": [1, 2]}, "ids"),
         ({"prompts": [[1]], "sampling": Sampling(stop=("x",))}, "stop"),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 
 from inference import Engine
 from inference.exactness import agreement
-from inference.exactness.agreement import MOST, most, step
+from inference.exactness.agreement import MOST, check_logits, most, step
+from inference.models.lm import LM
 from tests.tiny import tiny
 
 
@@ -61,3 +62,19 @@ def test_rounded_weights_are_judged_by_the_dtype_of_their_products(
         dtype=torch.float32, device=device, is_loaded_in_8bit=flags[0], is_loaded_in_4bit=flags[1]
     )
     assert (most(model), step(model)) == (MOST[unit], torch.finfo(unit).eps)
+
+
+def test_a_wrong_token_of_wide_passes_alone_is_compared_with_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = tiny(), LM.forward
+
+    def wrong(self, ids, start, *rest, **settings):  # type: ignore[no-untyped-def]
+        output = right(self, ids, start, *rest, **settings)
+        if ids.shape[1] == 1:
+            return output
+        spoilt = output.logits.clone()
+        spoilt[:, -1, 3] += 5.0
+        return output._replace(logits=spoilt)
+
+    monkeypatch.setattr(LM, "forward", wrong)
+    logits = check_logits(LM(model, 2), [[3, 5], [4]], [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
+    assert logits.worst > logits.worst_limit and not logits.passed and logits.worst > 10 * logits.one

@@ -52,23 +52,6 @@ def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
     assert texts(compile=True) == texts(compile=False)
 
 
-def test_buckets_are_few_and_dropped_when_the_cache_grows(graphs_on_cpu: None) -> None:
-    lm = LM(tiny(), 4, compile=True)
-    assert isinstance(lm.run, Replayed)
-    ids = torch.ones(3, 2, dtype=torch.int64)
-    with torch.inference_mode():
-        lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
-        for start in range(5):
-            lm.forward(ids, [start, start + 1, start])
-        assert buckets(lm) == {(4, 2, 8, False)}
-        whole = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7]).logits
-        of_each = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1])).logits
-        torch.testing.assert_close(of_each, torch.stack([whole[0, :1], whole[1, 1:], whole[2, 1:]]))
-        assert buckets(lm) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
-        lm.forward(ids[:1], [20])
-        assert buckets(lm) == {(1, 2, 32, False)}
-
-
 def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
     """Six rows are no power of two: a graph of eight rows may not touch a slot in which a prompt waits."""
     settings = {"sampling": Sampling(0.8), "ignore_eos": True}

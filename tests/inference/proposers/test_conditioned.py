@@ -1,7 +1,6 @@
 """Drafts conditioned on the temperature: each row drafts with the scale of its own, on every path of the engine."""
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
 from inference.models.lm import LM
 from inference.policy import Fixed
-from inference.proposers import Independent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, ConditionedNetwork, Scale, conditioned
 from inference.sampling import one_hot
 from tests import standin
 from tests.kinds import conditioned_near
-from tests.tiny import near, tiny
+from tests.tiny import tiny
 from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `conditioned_near`
@@ -132,28 +130,6 @@ def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
         part = lm.forward(IDS[1:, :4], [0, 0], low=1).logits
     torch.testing.assert_close(part, whole[1:])
     assert not torch.allclose(part, whole[:2])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("path", ["stock", "in passes", "in graphs", "in graphs, with cuts", "in graphs, trees"])
-def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' forward, single passes, and CUDA graphs on the stand-in device: all drafts of a round at once, at
-    once with the round's distributions, and level by level."""
-    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    if path == "stock":
-        monkeypatch.setattr("inference.models.lm.applies", lambda model: False)
-    there = path.startswith("in graphs")
-    sampling = [Sampling(s.temperature, top_k=31) for s in SEVERAL] if path.endswith("cuts") else None
-    shape, settings = ((-1, -1, 0, 0), {"verify": "tree"}) if path.endswith("trees") else (None, {})
-    expected = decoded(tiny(), Conditioned(conditioned_near(tiny()), shape=shape), sampling, **settings)
-    with standin.device() if there else nullcontext():
-        target = tiny().to("cuda") if there else tiny()
-        proposer = Conditioned(conditioned_near(target), compile=there, shape=shape)
-        on_path = decoded(target, proposer, sampling, compile=there, **settings)
-        assert proposer.lm.uses_graphs is there
-        assert (on_path.tokens, on_path.stats.accepted) == (expected.tokens, expected.stats.accepted)
-    plain = decoded(tiny(), Independent(near(tiny(), 0.15), shape=shape), sampling, **settings)
-    assert plain.stats.accepted != expected.stats.accepted
 
 
 @pytest.mark.thorough

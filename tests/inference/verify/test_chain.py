@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-from inference.sampling import draw
-from inference.sampling.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
+from inference.sampling.noise import gumbel
 from inference.verify import block, coupled, match, token
-from tests.exact import F64, Tree, all_lengths, chi_square, distributions, enumerate_rule
+from tests.exact import F64, Tree, all_lengths, distributions, enumerate_rule
 
 KINDS = list(itertools.product(("dense", "truncated", "greedy"), repeat=2))
 CASES = [*((kinds, 3, 3) for kinds in KINDS), (KINDS[0], 2, 4), (KINDS[0], 4, 2), (KINDS[3], 2, 4)]
@@ -105,36 +104,6 @@ def test_coupled_text_is_plain_sampling_with_that_noise():
                 text += guess[: int(accepted)] + [int(probs.argmax())]
                 assert perfect < 1 or int(accepted) == k
             assert text == truth[: len(text)]
-
-
-def generate(rule, q_probs: torch.Tensor, p_probs: torch.Tensor, rows: int, length: int, k) -> torch.Tensor:
-    """(rows, length) tokens of an i.i.d. pair over the rounds it takes, with the library's streams."""
-    row, K = torch.arange(rows), 3
-    start, text = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, length + K + 1, dtype=torch.int64)
-    p, q = p_probs.expand(rows, K + 1, -1), q_probs.expand(rows, K, -1)
-    while (start < length).any():
-        x = draw(q, uniform(0, row, start, torch.arange(K), DRAFT))
-        accepted, probs = rule(p, q, x, uniform(0, row, start, torch.arange(K), ACCEPT), k(start))
-        last = draw(probs, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
-        block_ = torch.cat([x, x[:, :1]], 1).scatter(1, accepted.unsqueeze(-1), last.unsqueeze(-1))
-        for i in range(K + 1):
-            going = (i <= accepted) & (start < length)
-            text[row[going], start[going] + i] = block_[going, i]
-        start = torch.where(start < length, start + accepted + 1, start)
-    return text[:, :length]
-
-
-@pytest.mark.parametrize("rule", [token, block])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_generation_over_rounds_has_the_distribution_of_the_target(rule, ragged):
-    """One round can look exact while generation is not: the joint of five tokens, two or more rounds."""
-    p, q = torch.tensor([1 / 3, 2 / 3], dtype=F64), torch.tensor([2 / 3, 1 / 3], dtype=F64)
-    text = generate(rule, q, p, 20_000, 5, lambda start: start % 4 if ragged else None)
-    cells = torch.bincount((text * 2 ** torch.arange(5)).sum(-1), minlength=32).double()
-    expected = torch.ones(1, dtype=F64)
-    for _ in range(5):
-        expected = torch.outer(p, expected).flatten()
-    assert chi_square(cells, expected * len(text)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [token, block])
