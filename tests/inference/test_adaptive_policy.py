@@ -91,21 +91,6 @@ ESTIMATES = Estimates(0.6, (0.3, 0.9, 1, 0.4), (0.1, 0.8, 1, 0.3))
 VARIED = Adaptive({1: (1, 1.3, 1.7, 2.0), 3: (1.1, 1.5, 1.8, 2.4)}, ESTIMATES)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("policy", [
-    Script([0, 2, 0, 0, 1]), Script([0, 2, 0, 0, 1], waits=True), VARIED,
-], ids=["script", "prompts unread", "adaptive"])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-def test_coupled_text_is_plain_text(kind: str, policy: Any) -> None:
-    """Of every kind, with rows that come and go, and settings that read the text."""
-    target, mixed = tiny(positions=32), [Sampling(0.8), Sampling(0), Sampling(0.9, repetition_penalty=1.2)]
-    whole: dict[str, Any] = {"max_new_tokens": 14, "sampling": [mixed[n % 3] for n in range(7)], "ids": range(7)}
-    plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
-    engine = Engine(target, KINDS[kind].proposer(target), verify="coupled", rows=3, policy=policy)
-    out = engine.generate(PROMPTS, **whole)
-    assert out.tokens == plain.tokens
-
-
 # --- drafting nothing
 
 

@@ -10,10 +10,9 @@ from inference.measure.tree_plan import (
     accept_of,
     distributions_of,
     reach_under,
-    table_of,
     towards_mean,
 )
-from inference.measure.tree_shapes import calls_of, climbed, every
+from inference.measure.tree_shapes import every
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -101,21 +100,6 @@ def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
         assert best.seconds == pytest.approx(seconds(own[0]) / taus.get(own, 1.0), rel=0.01)
         assert (best.parents == ()) == (name == "dear") and (name != "cliff" or len(best.parents) <= 3)
     assert all(len(set(one.parents)) < len(one.parents) for one in search.ranked(TABLES["drafts"], True))
-
-
-@pytest.mark.parametrize("rule", ["tree", "traversal"])
-def test_climbed_trees_save_what_the_best_of_their_size_do(rule: str) -> None:
-    """Under either rule, within the paths that are there; so a search under traversal grows its trees anew."""
-    result, all_trees = broad(False), every(5, 2, 3)
-    table = table_of(result, all_trees, rule, likeliest=False)
-    calls = dict(zip(all_trees, calls_of(table, all_trees).sum(1).tolist(), strict=True))
-    trees = climbed(table, 6, 3)
-    assert [len(tree) for tree in trees[:5]] == [1, 2, 3, 4, 5]
-    for tree in trees[:5]:
-        assert calls[tree] <= 1.01 * min(c for own, c in calls.items() if len(own) == len(tree))
-    assert max(map(depth, climbed(table, 5, 2))) == 2
-    search = Search(result, 5, 2, (1, 2, 3))
-    assert set(search.calls["traversal", False]) >= {*trees[:3], *search.calls["tree", False]}
 
 
 def test_deep_levels_have_two_children() -> None:
