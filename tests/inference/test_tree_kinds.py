@@ -20,7 +20,7 @@ from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.tree import chain
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
-from tests.inference.test_every_proposer import PROMPTS, SAMPLING, Uneven
+from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.kinds import KINDS, SHAPED
 from tests.tiny import tiny
 
@@ -60,6 +60,19 @@ def test_greedy_text_is_that_of_plain_decoding(kind: str) -> None:
     )
     assert out.tokens == plain.tokens and out.finish == plain.finish
     assert sum(out.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
+
+
+@pytest.mark.parametrize("kind", ["independent", "eagle", "parallel"])
+def test_rows_are_as_if_alone(kind: str) -> None:
+    """Rows enter, wait in spare slots, leave and move; settings, with histories and temperature 0 among them, and
+    levels are mixed."""
+    target, limits = tiny(positions=64), [min(limit, 9) for limit in LIMITS]
+    many, one = (Engine(target, drafts(kind, target), verify="tree", rows=n, policy=Uneven()) for n in (4, 1))
+    out = many.generate(PROMPTS, **WHOLE | {"max_new_tokens": limits})
+    for n, prompt in list(enumerate(PROMPTS))[::3]:
+        alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
+        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
+    assert sum(out.stats.accepted) > 0
 
 
 @pytest.mark.thorough
