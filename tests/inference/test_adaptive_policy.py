@@ -220,10 +220,9 @@ def test_prompts_are_read_at_once_where_drafts_are_likely() -> None:
         call.waiting.clear()
         call.staged.clear()
     assert asked == [3, 6, 8, 4]  # the two active rows, those that wait and the new one, or all that there is room for
-    odds = (0.0, 1.0, 0.0, 0.0)
-    few = Adaptive({1: (1.0, 1.1), 8: (1.0, 9.0)}, Estimates(0.6, odds, odds)).begin()
+    few = Adaptive({1: (1.0, 1.1), 8: (1.0, 9.0)}, Estimates(0.6, SOME, SOME)).begin()
     assert not few.idle(1, True) and few.idle(8, True)
-    dear = Adaptive({1: (1.0, 1.1)}, Estimates(0.6, odds, odds), {1: 9.0}).begin()
+    dear = Adaptive({1: (1.0, 1.1)}, Estimates(0.6, SOME, SOME), {1: 9.0}).begin()
     assert dear.idle(1, True) and not dear.idle(1, False)
 
 
@@ -245,6 +244,14 @@ def test_no_pass_follows_the_decision_to_stop(kind: str, monkeypatch: pytest.Mon
 
 
 # --- decisions
+
+
+SURE, SOME = (4.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)  # weights of estimates
+
+
+def begun(seconds: tuple[float, ...], mean: float, here: Any, ahead: Any = None, rows: int = 1) -> Any:
+    """The decisions of a call."""
+    return Adaptive({rows: seconds}, Estimates(mean, here, ahead or here)).begin()
 
 
 def logits_of(top: float) -> Tensor:
@@ -290,7 +297,7 @@ def test_equal_acceptance_gives_the_best_fixed_length(seconds: tuple[float, ...]
     """Also where a dear draft is followed by cheap ones, as with kernels that work on a few ids at once."""
     for mean in (0.05, 0.3, 0.5, 0.7, 0.9):
         odds = (math.log(mean / (1 - mean)), 0.0, 0.0, 0.0)
-        decisions = Adaptive({1: seconds}, Estimates(mean, odds, odds)).begin()
+        decisions = begun(seconds, mean, odds)
         wanted = int(np.argmax([(1 - mean ** (k + 1)) / (1 - mean) / s for k, s in enumerate(seconds)]))
         assert decisions.open([0], False) == wanted
         if not wanted:
@@ -307,8 +314,7 @@ def test_equal_acceptance_gives_the_best_fixed_length(seconds: tuple[float, ...]
 
 
 def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
-    odds = (0.0, 1.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.4, 1.8), 2: (1.0, 1.4, 1.8)}, Estimates(0.6, odds, odds)).begin()
+    decisions = Adaptive({1: (1.0, 1.4, 1.8), 2: (1.0, 1.4, 1.8)}, Estimates(0.6, SOME, SOME)).begin()
     assert decisions.open([7], False) > 0
     for _ in range(12):
         decisions.open([7], False)
@@ -323,8 +329,7 @@ def test_a_row_is_judged_by_its_recent_drafts_and_tried_again() -> None:
 
 @pytest.mark.parametrize(("drafted", "accepted", "tried"), [(3, 1, 2), (3, 0, 1), (3, 3, 3), (0, 0, 0)])
 def test_drafts_after_a_rejected_one_were_not_tested(drafted: int, accepted: int, tried: int) -> None:
-    odds = (0.0, 1.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.1, 1.2, 1.3)}, Estimates(0.6, odds, odds)).begin()
+    decisions = begun((1.0, 1.1, 1.2, 1.3), 0.6, SOME)
     decisions.open([0], False)
     decisions.close([(drafted, accepted)])
     assert (decisions.recent[0].tried, decisions.recent[0].accepted) == (tried, accepted)
@@ -342,8 +347,7 @@ def test_drafts_of_one_pass_are_chosen_before_it(kind: str) -> None:
 @pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])
 def test_drafts_that_are_always_or_never_accepted(mean: float, accepted: int, wanted: int) -> None:
     """No rate is 0 or 1, where odds and the geometric series are infinite."""
-    weights = (0.0, 1.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(mean, weights, weights)).begin()
+    decisions = begun((1.0, 1.1, 1.2), mean, SOME)
     for _ in range(3):
         assert decisions.open([0], False) == wanted and math.isfinite(decisions.best)
         decisions.close([(2, accepted)])
@@ -372,7 +376,7 @@ def test_decisions_take_time_and_are_left_out_where_they_do_not_pay() -> None:
 def test_a_draft_counts_as_far_as_it_is_reached() -> None:
     """With what is known of the draft itself; the one after it has another estimate."""
     here, ahead = (math.log(0.8 / 0.2), 0.0, 0.0, 0.0), (math.log(0.3 / 0.7), 0.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(0.6, here, ahead)).begin()
+    decisions = begun((1.0, 1.1, 1.2), 0.6, here, ahead)
     decisions.open([0], True)
     decisions.see(0, logits_of(0.5), torch.ones(1))
     assert decisions.reached[0] == pytest.approx([0.8])
@@ -382,8 +386,7 @@ def test_a_draft_counts_as_far_as_it_is_reached() -> None:
 
 
 def test_new_rows_are_not_judged_by_other_rows() -> None:
-    odds = (0.0, 1.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.4, 1.8)}, Estimates(0.6, odds, odds)).begin()
+    decisions = begun((1.0, 1.4, 1.8), 0.6, SOME)
     for _ in range(12):
         decisions.open([0], False)
         decisions.close([(2, 0)])
@@ -392,8 +395,7 @@ def test_new_rows_are_not_judged_by_other_rows() -> None:
 
 def test_a_decision_is_made_once() -> None:
     """The engine asks again after drafts of one pass, whose target pass may still be made shorter."""
-    sure = (4.0, 0.0, 0.0, 0.0)
-    decisions = Adaptive({1: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions = begun((1.0, 1.1, 1.2), 0.9, SURE)
     decisions.open([0], True)
     decisions.see(0, logits_of(0.9), torch.ones(1))
     assert decisions.goes_on(0, [2]) and decisions.goes_on(0, [1]) and decisions.decided == [True]
@@ -401,8 +403,7 @@ def test_a_decision_is_made_once() -> None:
 
 def test_rows_whose_limit_is_near_gain_nothing() -> None:
     """The gain is that of rows that can draft on."""
-    sure = (4.0, 0.0, 0.0, 0.0)
-    decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions = begun((1.0, 1.1, 1.2), 0.9, SURE, rows=2)
     for room, wanted in (([2, 2], True), ([1, 1], False)):
         decisions.open([0, 1], True)
         decisions.see(0, logits_of(0.9).expand(2, -1), torch.ones(2))
@@ -411,8 +412,7 @@ def test_rows_whose_limit_is_near_gain_nothing() -> None:
 
 def test_a_row_without_a_distribution_gains_nothing_and_stops_no_other() -> None:
     """Such as a row whose draft reads NaN: it stays in the batch, without drafts."""
-    sure = (4.0, 0.0, 0.0, 0.0)
-    decisions = Adaptive({2: (1.0, 1.1, 1.2)}, Estimates(0.9, sure, sure)).begin()
+    decisions = begun((1.0, 1.1, 1.2), 0.9, SURE, rows=2)
     for room, wanted in (([2, 2], True), ([2, 0], True), ([1, 2], False)):
         decisions.open([0, 1], True)
         decisions.see(0, torch.stack((logits_of(0.9)[0], torch.full((3,), math.nan))), torch.ones(2))
