@@ -59,7 +59,7 @@ def test_texts_that_begin_with_several_ids_and_end_at_the_context(model: Any) ->
     sourced: Any = [source_of(start) for start in whole.starts(sources(model, 9))]
     starts = [SourcedText(*one) for one in zip(begins, sourced, strict=True)]
     engine = Engine(model, Independent(near(model, 0.02)), rows=3, policy=Fixed(3), context=64)
-    limits = [99 if n % 4 == 0 else 6 for n in range(9)]
+    limits = [99 if n % 3 == 0 else 6 for n in range(9)]
     out = engine.generate(starts, max_new_tokens=limits, sampling=Sampling(0), ignore_eos=True)
     for start, text, limit in zip(starts, out.tokens, limits, strict=True):
         assert len(text) == min(limit, 64 - len(start))

@@ -34,7 +34,7 @@ INNER = {"two_levels, token": 520}
 @pytest.mark.parametrize("name", MOST)
 def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pinned copy to the device, which nothing waits for, and one read, whatever the settings."""
-    monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
+    monkeypatch.setattr(gpu_counts, "ROUNDS", 1)
     monkeypatch.setattr(gpu_counts, "FIRST", 2)
     monkeypatch.setattr("inference.models.replay.WARMUP", 0)
     counts = gpu_counts.counted(name, "sm80")["worst"]

@@ -181,8 +181,11 @@ def test_an_engine_has_the_window_as_it_is():
 TARGETS = {"copies": partial(tiny, dtype=torch.float32), "own forward": dropping}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("way", "target"),
+    [*((way, "copies") for way in WAYS), *((way, "own forward") for way in (given_data, hooked, given_a_forward))]
+    + [(at_training, "own forward")],
+)
 def test_an_engine_has_the_weights_as_they_are(way, target):
     model, again = TARGETS[target](), TARGETS[target]()
     engine = Engine(model, rows=2)
