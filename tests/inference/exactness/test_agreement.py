@@ -1,5 +1,6 @@
 """Check (d): tolerances for the logits of an engine."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,24 @@ from inference.exactness import agreement
 from inference.exactness.agreement import MOST, check_logits, most, step
 from inference.models.lm import LM
 from tests.tiny import tiny
+
+
+@pytest.mark.parametrize("own", [0.0, 3.0, 1e9])
+def test_limits_of_logits_follow_from_rounding_and_the_dtype(own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """own: units in the last place that transformers' forward moves by; none, some, and more than a dtype excuses."""
+    model, unit = tiny(dtype=torch.float32), torch.finfo(torch.float32).eps
+    moved = own * unit * torch.tensor([1.0, 2.0, 2.0])
+    sides = iter(
+        [torch.tensor([3.0, 4.0]).double(), torch.tensor([6.0, 8.0]).double()]
+    )  # of passes of one id, and of several
+    monkeypatch.setattr(agreement, "difference", lambda a, b: moved.double())
+    monkeypatch.setattr(agreement, "_passes", lambda *_: next(sides))
+    check = agreement.check_logits(Engine(model, rows=1).target, [[1, 2]], [[3, 4, 5]], 3)
+    mean = math.sqrt(3) * own * unit
+    assert (check.one, check.many, check.worst) == (pytest.approx(math.sqrt(12.5)), pytest.approx(math.sqrt(50)), 8)
+    assert check.own == pytest.approx(mean) and check.tokens == 3
+    assert check.limit == pytest.approx(min(max(4 * mean, 4 * unit), 1e-3))
+    assert check.worst_limit == pytest.approx(min(max(4 * 2 * own * unit, 24 * unit), 6e-3))
 
 
 @pytest.mark.parametrize(("text", "token", "width"), [(0, 0, 1), (0, 59, 4), (1, 42, 1), (2, 57, 4), (2, 59, 4)])

@@ -1,15 +1,58 @@
 """Check (a): differences from plain text, and which of them are ties."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from inference import Engine, Sampling
+from inference.exactness import ties, verdict
+from inference.exactness.teacher_forced import TextLogits
 from inference.exactness.ties import Difference, TextCheck, check_text, compare_passes, excused, is_tie
+from inference.output import Counts, Emitted
+from inference.policy import Fixed
+from inference.proposers import Independent
 from inference.sampling import probs
 from inference.sampling.noise import row_ids
+from tests.inference.exactness.test_verdict_figures import LOGITS
+from tests.tiny import near, tiny
 
 V = 8
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("own", [0.0, 1e-5, 0.5])
+def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny(dtype=torch.float32), []
+    engine = Engine(model, Independent(near(model)), policy=Fixed(2), rows=1)
+
+    def coupled(*given: Any) -> None:
+        calls.append(given)
+        raise KeyError
+
+    monkeypatch.setattr(verdict, "check_logits", lambda *_: replace(LOGITS, own=own))
+    monkeypatch.setattr(verdict, "check_coupled", coupled)
+    prompts = [[n, 2] for n in range(3)]
+    texts = Emitted([*prompts, prompts[0]], [4, 5, 6, 4], [[1] * 9] * 4, [Counts(9)] * 4)
+    with pytest.raises(KeyError):
+        verdict.check(engine, texts, Sampling(0.5), 600, seed=11)
+    ((_, chosen, ids, sampling, limit, seed, bound, tree),) = calls
+    assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
+    assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
+    assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
+
+
+def test_what_stands_past_a_texts_end_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap changes by a quarter at the text's token, by 9 after it."""
+
+    def passes(*_: Any, width: int, **__: Any) -> Any:
+        logits = torch.tensor([[[2.0, 1.0], [2.0, 1.0]]]) + (width > 1) * torch.tensor([[[0.25, 0.0], [9.0, 0.0]]])
+        x, valid = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[True, False]])
+        yield TextLogits([0], 0, logits, x, valid, torch.ones(1, 2))
+
+    monkeypatch.setattr(ties, "teacher_forced", passes)
+    assert compare_passes(tiny(), [[1]], [[0]], Sampling(), vocabulary=2, width=2)[0] == 0.25
 
 
 def test_one_changed_token_is_unexplained(pair):

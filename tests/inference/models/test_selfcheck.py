@@ -282,6 +282,16 @@ def test_loud_positions_are_fewer_than_half(loud: int, agrees: bool, monkeypatch
     assert compared(probe, ours).agrees is agrees
 
 
+def test_noise_is_the_largest_of_all_ways() -> None:
+    """Of embeddings rounded once more, and of passes that are computed otherwise."""
+    probe, ours = checked()
+    lengths, own = [len(row) for row in ours], [*probe.own]
+    again = lambda: [*probe._own(probe.ids)]  # noqa: E731
+    rounded = probe._noise(lengths, own, again)
+    assert float(rounded.max()) > 0
+    assert (probe._noise(lengths, own, again, lambda: [row + 1 for row in own]) > rounded).all()
+
+
 def wrong(row: int, change: Callable[[Pass, int], None]) -> type[Lean]:
     class Wrong(Lean):
         def forward(self, ids: Tensor, window: Any, *settings: Any, **more: Any) -> Pass:

@@ -120,6 +120,7 @@ def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) ->
             assert linear.weight.dtype == torch.int8 and linear.scale is not None
             apart = (linear.weight * linear.scale.float().unsqueeze(1) - exact.weight.float()).abs()
             assert (apart <= 0.75 * linear.scale.float().unsqueeze(1)).all()
+            assert linear.weight.abs().amax(1).min() >= 126
     assert llama.can_round(network)
     if packing.can_pack(network):  # a CPU with instructions for bfloat16
         ids = IDS % size
