@@ -184,7 +184,7 @@ TARGETS = {"copies": partial(tiny, dtype=torch.float32), "own forward": dropping
 @pytest.mark.parametrize(
     ("way", "target"),
     [*((way, "copies") for way in WAYS), *((way, "own forward") for way in (given_data, hooked, given_a_forward))]
-    + [(at_training, "own forward")],
+    + [(at_training, "own forward"), (widened, "own forward")],
 )
 def test_an_engine_has_the_weights_as_they_are(way, target):
     model, again = TARGETS[target](), TARGETS[target]()
