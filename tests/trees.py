@@ -104,20 +104,3 @@ def judged(rule: str, p, q, x, parents) -> tuple[list[float], list[list[float]]]
 
     visit(-1, 1.0)
     return thresholds, rests
-
-
-def decided(rule: str, thresholds: list[float], u: list[float], parents: tuple[int, ...]) -> int:
-    """The node at which a round ends, -1 for the anchor."""
-
-    def visit(node: int) -> int | None:
-        for child in (child for child, parent in enumerate(parents) if parent == node):
-            if rule == "traversal" or u[child] < thresholds[child]:
-                found = visit(child)
-                if found is not None:
-                    return found
-        passes = node < 0 or rule == "tree" or u[node] < thresholds[node]
-        return node if passes else None
-
-    found = visit(-1)
-    assert found is not None
-    return found

@@ -14,8 +14,6 @@ from inference.models.replay import Compiled, Pure, _Bound
 from inference.models.step import Tempered
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.proposers.base import Host
-from inference.proposers.independent import chain
 from inference.sampling import draw
 from tests.tiny import compiles, near, tiny
 
@@ -53,12 +51,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def texts(compile: bool, sampling: list[Sampling], rows: int = 3, greedy: bool = False, **settings: Any) -> Any:
     proposer = Independent(near(tiny()), greedy, compile=compile)
     engine = Engine(tiny(), proposer, policy=Fixed(4), rows=rows, **settings)
-    limits = [20, 4, 33, 11, 26]
+    limits = [12, 4, 19, 7, 14]
     return engine.generate(PROMPTS, max_new_tokens=limits, sampling=sampling, seed=2, ignore_eos=True)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 3) for name in REGIMES), ("sampled", 1), ("mixed with greedy", 1), ("truncated", 1)]
+)
 def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, rows: int) -> None:
     """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
     at_once, stepwise = (texts(compile, REGIMES[name], rows) for compile in (True, False))
@@ -68,31 +67,10 @@ def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, 
     assert set(calls) == (set() if stepwise_alone else {4})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 20}])
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
     assert both[0] == both[1] and calls
-
-
-class Pausing:
-    """Drafts now and then: a draft that is not asked falls behind."""
-
-    def __init__(self) -> None:
-        self.round = 0
-
-    def lengths(self, texts: list[list[int]]) -> list[int]:
-        self.round += 1
-        return [4 if self.round % 4 == 0 else 0] * len(texts)
-
-
-def test_rounds_without_drafts_are_caught_up_with(calls: list[int]) -> None:
-    accepted = []
-    for compile in (True, False):
-        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), policy=Pausing(), rows=2)
-        accepted.append(
-            engine.generate(PROMPTS, max_new_tokens=30, sampling=Sampling(0.8), ignore_eos=True).stats.accepted
-        )
-    assert accepted[0] == accepted[1]
 
 
 def test_costs_are_of_as_many_drafts_as_are_asked_for(calls: list[int]) -> None:
@@ -114,19 +92,36 @@ def simple_round(u: torch.Tensor, temperature: torch.Tensor, greedy: bool = Fals
 @compiles
 def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> None:
     """What is returned as q must be what the graph drew from, to the last bit: the engine's exactness rests on it."""
-    proposer = Independent(tiny(layers=1, seed=3), compile=True)
-    proposer.open(Host(2, 0, 32, 64, LM(proposer.model, 2)))
-    prompts = [[1, 2, 3, 4], [5, 6, 7]]
-    proposer.admit(0, prompts, {})
-    u = torch.rand(2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        last, temperature = torch.tensor([[3, 4], [6, 7]]), torch.tensor([0.7, 1.0], dtype=torch.float64)
-        given = {"last": last, "ends": torch.tensor([4, 3])}
-        drafts = proposer.lm.drafts(simple_round(u, temperature), ("chain",), chain(False), given, last, 5, 2, False)
-        assert drafts is not None and not Compiled.failed
-        x, q = drafts
-        assert torch.equal(x, draw(q, u))
-        distributions = [proposer.lm.model(torch.tensor([[*prompt, *x[row].tolist()]])).logits[0, len(prompt) - 1 : -1]
-                for row, prompt in enumerate(prompts)]  # fmt: skip
-    for row, temperature in enumerate((0.7, 1.0)):
-        torch.testing.assert_close(q[row], (distributions[row] / temperature).softmax(-1), rtol=1e-5, atol=1e-6)
+    proposer, seen = Independent(tiny(layers=1, seed=3), compile=True), []
+    propose = proposer.propose
+
+    def watched(round: Any) -> Any:
+        x, q, _, _ = proposal = propose(round)
+        seen.append((x.clone(), q.clone(), round._streams(x.shape[1])[0].clone()))
+        return proposal
+
+    proposer.propose = watched  # type: ignore[method-assign]
+    engine = Engine(tiny(layers=1), proposer, policy=Fixed(2), rows=2)
+    both = [Sampling(0.7), Sampling(1.0)]
+    engine.generate([[1, 2, 3, 4], [5, 6, 7]], max_new_tokens=9, sampling=both, ignore_eos=True)
+    assert len(seen) > 3 and not Compiled.failed
+    assert all(torch.equal(x, draw(q, u)) for x, q, u in seen)
+
+
+@pytest.mark.parametrize("pause", [2, 3])
+def test_rounds_without_drafts_leave_no_hole_in_the_cache(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the target has every draft accepted, unless its cache lacks an id."""
+
+    class Pausing:
+        round = 0
+
+        def lengths(self, texts: list[list[int]]) -> list[int]:
+            self.round += 1
+            return [4 if self.round % pause == 0 else 0] * len(texts)
+
+    monkeypatch.setattr(torch, "compile", lambda module, *_: module)  # as it is
+    monkeypatch.setattr(Compiled, "failed", False)
+    for compile in (False, True):
+        engine = Engine(tiny(), Independent(tiny(), compile=compile), policy=Pausing(), rows=2)
+        stats = engine.generate([[3, 5, 7], [9, 2]], max_new_tokens=40, sampling=Sampling(0.8), ignore_eos=True).stats
+        assert stats.accepted == stats.drafted

@@ -75,16 +75,6 @@ def test_the_decoders_text_begins_as_asked() -> None:
         assert out.tokens == [generated(engine.target.model, start, 5)]
 
 
-def test_forced_first_ids_are_of_the_generation_config() -> None:
-    model = bart()
-    model.generation_config.forced_bos_token_id = 9
-    engine = Engine(model)
-    (start,) = engine.starts([[4, 5, 6]])
-    assert start == [2, 9]
-    wanted = generated(model, SourcedText([2], (4, 5, 6)), 9)
-    assert [9, *engine.generate([[4, 5, 6]], max_new_tokens=8, sampling=COLD).tokens[0]] == wanted
-
-
 def test_forms_of_features() -> None:
     model = whisper()
     engine = Engine(model)
@@ -98,18 +88,6 @@ def test_forms_of_features() -> None:
         assert engine.generate(prompts, max_new_tokens=6, seed=2).tokens == wanted
     other = [{"input_features": one, "decoder_input_ids": [2, 9]} for one in batch]
     assert engine.generate(other, max_new_tokens=6, seed=2).tokens != wanted
-
-
-def test_suppressed_tokens_are_those_of_transformers() -> None:
-    """Throughout, and as the first token alone."""
-    model = whisper()
-    engine = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2)
-    prompts = sources(model, 4)
-    plain = engine.generate(prompts, max_new_tokens=12, sampling=COLD).tokens
-    settings = {"suppress_tokens": [plain[0][1], 2], "begin_suppress_tokens": [plain[0][0], plain[1][0], 4]}
-    sampling = Sampling.of(GenerationConfig(**settings))
-    out = engine.generate(prompts, max_new_tokens=12, sampling=sampling).tokens
-    assert out == [generated(model, start, 12, **settings) for start in engine.starts(prompts)] != plain
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
@@ -202,16 +180,6 @@ def test_first_ids_follow_the_generation_config_and_the_start_token() -> None:
         Engine(gap).generate(sources(gap, 1))
 
 
-def test_a_text_past_the_drafts_context_is_the_targets() -> None:
-    """Its first ids alone fill the draft's positions."""
-    target, draft = bart(eos_token_id=None), bart(5, positions=16)
-    prompts: Any = [{"input_ids": [4, 5], "decoder_input_ids": [2, *range(3, 23)]}, {"input_ids": [6, 7, 8]}]
-    plain = Engine(target, rows=2).generate(prompts, max_new_tokens=6, sampling=COLD)
-    engine = Engine(target, Independent(draft), rows=2, policy=Fixed(2))
-    out = engine.generate(prompts, max_new_tokens=6, sampling=COLD)
-    assert out.tokens == plain.tokens and out.stats.drafted[0] > 0
-
-
 def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:
     for target, draft, says in (
         (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), and the target's token ids"),
@@ -238,9 +206,6 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
-    for name, value, search in (("num_beams", 4, "beam search"), ("penalty_alpha", 0.6, "contrastive search")):
-        with pytest.raises(ValueError, match=rf"{name}={value} \({search}\) has no counterpart"):
-            Sampling.of(GenerationConfig(**{name: value}))
     with pytest.raises(ValueError, match="min_length=10 has no counterpart"):
         Sampling.of(GenerationConfig(min_length=10))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: an early exit needs a causal LM"):
@@ -273,19 +238,6 @@ def test_look_up_reads_the_source(kind: Any) -> None:
     proposal = kind.propose(Seen())
     assert proposal.k == [0] and BETWEEN not in proposal.x.flatten().tolist()
     assert drafted(TEXT, 2) == [9, 4]
-
-
-def test_look_up_in_the_source_is_accepted_where_the_text_copies_it() -> None:
-    """The decoder reads no source, so that its text is known and can be made the source."""
-    model = t5(eos=None)
-    with torch.no_grad():
-        for block in model.decoder.block:
-            block.layer[1].EncDecAttention.o.weight.zero_()
-    (text,) = Engine(model).generate([[3]], max_new_tokens=16, sampling=COLD).tokens
-    for proposer in (NGram(), Retrieval(shortest=1)):
-        out = Engine(model, proposer, policy=Fixed(4)).generate([text, [3]], max_new_tokens=16, sampling=COLD)
-        assert out.tokens == [text, text]
-        assert out.stats.rows[0].tau > 1.5 * out.stats.rows[1].tau
 
 
 def test_draft_folders_of_encoder_decoders_load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

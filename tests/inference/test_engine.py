@@ -1,12 +1,10 @@
 """The batched engine: its texts are those of each row alone, and of plain decoding."""
 
 import inspect
-import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
@@ -18,8 +16,7 @@ END = 31
 # mixed lengths, ids 0 (pad) and END inside, more prompts than rows
 PROMPTS = [[3, 5, 7, 3, 5], [END], [0, 0, 9, 4, 4, 0, END, 8, 2, 9, 9, 0], [0], [6, END, 6, END, 6], [1, 2], [12] * 9]
 LIMITS = [24, 9, 17, 30, 1, 12, 2]
-RULES = ["token", "block", "match", "coupled"]
-KINDS = ["independent", "greedy", "ngram"]
+RULES = ["token", "coupled"]
 
 
 class Uneven:
@@ -43,38 +40,23 @@ def draft(target):
 def proposer(request, draft):
     return {
         "independent": lambda: Independent(draft),
-        "greedy": lambda: Independent(draft, greedy=True),
         "ngram": lambda: NGram(),
         "plain": lambda: None,
     }[request.param]()
 
 
-def by_draft(*kinds):
-    return pytest.mark.parametrize("proposer", kinds, indirect=True)
-
-
-@by_draft(*KINDS, "plain")
-@pytest.mark.parametrize("policy", [Fixed(3), Uneven()], ids=["fixed", "uneven"])
+@pytest.mark.parametrize(
+    ("proposer", "policy"),
+    [("plain", Fixed(3)), ("independent", Fixed(3)), ("independent", Uneven()), ("ngram", Uneven())],
+    ids=["fixed-plain", "fixed-independent", "uneven-independent", "uneven-ngram"],
+    indirect=["proposer"],
+)
 def test_greedy_text_is_that_of_transformers(target, proposer, policy):
     engine = Engine(target, proposer, rows=3, policy=policy)
     out = engine.generate(PROMPTS, max_new_tokens=LIMITS, sampling=Sampling(0))
     assert out.tokens == [continued(target, text, n) for text, n in zip(PROMPTS, LIMITS, strict=True)]
     assert out.finish == ["stop" if tokens[-1] == END else "length" for tokens in out.tokens]
     assert out.stats.tokens == sum(map(len, out.tokens))
-
-
-@by_draft(*KINDS)
-@pytest.mark.parametrize("rule", RULES)
-def test_a_row_of_a_batch_is_that_row_alone(target, proposer, rule):
-    """Tokens, reasons and counts; slots are refilled and compacted on the way."""
-    regimes = [Sampling(), Sampling(0.7), Sampling(1, 9, 0.9), Sampling(0), Sampling(), Sampling(), Sampling(1.3)]
-    batch, one = (Engine(target, proposer, verify=rule, rows=rows, policy=Uneven()) for rows in (3, 1))
-    out = batch.generate(PROMPTS, max_new_tokens=LIMITS, sampling=regimes, seed=7)
-    for row, text in enumerate(PROMPTS):
-        own = one.generate([text], max_new_tokens=LIMITS[row], sampling=regimes[row], seed=7)
-        assert (own.tokens[0], own.finish[0]) == (out.tokens[row], out.finish[row])
-        assert own.stats.rows[0] == out.stats.rows[row]
-    assert sum(out.stats.accepted) > 0, "the draft is never right: nothing was tested"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -102,43 +84,25 @@ def test_ids_are_the_key_of_the_noise(target, draft):
     assert engine.generate([[3, 5]], max_new_tokens=12, ids=[9], ignore_eos=True).tokens[0] == out.tokens[1]
 
 
-def test_tensors_are_prompts_too(target):
-    prompts = torch.tensor([[3, 5]] * 4)
-    out = Engine(target).generate(prompts, max_new_tokens=12)
-    assert out.tokens == Engine(target).generate([[3, 5]] * 4, max_new_tokens=12).tokens
-
-
-@by_draft(*KINDS)
-@pytest.mark.parametrize("policy", [Fixed(1), Fixed(4), Uneven()], ids=["1", "4", "uneven"])
-def test_coupled_text_is_that_of_plain_decoding(target, proposer, policy):
-    """Request 21 too: ends by token, own stop ids, minimum lengths and limits fall inside accepted drafts."""
-    regimes = [Sampling(0.9, min_new_tokens=n, stop_ids=(n, 20)) for n in range(7)]
-    run = {"max_new_tokens": LIMITS, "sampling": regimes, "seed": 3}
-    plain = Engine(target, verify="coupled").generate(PROMPTS, **run)
-    out = Engine(target, proposer, verify="coupled", rows=4, policy=policy).generate(PROMPTS, **run)
-    assert (out.tokens, out.finish) == (plain.tokens, plain.finish)
-    assert set(plain.finish) == {"stop", "length"}
-
-
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_draft_equal_to_the_target_gives_k_plus_1_tokens_every_round(rule):
-    """Over 2,000 tokens of rows of different lengths (rows 16, 17, 20)."""
-    model = tiny(positions=512)
+    """Rows of different lengths (rows 16, 17, 20)."""
+    model = tiny()
     engine = Engine(model, Independent(model), verify=rule, rows=8)
     prompts = [list(range(1, n + 2)) for n in range(8)]
-    out = engine.generate(prompts, max_new_tokens=250)
+    out = engine.generate(prompts, max_new_tokens=100)
     for row in out.stats.rows:
-        assert row.starts == list(range(0, 250, 5))
-        assert row.drafted == row.accepted == [50] * 4
+        assert row.starts == list(range(0, 100, 5))
+        assert row.drafted == row.accepted == [20] * 4
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9), Sampling(repetition_penalty=1.3)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3)])
 def test_rounds_without_drafts_leave_the_draft_in_step(sampling):
     """Lengths 0, 2 and 4 mixed in every round: a draft equal to the target is always accepted (row 18)."""
     model = tiny()
     engine = Engine(model, Independent(model), rows=4, policy=Uneven())
-    stats = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling).stats
-    assert stats.drafted == stats.accepted and min(stats.drafted) > 30
+    stats = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling).stats
+    assert stats.drafted == stats.accepted and min(stats.drafted) > 20
 
 
 class Watched(Independent):
@@ -159,15 +123,6 @@ def test_the_draft_lacks_one_token_or_two_after_full_acceptance(target, draft):
     assert [row for (row,) in watched.lacking] == [1] + [1 + (n == 5) for n in emitted][: len(watched.lacking) - 1]
 
 
-def test_an_earlier_call_leaves_nothing_behind(target, draft):
-    fresh = Engine(target, Independent(draft), rows=3).generate(PROMPTS, max_new_tokens=20)
-    used = Engine(target, Independent(draft), rows=3)
-    used.generate([[9] * 40, [8] * 3, [7] * 25, [1] * 60], max_new_tokens=50, seed=5)
-    next(used.stream([2] * 30, max_new_tokens=50))
-    again = used.generate(PROMPTS, max_new_tokens=20)
-    assert (again.tokens, again.stats.rows) == (fresh.tokens, fresh.stats.rows)
-
-
 def test_a_stream_is_generate_and_says_what_was_drafted(target, draft):
     engine = Engine(target, Independent(draft))
     for text in PROMPTS[:3]:
@@ -177,15 +132,6 @@ def test_a_stream_is_generate_and_says_what_was_drafted(target, draft):
         assert [token for event in events for token in event.ids] == out.tokens[0]
         assert len(events) == out.stats.target_calls
         assert kinds.count("drafted") == sum(out.stats.accepted)
-
-
-def test_two_streams_do_not_share_slots(target):
-    engine = Engine(target)
-    first, second = engine.stream([3, 5]), engine.stream([7])
-    next(first)
-    next(second)
-    with pytest.raises(RuntimeError, match="later call"):
-        next(first)
 
 
 @pytest.mark.parametrize("verify", ["token", "coupled"])
@@ -209,19 +155,6 @@ def test_prompts_in_spare_slots_do_not_change_texts(verify: str) -> None:
         alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
         assert out.tokens[key] == alone.tokens[0] and out.stats.rows[key] == alone.stats.rows[0]
     assert sum(staged) >= 4 and max(staged) == 2
-
-
-def test_settings_are_checked_without_listing_the_vocabulary() -> None:
-    engine = Engine(tiny(), rows=1)
-    engine.target.vocabulary = 10**6  # a set of them is 60 MB, and takes longer to make than a round
-    tracemalloc.start()
-    rows = engine.begin([[1]], 2, Sampling(logit_bias={10**6 - 1: 1.0}, banned=((0, 1),))).rows
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(rows) == 1 and peak < 10**6
-    for wrong in (Sampling(logit_bias={10**6: 1.0}), Sampling(banned=((3, 10**6),))):
-        with pytest.raises(ValueError, match="vocabulary size is 1000000"):
-            engine.begin([[1]], 2, wrong)
 
 
 def test_an_end_id_of_zero_ends_a_text() -> None:
@@ -259,3 +192,12 @@ def test_a_stream_passes_on_all_that_it_is_given() -> None:
     for name, (given, _) in STREAM_ARGUMENTS.items():
         tokens = streamed(**usual | given)
         assert tokens == engine.generate([[1, 2, 3]], **usual | given).tokens[0] != streamed(**usual), name
+
+
+def test_rows_of_one_noise_keep_their_own_settings() -> None:
+    """The second text enters the slot of the first one, under the same id."""
+    engine, both = Engine(tiny(), rows=1), [Sampling(0.3), Sampling(1.7, repetition_penalty=1.5)]
+    together = engine.generate([[3, 5], [3, 5]], max_new_tokens=12, sampling=both, ids=[7, 7], ignore_eos=True).tokens
+    alone = [engine.generate([[3, 5]], max_new_tokens=12, sampling=one, ids=[7], ignore_eos=True).tokens[0]
+             for one in both]  # fmt: skip
+    assert together == alone and alone[0] != alone[1]

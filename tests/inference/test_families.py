@@ -189,7 +189,9 @@ def test_a_config_may_lack_special_ids() -> None:
     assert not hasattr(bare.config, "eos_token_id") and ends_of(bare) == frozenset() == pads_of(bare, None)
 
 
-@pytest.mark.parametrize(("family", "settings"), [(name, settings) for name, settings, *_ in SUPPORTED + BEHAVING])
+@pytest.mark.parametrize(
+    ("family", "settings"), {name: (name, settings) for name, settings, *_ in SUPPORTED + BEHAVING}.values()
+)
 def test_an_estimate_of_keys_and_values_is_what_an_engine_holds(family, settings):
     """Heads that share keys, layers that share those of others, contexts under other names."""
     config, length = getattr(transformers, f"{family}Config")(**settings), 13

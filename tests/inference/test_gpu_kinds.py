@@ -57,18 +57,6 @@ def modules_of(proposer: Any) -> Iterator[nn.Module]:
 
 SETTINGS = {"one temperature": Sampling(0.8), "greedy": Sampling(0.0), "cuts": gpu_counts.CUTS,
             "temperatures": gpu_counts.MIXED}  # fmt: skip
-ASKED = [*((kind, "cuts") for kind in gpu_counts.KINDS), ("early_exit", "one temperature"),
-         ("conditioned", "temperatures")]  # fmt: skip
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("error:.*CUDA graphs failed")
-@pytest.mark.parametrize(("kind", "settings"), ASKED)
-def test_replayed_drafts_are_those_of_single_steps(kind: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
-    one, other = (decoded(kind, device, SETTINGS[settings]) for device in ("cpu", "cuda"))
-    assert one.tokens == other.tokens and one.stats.rows == other.stats.rows
-    assert sum(other.stats.accepted)
 
 
 @pytest.mark.gpu

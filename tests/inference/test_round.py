@@ -8,9 +8,7 @@ import torch
 from inference import Sampling
 from inference.request import Request
 from inference.round import Batch, DecodingRound
-from inference.sampling import probs
 from inference.sampling.noise import Uniforms, branch_states, gumbel, gumbel_states
-from inference.sampling.penalties import process
 from inference.verify.rules import RULES
 
 V = 16
@@ -25,28 +23,6 @@ ENDS_AND_CODE = {"stop", "stop_ids", "processors"}
 
 def only(name: str) -> Sampling:
     return Sampling(**{name: ALONE[name]}, **TOGETHER.get(name, {}))
-
-
-def test_every_setting_that_changes_a_distribution_is_here() -> None:
-    assert set(Sampling.__dataclass_fields__) - ENDS_AND_CODE == set(ALONE) - ENDS_AND_CODE
-
-
-@pytest.mark.parametrize("name", sorted(set(ALONE) - ENDS_AND_CODE))
-def test_a_batch_with_one_setting_has_the_distributions_of_its_rows(name: str) -> None:
-    """At each position of the drafts; the other row has no settings, so only those of the first take effect."""
-    sampling, texts, x = [only(name), Sampling()], [[1, 2, 6, 5, 5], [7, 2, 5, 6, 6]], [[5, 2], [4, 5]]
-    given = 5 if name == "banned_first" else 2  # tokens of the prompt: no token is new before the drafts
-    rows = [Request(i, i, texts[i][:given], 9, one, frozenset(one.stop_ids)) for i, one in enumerate(sampling)]
-    for row, text in zip(rows, texts, strict=True):
-        row.text += text[given:]
-    logits = 2 * torch.randn(2, 3, V, generator=torch.Generator().manual_seed(1))
-    round = DecodingRound(rows, [2, 2], RULES["token"], Uniforms(0, torch.device("cpu")), V, torch.device("cpu"))
-    p = round.target_probs(logits, torch.tensor(x), [2, 2])
-    for a, (row, one) in enumerate(zip(rows, sampling, strict=True)):
-        for j in range(3):
-            scores = process(logits[a, j : j + 1], [row.text + x[a][:j]], [row.emitted + j], one)
-            torch.testing.assert_close(p[a, j], probs(scores, one)[0])
-    assert not torch.equal(p[0], logits[0].softmax(-1))
 
 
 @pytest.mark.parametrize("name", sorted(set(ALONE) - ENDS_AND_CODE))

@@ -151,19 +151,6 @@ def test_a_draft_with_a_shorter_context_stops_drafting_there(target):
     assert full.drafted == [1] and over.drafted == []
 
 
-@pytest.mark.parametrize("kind", [Independent, NGram])
-def test_penalties_and_bans_are_those_of_transformers(target, kind):
-    prompts, n = [PROMPT, [1, 1], [9, 8, 9, 8, 9]], 30
-    ours = Sampling(0, repetition_penalty=1.4, banned=((4,), (5, 7), (2, 9, 9)), min_new_tokens=20, stop_ids=(6, 11),
-                    logit_bias={3: -2.5, 8: 1.5})  # fmt: skip
-    theirs = {"repetition_penalty": 1.4, "bad_words_ids": [[4], [5, 7], [2, 9, 9]], "min_new_tokens": 20,
-              "eos_token_id": [6, 11], "sequence_bias": [[[3], -2.5], [[8], 1.5]]}  # fmt: skip
-    proposer = Independent(near(target)) if kind is Independent else NGram()
-    out = Engine(target, proposer, rows=2).generate(prompts, max_new_tokens=n, sampling=ours)
-    assert out.tokens == [continued(target, text, n, **theirs) for text in prompts]
-    assert sum(out.stats.accepted) > 0
-
-
 @pytest.mark.parametrize("sampling", [Sampling(presence_penalty=2.0), Sampling(0.7, frequency_penalty=1.0)])
 def test_penalties_on_the_text_see_the_accepted_drafts(target, sampling):
     for proposer in (Independent(target), Independent(near(target)), NGram()):
@@ -172,14 +159,6 @@ def test_penalties_on_the_text_see_the_accepted_drafts(target, sampling):
             [PROMPT, [1, 1]], max_new_tokens=30, sampling=sampling
         )
         assert out.tokens == plain.tokens
-
-
-def test_stop_ids_of_one_row_do_not_hold_back_another(target):
-    """Minimum lengths ban a row's own ends alone, whoever shares the batch (row 26)."""
-    regimes = [Sampling(min_new_tokens=15), Sampling(stop_ids=tuple(range(16)))]
-    both = Engine(target).generate([PROMPT, [1]], max_new_tokens=15, sampling=regimes)
-    alone = Engine(target).generate([PROMPT], max_new_tokens=15, sampling=regimes[0])
-    assert both.tokens[0] == alone.tokens[0]
 
 
 SORTED = [*range(1, 32, 2), *range(0, 32, 2)]  # what follows an id here may not follow it in the text
@@ -226,29 +205,15 @@ def test_the_context_bounds_a_row(target):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"prompts": [[1], []]}, "prompt 1"),
         ({"prompts": [[1, 32]]}, "prompt 0: ids"),
         ({"prompts": [[-1]]}, "prompt 0: ids"),
         ({"prompts": ["text"]}, "tokenizer"),
-        ({"prompts": "text"}, "prompts"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [3, 4]}, "max_new_tokens"),
         ({"prompts": [[1]], "sampling": [Sampling()] * 2}, "sampling"),
-        ({"prompts": [[1]], "ids": [1, 2]}, "ids"),
         ({"prompts": [[1]], "sampling": Sampling(stop=("x",))}, "stop"),
     ],
 )
 def test_errors_of_generate_name_the_argument(target, settings, names):
     with pytest.raises(ValueError, match=names):
         Engine(target).generate(**settings)
-
-
-def test_unknown_settings_are_rejected(target):
-    with pytest.raises(TypeError, match="top_q"):
-        Sampling(top_q=0.5)
-    with pytest.raises(TypeError, match="top_k"):
-        next(Engine(target).stream([1], top_k=5))
-    with pytest.raises(ValueError, match="typical"):
-        Engine(target, verify="typical")
-    with pytest.raises(ValueError, match="rows"):
-        Engine(target, rows=0)

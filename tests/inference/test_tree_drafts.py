@@ -12,19 +12,14 @@ from inference.exactness.verdict import check
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.proposers.base import Proposal, Siblings
+from inference.proposers.base import Siblings
 from inference.proposers.trees import StaticTrees
 from inference.sampling.noise import row_ids
-from inference.verification import column_of, round_result
-from inference.verify import TreeVerification
+from inference.verification import column_of
 from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES
-from inference.verify.tree import Tree, chain, from_paths
-from tests import standin
-from tests.inference import test_families as families
-from tests.inference.models.test_trees import NAMED
 from tests.inference.test_distribution import p_value, pair
-from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
+from tests.inference.test_every_proposer import PROMPTS
 from tests.tiny import near, tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
@@ -35,8 +30,7 @@ def drafts(target: Any, shape: tuple[int, ...] = SHAPE, noise: float = 0.15, **s
     return Independent(near(target, noise), shape=shape, **settings)
 
 
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("shape", [(-1, -1, 0, 0, 1), (-1, -1, -1, 1)], ids=["full", "later"])
+@pytest.mark.parametrize(("rule", "shape"), [("tree", (-1, -1, 0, 0, 1)), ("traversal", (-1, -1, -1, 1))])
 def test_sampled_children_leave_the_targets_distribution(rule: str, shape: tuple[int, ...]) -> None:
     """Three tokens of several rounds, by chi-square."""
     target, draft = pair()
@@ -49,50 +43,6 @@ def test_likeliest_children_leave_the_targets_distribution(rule: str) -> None:
     assert p_value(target, Independent(draft, greedy=True, shape=(-1, -1, 0, 0, 1)), rule, samples=4000) > 1e-4
 
 
-@pytest.mark.parametrize("rule", [*NAMES, "coupled"])
-def test_rows_are_as_if_alone(rule: str) -> None:
-    """Rows enter, wait in spare slots, leave and move; settings, with histories and temperature 0 among them, and
-    levels are mixed."""
-    target = tiny(positions=64)
-    many = Engine(target, drafts(target), verify=rule, rows=4, policy=Uneven())
-    many.generate(PROMPTS[::-1], max_new_tokens=9, seed=7)  # an earlier call leaves nothing behind
-    out, one = many.generate(PROMPTS, **WHOLE), Engine(target, drafts(target), verify=rule, rows=1, policy=Uneven())
-    for n, prompt in list(enumerate(PROMPTS))[::4]:
-        alone = one.generate([prompt], max_new_tokens=LIMITS[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
-        assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
-    assert sum(out.stats.accepted) > 10
-
-
-def test_coupled_text_is_plain_text() -> None:
-    """Up to the end of the context, with rows that come and go."""
-    target, whole = tiny(positions=24), WHOLE | {"max_new_tokens": 24}
-    plain = Engine(target, verify="coupled", rows=3).generate(PROMPTS, **whole)
-    out = Engine(target, drafts(target, noise=0.05), verify="coupled", rows=3, policy=Fixed(4)).generate(
-        PROMPTS, **whole
-    )
-    assert out.tokens == plain.tokens and out.finish == plain.finish
-    assert out.stats.accepted[1] > 5
-
-
-FAMILIES = [(name, settings) for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING] if name in NAMED]
-
-
-@pytest.mark.parametrize(("name", "settings"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_greedy_text_of_families(name: str, settings: dict[str, Any]) -> None:
-    """Ragged rows, in float64: the text of plain decoding, or a refusal that says why."""
-    target = families.build(name, settings)
-    prompts, whole = [PROMPTS[0], PROMPTS[3]], {"max_new_tokens": [9, 12], "sampling": Sampling(0)}
-    plain = Engine(target, rows=2).generate(prompts, **whole).tokens
-    engine = Engine(target, Independent(target, shape=(-1, -1, 0, 1)), verify="tree", policy=Fixed(2), rows=2)
-    if name == "Mpt":
-        with pytest.raises(ValueError, match="MptForCausalLM: its trees cannot be used here"):
-            engine.generate(prompts, **whole)
-        return
-    out = engine.generate(prompts, **whole)
-    assert out.tokens == plain
-    assert out.stats.accepted[1] >= out.stats.drafted[1] > 0  # the draft is the target
-
-
 @pytest.mark.parametrize("rule", NAMES)
 def test_a_draft_equal_to_the_target_is_always_accepted(rule: str) -> None:
     """16, 17: nothing is lacking in its slots, though paths are kept again and again."""
@@ -103,32 +53,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: str) -> None:
     assert out.stats.accepted[0] == out.stats.drafted[0]
 
 
-@pytest.mark.parametrize("rule", NAMES)
-def test_a_chain_is_a_tree(rule: str) -> None:
-    """Deterministic drafts of one child a node are those of a chain, accepted alike under the chain's rule."""
-    target, whole = tiny(layers=1), WHOLE | {"sampling": Sampling(0)}
-    draft = near(target, 0.05)
-    same = {"tree": "token", "traversal": "block"}[rule]
-    as_tree = Engine(target, Independent(draft, shape=chain(3)), verify=rule, rows=3, policy=Uneven())
-    wanted = Engine(target, Independent(draft), verify=same, rows=3, policy=Uneven())
-    left, right = as_tree.generate(PROMPTS, **whole), wanted.generate(PROMPTS, **whole)
-    assert left.tokens == right.tokens and left.stats.rows == right.stats.rows
-
-
-def test_text_on_a_device_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With passes, paths and verdicts recorded there."""
-    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    host, whole = tiny(), {"max_new_tokens": 5, "sampling": SAMPLING[:2], "ids": range(2)}
-    wanted = Engine(host, drafts(host), verify="tree", rows=2, policy=Fixed(2)).generate(PROMPTS[:2], **whole)
-    with standin.device():
-        target = tiny().to("cuda")
-        engine = Engine(target, drafts(target), verify="tree", rows=2, policy=Fixed(2), compile=True)
-        out = engine.generate(PROMPTS[:2], **whole)
-    assert out.tokens == wanted.tokens and out.stats.accepted == wanted.stats.accepted
-
-
-@pytest.mark.parametrize("rule", NAMES)
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(("rule", "temperature"), [("traversal", 1.0), ("tree", 0.0)])
 def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
     target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
@@ -140,41 +65,6 @@ def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> N
     assert report.passed and report.calls and report.depth, report.lines()
     assert report.depth.rounds > 40 and 0 < report.depth.alpha < 1
     assert temperature or report.calls.measured == report.calls.predicted
-
-
-def test_a_tree_saves_calls() -> None:
-    target, counts = tiny(vocab=8, layers=1, hidden=8, seed=3), []
-    for shape in (chain(3), from_paths([(c, d, 0) for c in range(2) for d in range(2)])):
-        engine = Engine(target, drafts(target, shape, 0.3), verify="tree", policy=Fixed(3), rows=16)
-        counts.append(engine.generate([[1, 2, 3]] * 16, max_new_tokens=40, ids=range(16)).stats.target_calls)
-    assert counts[1] < 0.95 * counts[0]
-
-
-def test_nodes_come_with_the_distributions_of_their_paths() -> None:
-    """Round after round: each child's distribution is the draft's own after the text and the path to its parent."""
-    seen = []
-
-    class Watched(Independent):
-        def propose(self, round: Any) -> Any:
-            proposal = super().propose(round)
-            seen.append(
-                ([list(text) for text in round.texts], proposal.x.clone(), proposal.q, proposal.k, proposal.tree.shape)
-            )
-            return proposal
-
-    target = tiny(layers=1)
-    proposer = Watched(near(target, 0.05), shape=(-1, -1, 0, 1, 1, 3))
-    Engine(target, proposer, verify="tree", rows=2, policy=Fixed(3)).generate(PROMPTS[:2], max_new_tokens=9)
-    for texts, x, q, k, shape in seen:
-        for row, text in enumerate(texts):
-            for node in range(k[row]):
-                path, parent = [], shape[node]
-                while parent >= 0:
-                    path, parent = [int(x[row, parent]), *path], shape[parent]
-                with torch.inference_mode():
-                    logits = proposer.model(torch.tensor([text + path])).logits[0, -1]
-                torch.testing.assert_close(q[row, node], logits.softmax(-1), rtol=1e-6, atol=1e-9)
-    assert len(seen) > 3
 
 
 def test_accepted_paths_at_the_end_of_the_context() -> None:
@@ -237,18 +127,6 @@ def test_tokens_past_the_end_are_never_accepted() -> None:
     assert reach is not None and reach.tolist() == [[1, 1, 0]]
 
 
-@pytest.mark.parametrize(("path", "k", "rejected"), [([1, -1], 3, 0), ([0, -1], 3, 1), ([0, -1], 2, 0), ([0, 2], 3, 0),
-                                                    ([-1, -1], 3, 1), ([-1, -1], 0, 0)])  # fmt: skip
-def test_a_leaf_is_followed_by_a_bonus(path: list[int], k: int, rejected: int) -> None:
-    """Nodes 0 and 1 at the anchor, node 2 at node 0: a token is a correction where a child was there to be rejected."""
-    p, length = torch.full((1, 4, 5), 0.2), torch.tensor([k])
-    proposal = Proposal(torch.tensor([[1, 2, 3]]), None, [k], Tree((-1, -1, 0)))
-    accepted = torch.tensor([sum(node >= 0 for node in path)])
-    verdict = TreeVerification(accepted, torch.tensor([path]), p[:, 0])
-    result = round_result(p, proposal, verdict, torch.tensor([4]), length, length)
-    assert result.table[0, 5] == rejected
-
-
 def test_the_reason_is_that_of_the_node() -> None:
     assert column_of(torch.tensor([[-1, -1], [1, 3]]), 1, 2) == 4 and column_of(None, 1, 2) == 2
     assert column_of(torch.tensor([[-1, -1]]), 0, 0) == 0
@@ -260,27 +138,3 @@ def test_shapes_are_numbered_by_level() -> None:
     assert shape.nodes([0, 1, 2, 9]) == [0, 3, 7, 9]
     with pytest.raises(ValueError, match="a node has 3 children, but there are 2 tokens"):
         shape.require(2)
-
-
-def test_likeliest_children_and_their_distributions_by_row() -> None:
-    """Rows of temperature 0 beside others: one-hot distributions there, the distribution that was drawn from
-    elsewhere."""
-    seen = []
-
-    class Watched(Independent):
-        def propose(self, round: Any) -> Any:
-            seen.append(super().propose(round))
-            return seen[-1]
-
-    target = tiny()
-    proposer = Watched(near(target), shape=(-1, -1, -1))
-    engine = Engine(target, proposer, verify="tree", rows=2, policy=Fixed(1))
-    engine.generate(PROMPTS[:2], max_new_tokens=3, sampling=[Sampling(0), Sampling(1.0)])
-    with torch.inference_mode():
-        logits = [proposer.model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS[:2]]
-    x, q, k, _ = seen[0]
-    assert x[0].tolist() == logits[0].topk(3).indices.tolist() and k == [3, 3]
-    assert torch.equal(q[0], torch.nn.functional.one_hot(x[0], 32).double())
-    assert len(set(x[1].tolist())) == 3
-    for probs in q[1]:
-        torch.testing.assert_close(probs, logits[1].softmax(-1))

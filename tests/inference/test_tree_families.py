@@ -10,9 +10,8 @@ import torch
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
-from inference.proposers.block import Block, BlockNetwork
 from tests.inference import test_families as families
-from tests.kinds import KINDS, block
+from tests.kinds import KINDS
 
 TWELVE = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3", "GPT2", "GPTNeoX", "OPT", "StableLm",
           "Olmo2"]  # fmt: skip
@@ -42,38 +41,3 @@ def test_greedy_text_of_families(name: str) -> None:
         out = drafted(target, KINDS[kind].proposer(target, shape=SHAPE), "tree")
         assert out.tokens == text, kind
         assert sum(out.stats.accepted) > 3, kind
-
-
-@torch.no_grad()
-def copying(target: Any, text: list[list[int]], markov: bool, causal: bool) -> BlockNetwork:
-    """A block draft whose masks copy the states that they attend to. Its Markov head has most pairs of the text."""
-    size, width = target.config.vocab_size, target.config.hidden_size
-    network = block(target, causal=causal, markov_rank=size if markov else 0, num_key_value_heads=2)
-    for layer in network.layers:
-        for weight in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
-            weight.copy_(torch.eye(width))
-    if markov:
-        network.markov_head.markov_w1.weight.copy_(torch.eye(size))
-        for before, after in [pair for one in text for pair in zip(one, one[1:], strict=False)][::2]:
-            network.markov_head.markov_w2.weight[after, before] += 9.0
-    return network
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("name", [*TWELVE, "Mpt"])
-def test_greedy_text_of_families_with_block_drafts(name: str, causal: bool) -> None:
-    """A pass that drafts a block reads the states of passes over rows of different lengths, and of a tree's path."""
-    target, text = plain(name)
-    for markov in (False, True):
-        network = copying(target, text, markov, causal)
-        chains = drafted(target, Block(network), "token")
-        assert chains.tokens == text
-        if name == "Mpt":
-            with pytest.raises(ValueError, match="MptForCausalLM: its trees cannot be used here: its biases by dist"):
-                drafted(target, Block(network, shape=SHAPE), "tree")
-            continue
-        trees = drafted(target, Block(network, shape=SHAPE), "tree")
-        assert trees.tokens == text
-        assert sum(trees.stats.accepted) > 6 * markov
-        assert sum(chains.stats.accepted) > 6 or not markov  # copies are seldom right

@@ -67,9 +67,15 @@ class Scripted(Proposer):
         self.seen.append((self.ends, outcome.accepted.tolist(), outcome.states[LAST].detach().cpu().clone()))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0, repetition_penalty=1.4, banned=((3, 5), (2,)))])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_path_that_is_accepted_is_the_text(sampling: Sampling, device: str) -> None:
+PENALISED = Sampling(0, repetition_penalty=1.4, banned=((3, 5), (2,)))
+
+
+@pytest.mark.parametrize(
+    ("device", "sampling"),
+    [("cpu", Sampling(0)), ("cpu", PENALISED), ("cuda", PENALISED)],
+    ids=["cpu-sampling0", "cpu-sampling1", "cuda-sampling1"],
+)
+def test_the_path_that_is_accepted_is_the_text(device: str, sampling: Sampling) -> None:
     target = tiny(hidden=32, seed=27)
     limits = {"max_new_tokens": [14, 20, 9, 17], "sampling": sampling}
     plain = Engine(target, rows=2).generate(PROMPTS, **limits).tokens
@@ -80,19 +86,6 @@ def test_the_path_that_is_accepted_is_the_text(sampling: Sampling, device: str) 
         out = engine.generate(PROMPTS, **limits)
     assert out.tokens == plain
     assert out.stats.accepted[0] > out.stats.accepted[1] > 5 and out.stats.target_calls < 45
-
-
-def test_states_are_those_of_the_path() -> None:
-    target = tiny(hidden=32, seed=27)
-    plain = Engine(target).generate(PROMPTS[:1], max_new_tokens=18, sampling=Sampling(0)).tokens[0]
-    whole, proposer = PROMPTS[0] + plain, Scripted([PROMPTS[0] + plain])
-    Engine(target, proposer, verify=WALK, policy=Fixed(2), rows=1).generate(
-        PROMPTS[:1], max_new_tokens=18, sampling=Sampling(0)
-    )
-    wanted = target.model(torch.tensor([whole])).last_hidden_state[0]
-    for (end,), (accepted,), states in proposer.seen[:-1]:
-        torch.testing.assert_close(states[0, : accepted + 1], wanted[end - 1 : end + accepted], rtol=0, atol=1e-9)
-    assert {accepted for _, (accepted,), _ in proposer.seen} >= {0, 2}
 
 
 def test_a_rule_for_chains_rejects_trees() -> None:

@@ -1,6 +1,5 @@
 """Check (d): tolerances for the logits of an engine."""
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,8 @@ import torch
 
 from inference import Engine
 from inference.exactness import agreement
-from inference.exactness.agreement import MOST, most, step
+from inference.exactness.agreement import MOST, check_logits, most, step
+from inference.models.lm import LM
 from tests.tiny import tiny
 
 
@@ -32,8 +32,7 @@ def test_limits_of_logits_follow_from_rounding_and_the_dtype(own: float, monkeyp
     assert check.worst_limit == pytest.approx(min(max(4 * 2 * own * unit, 24 * unit), 6e-3))
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize(("text", "token"), [(0, 0), (0, 59), (1, 42), (2, 57), (2, 59)])
+@pytest.mark.parametrize(("text", "token", "width"), [(0, 0, 1), (0, 59, 4), (1, 42, 1), (2, 57, 4), (2, 59, 4)])
 def test_a_fault_at_one_token_shows_wherever_it_stands(
     text: int, token: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,14 +60,6 @@ def test_a_fault_at_one_token_shows_wherever_it_stands(
     assert (wrong.one > right.one, wrong.many > right.many) == (width == 1, width == 4)
 
 
-@pytest.mark.parametrize("length", [1, 128, 129, 200, 5000])
-def test_compared_tokens_are_spread_over_the_text_and_the_last_ones_are_all_there(length: int) -> None:
-    at = agreement.spread(length)
-    assert at == sorted({*at}) and len(at) == min(length, agreement.POSITIONS) and at[0] == 0
-    assert at[-agreement.LAST :] == list(range(max(length - agreement.LAST, 0), length))
-    assert max(b - a for a, b in itertools.pairwise([-1, *at])) <= length // 96 + 1
-
-
 ON_CPU, ON_GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -90,3 +81,19 @@ def test_rounded_weights_are_judged_by_the_dtype_of_their_products(
         dtype=torch.float32, device=device, is_loaded_in_8bit=flags[0], is_loaded_in_4bit=flags[1]
     )
     assert (most(model), step(model)) == (MOST[unit], torch.finfo(unit).eps)
+
+
+def test_a_wrong_token_of_wide_passes_alone_is_compared_with_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = tiny(), LM.forward
+
+    def wrong(self, ids, start, *rest, **settings):  # type: ignore[no-untyped-def]
+        output = right(self, ids, start, *rest, **settings)
+        if ids.shape[1] == 1:
+            return output
+        spoilt = output.logits.clone()
+        spoilt[:, -1, 3] += 5.0
+        return output._replace(logits=spoilt)
+
+    monkeypatch.setattr(LM, "forward", wrong)
+    logits = check_logits(LM(model, 2), [[3, 5], [4]], [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
+    assert logits.worst > logits.worst_limit and not logits.passed and logits.worst > 10 * logits.one

@@ -1,6 +1,5 @@
 """Checks (b) and (c): target calls and acceptance at depth 1 from the figures of the texts."""
 
-import dataclasses
 import itertools
 import math
 from dataclasses import replace
@@ -90,25 +89,3 @@ def test_the_distribution_of_accepted_drafts_is_that_of_coins_of_each_probabilit
     rare = torch.full((20,), 0.01, dtype=torch.float64)
     assert at_least(2, rare) == pytest.approx(1 - 0.99**20 - 20 * 0.01 * 0.99**19)
     assert at_least(5000, 1 - 0 * rare[:1].expand(5000)) == pytest.approx(1) and abs(at_least(1, 0 * rare)) < 1e-9
-
-
-def test_sigma_is_that_of_the_coins():
-    """Of texts whose every token survives with one half, two drafts a round: coins thrown here."""
-    length, texts = 60, 50
-    zeros = torch.zeros(texts, length, dtype=torch.float64)
-    k = torch.tensor([min(2, length - t - 1) for t in range(length)]).expand(texts, -1)
-    never = zeros > 0
-    figures = Figures(zeros + 0.5, zeros + 0.25, zeros, never, never, k, torch.full((texts,), length))
-    figures = dataclasses.replace(figures, logp=figures.logp.log(), logq=figures.logq.log())
-    coins = torch.rand(4000, length, generator=torch.Generator().manual_seed(0)) < 0.5
-    at, rounds = torch.zeros(4000, dtype=torch.int64), torch.zeros(4000)
-    for _ in range(length):
-        going = at < length
-        rounds += going
-        n = torch.stack([coins.gather(1, (at + i).clamp(max=length - 1)[:, None])[:, 0] for i in range(2)], 1)
-        inside = torch.stack([at + i + 1 < length for i in range(2)], 1)
-        at = torch.where(going, at + (n & inside).long().cumprod(1).sum(1) + 1, at)
-    counts = [Counts(length, length, starts=list(range(length))) for _ in range(texts)]
-    check = check_calls(figures, Emitted([[1]] * texts, [0] * texts, [[1] * length] * texts, counts), "token")
-    assert check.predicted == pytest.approx(texts * rounds.mean().item(), rel=0.01)
-    assert check.sigma == pytest.approx(texts**0.5 * rounds.std().item(), rel=0.05)

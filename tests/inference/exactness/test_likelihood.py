@@ -73,18 +73,6 @@ def test_texts_of_a_look_up_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert not verdict(NGram).passed
 
 
-def test_z_of_right_texts_has_the_spread_of_a_standard_normal() -> None:
-    engine, _ = run(Independent)
-    scores = []
-    for seed in range(6):
-        out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=Sampling(0.8), seed=seed, ignore_eos=True)
-        texts = Emitted(PROMPTS, row_ids(PROMPTS), out.tokens, out.stats.rows)
-        one = check_likelihood(engine, texts, Sampling(0.8))
-        assert one.passed and one.tokens == ROWS * NEW and one.impossible == 0
-        scores.append((one.z, one.place_z))
-    assert bool(((torch.tensor(scores).std(0) - 1.1).abs() < 0.8).all())
-
-
 def test_tokens_that_settings_cut_are_counted() -> None:
     engine, texts = run(Independent)
     report = check_likelihood(engine, texts, Sampling(top_p=0.7))

@@ -1,9 +1,11 @@
 """Teacher-forced passes of given texts."""
 
+import pytest
 import torch
 
 from inference import Sampling
-from inference.exactness.teacher_forced import teacher_forced
+from inference.exactness import teacher_forced as module
+from inference.exactness.teacher_forced import teacher_forced, whole_texts
 from inference.models.lm import LM
 from tests import standin
 from tests.tiny import tiny
@@ -52,3 +54,31 @@ def test_logits_of_recorded_passes_are_those_of_each_pass() -> None:
         recorded = logits("cuda")
         assert gpu.recordings
     torch.testing.assert_close(recorded, logits("cpu"))
+
+
+SETTINGS = {
+    "plain": Sampling(1.0),
+    "repetition": Sampling(1.0, repetition_penalty=1.7),
+    "presence": Sampling(1.0, presence_penalty=1.1),
+    "frequency": Sampling(1.0, frequency_penalty=0.8),
+    "banned": Sampling(1.0, banned=((5, 6), (9,))),
+    "first tokens": Sampling(1.0, min_new_tokens=3, stop_ids=(2,)),
+    "biased": Sampling(1.0, logit_bias={3: 1.5}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blocks_of_any_length_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits by transformers' own forward, however many positions are held at once."""
+    model, prompts, texts = tiny(), [[1, 2, 3], [4]], [[5, 6, 5, 7, 5, 6, 8], [9, 9, 3, 9]]
+    by_length = []
+    for length in (100, 3, 2, 1):
+        monkeypatch.setattr(module, "CELLS", length * 32)
+        blocks = list(whole_texts(model, prompts, texts, SETTINGS[name], 32))
+        assert len(blocks) == sum(-(-len(text) // length) for text in texts)
+        by_length.append([
+            torch.cat([block.logits[0] for block in blocks if block.rows == [row]]) for row in range(len(texts))
+        ])  # fmt: skip
+    for other in by_length[1:]:
+        for ours, whole in zip(other, by_length[0], strict=True):
+            torch.testing.assert_close(ours, whole)

@@ -9,7 +9,7 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness import ties, verdict
 from inference.exactness.teacher_forced import TextLogits
-from inference.exactness.ties import Compared, Difference, TextCheck, check_text, compare_passes, excused, is_tie
+from inference.exactness.ties import Difference, TextCheck, check_text, compare_passes, excused, is_tie
 from inference.output import Counts, Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -41,29 +41,6 @@ def test_a_gap_is_excused_by_the_rounding_that_logits_have(own: float, monkeypat
     assert (chosen, ids) == (prompts[:2], [4, 5])  # 1,024 tokens, each prompt once
     assert (sampling, limit, seed, tree) == (Sampling(0.5), 600, 11, None)
     assert bound == pytest.approx(8 * min(max(own, torch.finfo(torch.float32).eps), 1e-3))
-
-
-def test_a_text_that_differs_counts_once_its_differences_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three differences in two of four texts; one has a larger gap than rounding explains."""
-    gaps = ((0.2, 1), (0.3, 1), (5.0, 3))
-    apart = [Difference(gap, torch.tensor([0.0, -gap]), torch.zeros(2), 0, 1, text, 9.0) for gap, text in gaps]
-    given: list[Any] = []
-
-    def compared(*arguments: Any, **named: Any) -> Compared:
-        given.append((arguments, named))
-        return Compared(apart, 17, 0.5, 8.0)
-
-    monkeypatch.setattr(ties, "compare_text", compared)
-    model, regime = tiny(), Sampling(0.5)
-    engine, prompts = Engine(model, Independent(near(model)), policy=Fixed(3), rows=2), [[n, 2] for n in range(4)]
-    result = ties.check_coupled(engine, prompts, [7, 8, 9, 6], regime, 5, 21, 0.25)
-    assert result == TextCheck(4, 2, 2, 1, 1.0, 5.0, 8.0, 17, 20) and not result.passed
-    (((lm, read, texts, sampling), named),) = given
-    coupled = Engine(model, verify="coupled", rows=2)
-    wanted = coupled.generate(prompts, max_new_tokens=5, sampling=regime, seed=21, ids=[7, 8, 9, 6], ignore_eos=True)
-    assert (lm, read, texts, sampling) == (engine.target, prompts, wanted.tokens, regime)
-    assert named == {"width": 4, "noise_keys": ([7, 8, 9, 6], 21), "bound": 0.25, "tree": None}
-    assert engine.rule.name == "token"
 
 
 def test_what_stands_past_a_texts_end_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +75,6 @@ def test_one_changed_token_is_unexplained(pair):
     assert not other.passed and (other.equal, other.ties, other.unexplained) == (3, 0, 1)
     assert other.gap > 1000 * other.noise
     assert cut.unexplained == 1
-
-
-def test_equal_logits_are_a_tie():
-    """Two tokens with one embedding: at temperature 0 either is the argmax."""
-    target = tiny(vocab=V, layers=1, hidden=8, seed=3, dtype=torch.bfloat16)
-    with torch.no_grad():
-        target.lm_head.weight[5] = target.lm_head.weight[2]
-    greedy, prompts = Sampling(temperature=0), [[token] for token in range(V)]
-    plain = Engine(target).generate(prompts, max_new_tokens=5, sampling=greedy, ignore_eos=True).tokens
-    other = [[5 if token == 2 else token for token in text] for text in plain]
-    result = check_text(target, prompts, plain, other, (row_ids(prompts), 0), greedy, V, k=2)
-    assert result.passed and result.ties == sum(2 in text for text in plain) > 0
 
 
 @pytest.mark.parametrize(

@@ -61,15 +61,6 @@ def test_a_lossy_rule_is_never_called_exact(pair, shape):
     assert result.calls is None and "lossy_typical" in result.missing["calls"]
 
 
-@pytest.mark.parametrize("greedy", [Sampling(temperature=0), Sampling()])
-def test_certain_drafts_are_predicted_to_the_call(pair, greedy):
-    """One-hot draft distributions leave no coins: the calls of a text are known."""
-    result = verdict(pair[0], Independent(pair[1], greedy=True), greedy)
-    assert result.passed and result.calls.sigma == 0 and result.calls.near == 0
-    assert result.calls.predicted == pytest.approx(result.calls.measured, abs=1e-6)
-    assert result.calls.measured < len(PROMPTS) * NEW
-
-
 def test_a_perfect_draft_passes_in_float32():
     """Distributions that sum to one but for rounding: no coin may come out of that."""
     models = [tiny(vocab=V, layers=1, hidden=8, seed=3, dtype=torch.float32) for _ in range(2)]

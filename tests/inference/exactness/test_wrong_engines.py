@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from inference import Engine, Sampling, round
+from inference import Engine, Sampling
 from inference.exactness import verdict
 from inference.exactness.figures import check_calls, check_depth
 from inference.exactness.side_by_side import pair_figures
@@ -20,13 +20,11 @@ from inference.proposers.base import Proposal
 from inference.sampling.noise import row_ids
 from inference.verify import chain
 from tests import late_faults
-from tests.inference.test_distribution import constant
 from tests.late_faults import FAULTS, scaled
 from tests.tiny import near, tiny
 
 V, NEW, K = 16, 48, 3
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-DTYPES = pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=["float32", "bfloat16"])
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +60,11 @@ def verifying(window):
     return 1 < window.positions.shape[1] <= forward.SHORT and window.start != 0
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0), Sampling(0.7, top_p=0.9)], ids=["1", "0", "top-p"])
-@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE, HALF], ids=["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [(DOUBLE, Sampling()), (SINGLE, Sampling(0)), (HALF, Sampling(0)), (HALF, Sampling(0.7, top_p=0.9))],
+    ids=["float64-1", "float32-0", "bfloat16-0", "bfloat16-top-p"],
+)
 def test_an_exact_engine_passes_in_every_dtype(dtype, sampling):
     target, draft = pair(dtype)
     result = verdict_of(target, Independent(draft), sampling)
@@ -72,8 +73,7 @@ def test_an_exact_engine_passes_in_every_dtype(dtype, sampling):
     assert result.logits.one < result.logits.limit and result.logits.own > 0
 
 
-@DTYPES
-def test_verifying_passes_that_see_the_last_tokens_alone_fail(dtype, monkeypatch):
+def test_verifying_passes_that_see_the_last_tokens_alone_fail(monkeypatch):
     plain = forward.Lean.mask
 
     def mask(self, window):
@@ -82,42 +82,23 @@ def test_verifying_passes_that_see_the_last_tokens_alone_fail(dtype, monkeypatch
         return forward.additive(forward.visible(window, self.model.device, 24), self.shape.held)
 
     monkeypatch.setattr(forward.Lean, "mask", mask)
-    target, draft = pair(dtype)
+    target, draft = pair(SINGLE)
     result = verdict_of(target, Independent(draft))
     assert not result.text.passed and result.text.noise > result.text.limit
     assert result.logits.many > result.logits.limit > result.logits.one
 
 
-@DTYPES
-def test_attention_of_another_scale_in_every_pass_fails(dtype, monkeypatch):
+def test_attention_of_another_scale_in_every_pass_fails(monkeypatch):
     shape_of = llama.shape_of
     monkeypatch.setattr(llama, "shape_of", lambda model: shape_of(model)._replace(scale=1.5 * shape_of(model).scale))
-    target, draft = pair(dtype)
+    target, draft = pair(HALF)
     result = verdict_of(target, Independent(draft))
     assert result.text.passed  # its passes agree with each other
     assert not result.logits.passed and not result.passed
     assert min(result.logits.one, result.logits.many) > result.logits.limit
 
 
-@DTYPES
-def test_verifying_passes_one_position_off_fail(dtype, monkeypatch):
-    rotation = forward.Lean.rotation
-
-    def off(self, window):
-        if not verifying(window):
-            return rotation(self, window)
-        moved = dataclasses.replace(window, positions=window.positions + 1, start=None, limit=window.limit + 1)
-        return rotation(self, moved)
-
-    monkeypatch.setattr(forward.Lean, "rotation", off)
-    target, draft = pair(dtype)
-    result = verdict_of(target, Independent(draft))
-    assert not result.text.passed and not result.logits.passed
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fault"), [*((SINGLE, fault) for fault in (None, *FAULTS)), (HALF, None), (HALF, FAULTS[0])]
-)
+@pytest.mark.parametrize(("dtype", "fault"), [*((SINGLE, fault) for fault in FAULTS[1:]), (HALF, None)])
 def test_what_goes_wrong_late_in_a_text_fails(dtype, fault, monkeypatch):
     if fault:
         fault(monkeypatch)
@@ -156,12 +137,6 @@ def calls(draft_kind=Independent, rule="token", dtype=SINGLE, noise=0.02, rows=1
     return check_calls(figures, texts, rule), check_depth(figures, texts)
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [("token", HALF), ("block", SINGLE)])
-def test_the_coins_of_an_exact_engine_are_those_expected(rule, dtype):
-    result, depth = calls(rule=rule, dtype=dtype)
-    assert result.passed and depth.passed and result.rare_expected < 5
-
-
 class Warmer(Independent):
     """Says that its distribution was warmer than the one that it drew from."""
 
@@ -170,10 +145,9 @@ class Warmer(Independent):
         return Proposal(x, (q.log() / 1.1).softmax(-1), k)
 
 
-@DTYPES
-def test_a_draft_distribution_of_another_temperature_fails(dtype):
+def test_a_draft_distribution_of_another_temperature_fails():
     """Rounding excuses it neither."""
-    target, draft = pair(dtype)
+    target, draft = pair(SINGLE)
     engine, texts = run(target, Warmer(draft), rows=160)
     unrounded = check_calls(pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0), texts, "token")
     assert not unrounded.passed and unrounded.rare > 2 * unrounded.rare_expected
@@ -199,20 +173,6 @@ def test_the_residual_of_another_rule_fails(monkeypatch):
     assert not calls(rule="block", noise=0.1)[0].passed
     monkeypatch.setattr(chain, "_residual", lambda p, q, n, k, w: chain._at(p, n))
     assert calls(noise=0.1, rows=32)[0].z > 4
-
-
-def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
-    """Of one distribution after every text: with distributions that differ by context the error averages out in the
-    counts."""
-    monkeypatch.setattr(round, "ACCEPT", round.DRAFT)
-    target, draft = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5])
-    engine = Engine(target, Independent(draft), policy=Fixed(K), rows=128)
-    texts = [[token % 3] for token in range(128)]
-    keys = row_ids(texts)
-    out = engine.generate(texts, max_new_tokens=12, ids=keys)
-    emitted = Emitted(texts, keys, out.tokens, out.stats.rows)
-    figures = pair_figures(engine, engine.proposer, emitted, Sampling(), 12, 0.0)
-    assert not check_calls(figures, emitted, "token").passed
 
 
 def test_a_rounded_draft_is_predicted_with_its_rounded_weights():
@@ -249,28 +209,6 @@ def test_the_comparison_goes_on_after_a_tie(share, passed):
     result = verdict_of(target, Independent(draft), Sampling(0.7), rows=16)
     assert result.text.compared == 16 * NEW and result.text.ties > 0
     assert result.text.passed is result.logits.passed is passed
-
-
-def test_texts_are_those_of_rounds_with_drafts(monkeypatch):
-    """(a) decodes speculatively, and every row of it."""
-    calls_seen = []
-    target, draft = pair(SINGLE)
-    engine, texts = run(target, Independent(draft))
-    propose = engine.proposer.propose
-    monkeypatch.setattr(
-        engine.proposer, "propose", lambda round: calls_seen.append((round.rule.name, len(round.k))) or propose(round)
-    )
-    result = check(engine, texts, Sampling(), NEW)
-    assert {rule for rule, _ in calls_seen} == {"coupled"} and engine.rule.name == "token"
-    assert max(rows for _, rows in calls_seen) == 8  # one row alone is asked for the shape
-    assert (result.text.prompts, result.text.compared, result.text.tokens) == (8, 8 * NEW, 8 * NEW)
-
-
-def test_a_draft_with_a_smaller_context_is_predicted_as_it_drafts():
-    target, draft = pair(SINGLE, positions=32)
-    result = verdict_of(target, Independent(draft))
-    assert result.passed, result.lines()
-    assert result.calls.measured > 8 * (NEW - 32)  # a call a token, past it
 
 
 @pytest.mark.parametrize(("noise", "limit"), [(1e-9, 0.5), (0.5, 1e-9)])

@@ -2,34 +2,16 @@
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure.arms import ArmResult, engine_arm, seeded, transformers_arm
+from inference.measure.arms import engine_arm, seeded, transformers_arm
 from inference.measure.timing import interleave
 from inference.policy import Fixed
 from inference.proposers import Independent
-from studies import assisted
 from studies.assisted import assisted_arm
-from tests.tiny import tiny
-
-
-def test_a_baseline_decodes_the_given_number_of_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def generate(model: Any, prompts: list[list[int]], **settings: Any) -> ArmResult:
-        sizes.append(len(prompts))
-        return ArmResult([[0] for _ in prompts], 1.0, 1.0)
-
-    monkeypatch.setattr(assisted, "generate", generate)
-    prompts, model = [[n] for n in range(5)], tiny()
-    for rows, assistant in ((2, None), (None, None), (2, model)):
-        assisted_arm("hf", model, Sampling(), 1, rows=rows, assistant=assistant).run(prompts, [], 0)
-    assert sizes == [2, 2, 1, 5, *[1] * 5]
-
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
@@ -80,17 +62,6 @@ def test_settings_that_an_arm_cannot_express_are_errors(pair):
         transformers_arm("a", pair[0], Sampling(presence_penalty=1), 4)
     with pytest.raises(ValueError, match="stop_ids"):
         engine_arm("a", Engine(pair[0]), Sampling(stop_ids=(3,)), 4)
-
-
-def test_transformers_samples_from_the_whole_distribution() -> None:
-    """transformers' default would sample from the top 50 tokens, of 256 here."""
-    model = tiny(256)
-    texts = transformers_arm("hf", model, Sampling(temperature=50.0), 40).run([[3, 5]], [], 0)
-    (new,) = texts.tokens
-    with torch.no_grad():
-        logits = model(torch.tensor([[3, 5, *new]])).logits[0, 1:-1]
-    ranks = (logits > logits.gather(1, torch.tensor(new).unsqueeze(1))).sum(1)
-    assert len(new) == 40 and ranks.max() > 200 and (ranks >= 50).sum() > 20
 
 
 def test_the_generators_of_cpu_and_gpu_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.measure.costs import Costs
 from inference.measure.tree_plan import (
     Distributions,
     Search,
     accept_of,
     distributions_of,
     reach_under,
-    table_of,
     towards_mean,
 )
-from inference.measure.tree_shapes import calls_of, climbed, every
+from inference.measure.tree_shapes import every
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -23,7 +21,6 @@ from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import from_paths, paths_of
-from studies.tree_cells import rate, round_seconds
 from tests.tiny import near, tiny
 from tests.trees import depth, topologies
 
@@ -59,14 +56,6 @@ def distributions(seed: int = 0) -> Distributions:
     rank = torch.randint(2, (8, 40), generator=generator)
     q = torch.full((8, 40, 6), 0.1).scatter(-1, x.unsqueeze(-1), 0.5)
     return Distributions(p, q, x, torch.full((8,), 40), rank)
-
-
-def test_the_plan_is_a_tree_where_passes_are_flat_a_chain_or_nothing_where_nodes_cost() -> None:
-    flat, steep = (Costs(tuple(1 + slope * n for n in range(9)), 0.01, (0.0,) * 9) for slope in (0.0, 2.0))
-    search = Search(distributions(), 8, 2, (1, 2, 3))
-    tree, nothing = (search.ranked(round_seconds(costs))[0] for costs in (flat, steep))
-    assert tree.likeliest and len(tree.parents) == 8 and tree.parents.count(-1) == 2
-    assert nothing.parents == () and nothing.tau == 1
 
 
 def broad(by_depth: bool) -> Distributions:
@@ -113,21 +102,6 @@ def test_the_plan_is_the_best_of_all_trees(by_depth: bool) -> None:
     assert all(len(set(one.parents)) < len(one.parents) for one in search.ranked(TABLES["drafts"], True))
 
 
-@pytest.mark.parametrize("rule", ["tree", "traversal"])
-def test_climbed_trees_save_what_the_best_of_their_size_do(rule: str) -> None:
-    """Under either rule, within the paths that are there; so a search under traversal grows its trees anew."""
-    result, all_trees = broad(False), every(5, 2, 3)
-    table = table_of(result, all_trees, rule, likeliest=False)
-    calls = dict(zip(all_trees, calls_of(table, all_trees).sum(1).tolist(), strict=True))
-    trees = climbed(table, 6, 3)
-    assert [len(tree) for tree in trees[:5]] == [1, 2, 3, 4, 5]
-    for tree in trees[:5]:
-        assert calls[tree] <= 1.01 * min(c for own, c in calls.items() if len(own) == len(tree))
-    assert max(map(depth, climbed(table, 5, 2))) == 2
-    search = Search(result, 5, 2, (1, 2, 3))
-    assert set(search.calls["traversal", False]) >= {*trees[:3], *search.calls["tree", False]}
-
-
 def test_deep_levels_have_two_children() -> None:
     result = broad(True)
     whole, cut = accept_of(result, 3, False), accept_of(result, 3, False, levels=1)
@@ -142,21 +116,6 @@ def test_every_tree_is_listed_once() -> None:
     assert len(result) == len(wanted) and set(result) == wanted
 
 
-def test_many_shapes_are_rated_as_each_by_itself() -> None:
-    """Sums over paths: of more shapes than run side by side, under both rules. Of trees under
-    traversal the refused children are drawn."""
-    result = broad(True)
-    shapes = every(5, 2, 3)
-    for rule, likeliest in [("tree", False), ("tree", True), ("traversal", False)]:
-        calls = rate(result, [(), *shapes], rule, likeliest)
-        assert calls[()].tolist() == result.lengths.tolist()
-        for own in [*shapes[::7], (-1, 0, 1)]:
-            alone = calls_from(reach_under(result, own, rule, likeliest), result.lengths)
-            torch.testing.assert_close(
-                calls[own], alone.double(), rtol=0.02 if rule == "traversal" and own != (-1, 0, 1) else 1e-6, atol=0
-            )
-
-
 def test_chances_are_drawn_to_their_mean() -> None:
     """Of each depth and child, over the tokens that there are."""
     accept, lengths = torch.rand(2, 5, 3, 2, dtype=torch.float64), torch.tensor([5, 2])
@@ -164,18 +123,3 @@ def test_chances_are_drawn_to_their_mean() -> None:
     result = towards_mean(accept, 0.25, lengths)
     torch.testing.assert_close(result, 0.75 * accept + 0.25 * mean.expand_as(accept))
     assert Search(distributions(), 4, 2, (1, 2), sorts=(True,)).accept[True].unique().numel() > 2
-
-
-@pytest.mark.thorough
-def test_shrunk_chances_choose_better_trees_for_other_texts() -> None:
-    """Texts without structure: the tree that was grown on a few of them costs others fewer calls where chances are
-    drawn to their mean."""
-    generator, calls = torch.Generator().manual_seed(1), {0.0: 0.0, 0.3: 0.0}
-    for _ in range(6):
-        rank = torch.multinomial(torch.tensor([0.5, 0.2, 0.1, 0.2]), 50 * 40, True, generator=generator).view(50, 40)
-        each = Distributions(torch.zeros(50, 40, 4), torch.zeros(50, 40, 4), rank, torch.full((50,), 40), rank)
-        few, others = (Distributions(*(part[rows] for part in each)) for rows in (slice(0, 6), slice(6, None)))
-        for shrunk in calls:
-            best = Search(few, 10, 3, (1, 2, 3, 4), sorts=(True,), shrunk=shrunk).ranked(lambda parents: 1.0)[0]
-            calls[shrunk] += float(rate(others, [best.parents], "tree", True)[best.parents].sum())
-    assert calls[0.3] < calls[0.0]

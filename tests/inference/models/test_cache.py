@@ -105,15 +105,6 @@ def test_a_row_longer_than_the_draft_can_hold_takes_no_slots_there() -> None:
     assert proposer.lm.cache.slots <= 64 + 3 + 1
 
 
-def test_slots_double() -> None:
-    lm = LM(tiny(positions=2048), 4)
-    with torch.inference_mode():
-        lm.forward(torch.ones(4, 2, dtype=torch.int64), [0] * 4)
-        before = [store.keys for store in lm.cache.stores]
-        lm.forward(torch.ones(4, 2, dtype=torch.int64), [300] * 4)
-    assert lm.cache.slots == 512 and all(old.shape[2] == 256 for old in before)
-
-
 @pytest.mark.parametrize(("encoder", "decoder"), [(1, 3), (3, 1)])
 def test_bytes_of_a_decoder_that_is_deeper_than_its_encoder(encoder: int, decoder: int) -> None:
     """Of its own keys and values, in layers of 16 numbers each."""

@@ -7,14 +7,10 @@ import pytest
 import torch
 from torch._inductor import cpp_builder
 
-from inference.models.lm import LM, store_prompts
-from inference.models.passes import LAST
+from inference.models.lm import LM
 from inference.models.replay import Compiled, quote_libraries, reason
 from inference.models.step import Replayed
-from inference.verify.tree import Tree
-from tests.inference.models import test_trees as trees
 from tests.inference.models.test_llama import build, passes
-from tests.inference.models.test_states import START, TEXTS, own_states
 from tests.tiny import compiles, tiny, traced
 
 
@@ -33,19 +29,6 @@ def test_passes_are_the_models_own() -> None:
 
 
 @pytest.mark.thorough
-def test_passes_that_end_early_give_the_states_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced(monkeypatch)
-    model = tiny()
-    lm = LM(model, 3, compile=True)
-    with torch.inference_mode():
-        ids = torch.tensor([text[-3:] for text in TEXTS])
-        store_prompts(lm, 0, [text[:-2] for text in TEXTS])
-        early = lm.hidden(ids, START, 1)
-        for row, text in enumerate(TEXTS):
-            torch.testing.assert_close(early[row], own_states(model, text)[1][-3:], rtol=1e-4, atol=1e-4)
-    assert {key[0] for key in graphs(lm)} == {("pass", (1,), False)}
-
-
 def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that ends after such a round would wait for the compiler."""
     traced(monkeypatch)
@@ -59,18 +42,6 @@ def test_a_pass_of_one_id_that_also_returns_states_is_not_compiled(monkeypatch: 
     torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0].states[1], found[1].states[1], rtol=1e-4, atol=1e-4)
     assert [key[2] for key in graphs(lm)] == [True]  # that of several ids
-
-
-@pytest.mark.thorough
-def test_trees_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced(monkeypatch)
-    lm = LM(tiny(layers=1), 3, compile=True)
-    with torch.inference_mode():
-        lm.store(torch.ones(3, 1, dtype=torch.int64), [0] * 3)
-        same = {"states": (1, LAST), "tree": Tree([-1])}  # which the tree's graph serves as well
-        stock = LM(lm.model, 3, stock=True)
-        trees.check(lm, stock, [trees.PARENTS] * 3, Tree(trees.PARENTS), 1e-4, same)
-    assert len([key for key in graphs(lm) if "nodes" in key[1]]) == 1
 
 
 def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

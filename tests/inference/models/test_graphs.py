@@ -3,8 +3,6 @@ GPU, what is recorded, launched, shared and freed; which attention kernels run."
 
 import copy
 import warnings
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +13,10 @@ from inference import Engine, Sampling
 from inference.models.forward import additive, attention, seen_from
 from inference.models.llama import ModelShape, flash
 from inference.models.lm import LM
-from inference.models.replay import Pure, Recorded
-from inference.models.step import Replayed, Tempered
+from inference.models.step import Replayed
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Host
-from inference.proposers.independent import chain
 from tests import standin
 from tests.tiny import near, tiny
 
@@ -56,23 +52,6 @@ def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
     assert texts(compile=True) == texts(compile=False)
 
 
-def test_buckets_are_few_and_dropped_when_the_cache_grows(graphs_on_cpu: None) -> None:
-    lm = LM(tiny(), 4, compile=True)
-    assert isinstance(lm.run, Replayed)
-    ids = torch.ones(3, 2, dtype=torch.int64)
-    with torch.inference_mode():
-        lm.forward(ids, [0, 0, 0])  # the first pass makes the cache
-        for start in range(5):
-            lm.forward(ids, [start, start + 1, start])
-        assert buckets(lm) == {(4, 2, 8, False)}
-        whole = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7]).logits
-        of_each = lm.forward(ids * torch.tensor([[3, 7]]), [5, 6, 7], only=torch.tensor([0, 1, 1])).logits
-        torch.testing.assert_close(of_each, torch.stack([whole[0, :1], whole[1, 1:], whole[2, 1:]]))
-        assert buckets(lm) == {(4, 2, 8, False), (4, 2, 16, False), (4, 2, 16, True)}
-        lm.forward(ids[:1], [20])
-        assert buckets(lm) == {(1, 2, 32, False)}
-
-
 def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
     """Six rows are no power of two: a graph of eight rows may not touch a slot in which a prompt waits."""
     settings = {"sampling": Sampling(0.8), "ignore_eos": True}
@@ -82,31 +61,6 @@ def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
         engine = Engine(tiny(), Independent(near(tiny()), compile=compile), rows=6, compile=compile)
         tokens.append(engine.generate(prompts, max_new_tokens=limits, **settings).tokens)
     assert tokens[0] == tokens[1]
-
-
-def test_new_weights_are_seen(graphs_on_cpu: None) -> None:
-    model, ids = tiny(), torch.ones(2, 1, dtype=torch.int64)
-    lm = LM(model, 2, compile=True)
-    with torch.inference_mode():
-        first = [lm.forward(ids, [0, 0]).logits, lm.forward(ids, [1, 2]).logits][1].clone()
-        other = tiny(seed=5)
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            mine.data = theirs.data.clone()
-        again = [lm.forward(ids, [0, 0]).logits, lm.forward(ids, [1, 2]).logits][1]
-        truth = LM(other, 2)
-        wanted = [truth.forward(ids, [0, 0]).logits, truth.forward(ids, [1, 2]).logits][1]
-    assert not torch.equal(first, again)
-    torch.testing.assert_close(again[:1], wanted[:1])  # of the second row, position 1 was never written
-
-
-def test_passes_run_without_graphs_if_recording_fails(graphs_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(Recorded, "_record", broken)
-    with pytest.warns(UserWarning, match="CUDA graphs failed; passes run without: operation not permitted"):
-        tokens = texts(compile=True)
-    assert tokens == texts(compile=False)
 
 
 @pytest.mark.gpu
@@ -129,46 +83,6 @@ def recording_lm(rows: int = 4) -> LM:
     lm = LM(tiny().to("cuda"), rows, compile=True)
     lm.store(ids(rows, 1), [0] * rows)
     return lm
-
-
-@torch.inference_mode()
-def test_a_pass_is_one_copy_and_one_launch() -> None:
-    """Nothing is computed to be thrown away (rotations, copies of results), nothing is read on the host."""
-    with standin.device() as gpu:
-        lm = recording_lm()
-        assert isinstance(lm.run, Replayed)
-        for only in (None, torch.tensor([1, 0, 1, 1], device="cuda")):
-            window = lm._window(ids(4, 2), [1, 2, 3, 3], 0, None)
-            lm.run.forward(ids(4, 2), window, only)
-            given = ids(4, 2)
-            gpu.clear()
-            lm.run.forward(given, window, only)
-            assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
-            assert not gpu.h2d and not gpu.d2h
-
-
-@torch.inference_mode()
-def test_all_drafts_of_a_round_are_one_copy_and_one_launch() -> None:
-    with standin.device() as gpu:
-        lm = recording_lm()
-        u, temperature = torch.rand(4, 3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
-        ends = torch.tensor([3, 4, 5, 3])
-        given = [x.to("cuda") for x in (ends, u, temperature)]
-        tails, tensors = ids(4, 2), dict(zip(("start", "u", "temperature"), given, strict=True))
-        pure = Pure(tensors, lambda x: Tempered(x["u"], x["temperature"], False), 0)
-        round, read = SimpleNamespace(pure=lambda *_, **__: pure), {"last": tails, "ends": given[0]}
-        draft = partial(lm.drafts, round, ("chain",), chain(False), read, tails, 7, 3, False)
-        draft()
-        gpu.clear()
-        results = draft()
-        assert gpu.ops["-"] == {"cat": 1} and sum(gpu.launches.values()) == 2
-        assert not gpu.h2d and not gpu.d2h
-        drafts, distributions = (x.to("cpu") for x in results)
-    host = LM(tiny(), 4, compile=False)
-    host.store(torch.arange(4).view(4, 1), [0] * 4)
-    logits = host.forward(torch.arange(8).view(4, 2), [1, 2, 3, 1]).logits[:, -1]
-    torch.testing.assert_close(distributions[:, 0], (logits / temperature[:, None]).softmax(-1))
-    assert drafts.shape == (4, 3)
 
 
 @torch.inference_mode()
@@ -239,27 +153,6 @@ def test_a_model_without_graphs_warns_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Engine(model, compile=False)
-
-
-def test_a_model_that_fails_leaves_others_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft cannot be recorded; the target still is, and the text is that of plain passes."""
-    record = Recorded._record
-
-    def broken(self: Recorded, *given: object) -> object:
-        if self.model.config.num_hidden_layers == 1:
-            raise RuntimeError("out of memory")
-        return record(self, *given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Recorded, "_record", broken)
-    settings = {"max_new_tokens": 6, "sampling": Sampling(0.8), "ignore_eos": True}
-    wanted = Engine(tiny(), Independent(tiny(layers=1)), policy=Fixed(2), rows=2).generate([[1, 2], [3]], **settings)
-    with standin.device():
-        draft = Independent(tiny(layers=1).to("cuda"))
-        engine = Engine(tiny().to("cuda"), draft, policy=Fixed(2), rows=2)
-        with pytest.warns(UserWarning, match="LlamaForCausalLM: CUDA graphs failed; passes run without: out of memory"):
-            out = engine.generate([[1, 2], [3]], **settings)
-        assert out.tokens == wanted.tokens
-        assert draft.lm.run.replay.failed and not engine.target.run.replay.failed and engine.target.run.replay.graphs
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])

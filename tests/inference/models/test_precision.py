@@ -12,7 +12,7 @@ from cotrain.training import optim
 from inference import Sampling, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
-from inference.models import lm, packing, pretrained
+from inference.models import packing, pretrained
 from inference.models.pretrained import load_model
 from inference.proposers.independent import Independent
 from tests.folders import network, target_folder, tokenizer
@@ -96,27 +96,6 @@ def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8:
     assert load_draft(folder)[0].dtype == torch.bfloat16
 
 
-def test_a_draft_that_fails_the_self_check_has_no_8_bit_weights(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded drafts with whole weights, and so does what is measured; a training flag decides nothing."""
-    draft, size = network(1).bfloat16(), type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": True})
-    made_for = {"name": str(target), **hash_target(draft.config, tokenizer())}
-    folder = save(draft, tokenizer(), target.parent / "called_wrong", Metadata(made_for, k=2, int8=True), {})
-
-    def plan() -> Any:
-        settings: Any = size()
-        return measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", settings, ("t", "d"))
-
-    assert plan().int8
-    learning = network(2).bfloat16().train()
-    for layer in learning.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    assert lm.takes_int8(learning)
-    monkeypatch.setattr(lm, "lean_agrees", lambda model, context: False)
-    assert not plan().int8 and not plan().proposer().int8
-    engine: Any = load(folder)
-    assert not engine.proposer.int8 and engine.generate(["{"], max_new_tokens=4, sampling=Sampling(0.0)).tokens
-
-
 def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     """To the last bit: rotary frequencies too, which no file holds."""
     draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
@@ -127,16 +106,3 @@ def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, plan.served(ids).logits)
     assert draft.dtype == torch.float32
-
-
-def test_a_draft_is_exported_in_the_requested_dtype_and_measured_in_the_fastest(emulates: bool, target: Path) -> None:
-    draft = network(1)
-    for rounded in (True, False):
-        size: Any = type("Size", (), {"draft_dtype": "bfloat16", "draft_int8": rounded, "rows": 1})
-        plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size, ("t", "d"))
-        assert plan.served.dtype == torch.bfloat16 and draft.dtype == torch.float32
-        wanted = torch.float32 if emulates and not rounded else torch.bfloat16
-        assert plan.proposer().model.dtype == wanted and plan.proposer().int8 is rounded
-        assert plan.served.dtype == torch.bfloat16  # and still so
-        pairs = zip(plan.running.parameters(), plan.served.parameters(), strict=True)
-        assert all(torch.equal(a.bfloat16(), b) for a, b in pairs)

@@ -17,7 +17,7 @@ from inference.models.forward import Lean, Stock
 from inference.models.llama import can_round
 from inference.models.lm import LM, takes_int8
 from inference.models.passes import LAST, Pass
-from inference.models.selfcheck import SAMPLES, CheckResult, Disagreement, Probe, lean_agrees
+from inference.models.selfcheck import CheckResult, Disagreement, Probe, lean_agrees
 from inference.policy import Fixed
 from inference.proposers.quantised import Quantised
 from tests import late_faults
@@ -117,15 +117,6 @@ def test_a_part_of_another_class_is_not_bypassed():
     norm = model.model.layers[0].input_layernorm
     norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": __name__})
     assert not llama.applies(model)
-
-
-def test_a_patched_class_fails_by_its_logits(monkeypatch):
-    model = tiny()
-    attention = type(model.model.layers[0].self_attn)
-    right = attention.forward
-    monkeypatch.setattr(attention, "forward", lambda *a, **k: tuple(x if x is None else 2 * x for x in right(*a, **k)))
-    with pytest.warns(Disagreement):
-        assert isinstance(LM(model, 2).run, Stock)
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -283,16 +274,6 @@ def test_a_loud_position_has_a_bound_of_its_own(
     assert compared(probe, ours).agrees is agrees
 
 
-def test_what_may_move_further_than_the_bound_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 times its noise are more than the bound: a position of its own, which changes nothing for the others."""
-    probe, ours = checked()
-    noises(monkeypatch, {2: 0.07})
-    ours[0][2] = shifted(probe.own[0][2], 0.25)
-    assert compared(probe, ours).agrees
-    ours[0][3] = shifted(probe.own[0][3], 0.1)
-    assert not compared(probe, ours).agrees
-
-
 @pytest.mark.parametrize(("loud", "agrees"), [(9, True), (10, False), (20, False)])
 def test_loud_positions_are_fewer_than_half(loud: int, agrees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     probe, ours = checked()
@@ -301,35 +282,14 @@ def test_loud_positions_are_fewer_than_half(loud: int, agrees: bool, monkeypatch
     assert compared(probe, ours).agrees is agrees
 
 
-def test_loud_positions_are_counted_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early layers, which are quiet, excuse none of the last."""
-    noise = torch.full((3, POSITIONS), 0.04)
-    noise[2] = 0.18
-    monkeypatch.setattr(Probe, "_noise", lambda self, *settings: noise.flatten())
-    probe, ours = checked()
-    rows = [row.clone() for _ in range(3) for row in ours]
-    rows[4][2] = shifted(probe.own[0][2], 0.3)
-    result = probe._compared(rows, [*probe.own] * 3, list, "states", parts=3)
-    assert not result.agrees and result.allowed == selfcheck.MOST
-
-
-def test_noise_is_of_five_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By two passes for one, and by four samples of embeddings rounded once more: the largest, position by position."""
+def test_noise_is_the_largest_of_all_ways() -> None:
+    """Of embeddings rounded once more, and of passes that are computed otherwise."""
     probe, ours = checked()
     lengths, own = [len(row) for row in ours], [*probe.own]
     again = lambda: [*probe._own(probe.ids)]  # noqa: E731
-    samples = [probe._rounded(again, seed) for seed in range(SAMPLES)]
-    assert all(not torch.equal(one[0], other[0]) for one, other in zip(samples, samples[1:], strict=False))
-    far = [row + 1 for row in own]
-    each = torch.stack([selfcheck._apart([r[:n] for r, n in zip(way, lengths, strict=True)], own) for way in samples])
-    assert torch.equal(probe._noise(lengths, own, again), each.amax(0)) and SAMPLES == 4
-    assert float(probe._noise(lengths, own, again, lambda: far).min()) > float(each.max())
-    assert float(probe._noise(lengths, own, again, lambda: [row + 1e9 for row in own]).max()) == pytest.approx(0.8)
-    calls: list[Any] = []
-    failed = CheckResult(1.0, 0.0)
-    monkeypatch.setattr(Probe, "_compared", lambda self, *settings, **more: calls.append(settings) or failed)
-    probe.logits(lambda cache: Lean(probe.model, cache))
-    assert calls[0][4:] == (probe._stepped,)
+    rounded = probe._noise(lengths, own, again)
+    assert float(rounded.max()) > 0
+    assert (probe._noise(lengths, own, again, lambda: [row + 1 for row in own]) > rounded).all()
 
 
 def wrong(row: int, change: Callable[[Pass, int], None]) -> type[Lean]:
@@ -370,15 +330,3 @@ def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
             spoilt = wrong(row, change)
             result = compare(Probe(model, 256), lambda c, spoilt=spoilt: spoilt(model, c))  # type: ignore[misc]
             assert not result.agrees, (compare.__name__, change.__name__)
-
-
-@TWO_DTYPES
-def test_logits_that_are_nan_are_rejected(dtype: torch.dtype) -> None:
-    model = tiny(dtype=dtype)
-
-    def spoil(output: Pass, row: int) -> None:
-        output.logits[row, -1, 3] = torch.nan
-
-    with torch.no_grad():
-        for compare in (Probe.logits, Probe.trees):
-            assert not compare(Probe(model, 256), lambda c: wrong(1, spoil)(model, c)).agrees

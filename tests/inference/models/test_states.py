@@ -12,8 +12,6 @@ from inference.models.forward import Lean, Stock
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
-from inference.models.replay import Recorded
-from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
 
@@ -99,14 +97,6 @@ def test_states_in_few_operations_are_transformers_own() -> None:
     ends_early(model, lm)
 
 
-def test_only_requested_layers_have_states() -> None:
-    model, ids = tiny(layers=3), torch.ones(1, 4, dtype=torch.int64)
-    for stock in (False, True):
-        lm = LM(model, 1, stock=stock)
-        assert lm.forward(ids, [0]).states == {} and dict(lm.store(ids, [0])) == {}
-        assert set(lm.forward(ids, [0], states=(2,)).states) == set(lm.store(ids, [0], states=(2,))) == {2}
-
-
 def test_all_keys_of_a_prompt_are_stored_for_any_requested_states() -> None:
     model, ids = tiny(layers=4), torch.arange(6).view(1, 6)
     wanted = LM(model, 1)
@@ -130,21 +120,6 @@ def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     ends_early(model, lm)
     names = {key[0][1:] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]
     assert names >= {((0, 1, 2, LAST), True), ((1,), False)}
-
-
-def test_a_graph_with_states_is_one_copy_and_one_launch(graphs_on_cpu: None) -> None:
-    with standin.device() as gpu:
-        model = tiny(layers=3).to("cuda")
-        lm = LM(model, 3, compile=True)
-        check(model, lm)
-        ends_early(model, lm)
-        ids = torch.tensor([text[-3:] for text in TEXTS]).to("cuda")
-        for run in (lambda: lm.forward(ids, START, states=(0, LAST)), lambda: lm.hidden(ids, START, 2)):
-            run()
-            before, gpu_launches = gpu.recordings, sum(gpu.launches.values())
-            run()
-            assert gpu.recordings == before and sum(gpu.launches.values()) - gpu_launches <= 4
-    assert not Recorded.failed
 
 
 def test_layers_that_the_model_lacks_are_named() -> None:

@@ -135,37 +135,6 @@ def test_up_to_the_end_of_the_context() -> None:
         assert lm.cache.slots <= lm.context + 6 + 1
 
 
-def test_level_by_level_is_the_same_pass() -> None:
-    """A tree that grows: every pass reads the newest level alone, whose ancestors are stored."""
-    model, levels = tiny(layers=2), [[-1, -1], [0, 0, 1], [2, 4, 4]]
-    parents = sum(levels, [])
-    whole, parts = LM(model, 3), LM(model, 3)
-    for lm in (whole, parts):
-        store_prompts(lm, 0, TEXTS)
-    ids = torch.cat([torch.tensor([text[-1:] for text in TEXTS]), nodes(len(parents), whole.device)], 1)
-    wanted = whole.forward(ids, START, tree=Tree(parents)).logits
-    levels_of_logits, ends = [], [0, 3, 6, 9]
-    for low, high in zip(ends, ends[1:], strict=False):
-        levels_of_logits.append(parts.forward(ids[:, low:high], START, tree=Tree(parents[: high - 1])).logits)
-        early = parts.hidden(ids[:, low:high], START, 1, tree=Tree(parents[: high - 1]))
-        close(early, whole.hidden(ids, START, 1, tree=Tree(parents))[:, low:high])
-    close(torch.cat(levels_of_logits, 1), wanted)
-
-
-def test_a_chain_is_a_tree() -> None:
-    model = tiny()
-    chain, tree = LM(model, 3), LM(model, 3)
-    for lm in (chain, tree):
-        store_prompts(lm, 0, TEXTS)
-    ids = torch.cat([torch.tensor([text[-1:] for text in TEXTS]), nodes(4, chain.device)], 1)
-    only = torch.tensor([0, 4, 2])
-    shape = Tree([-1, 0, 1, 2])
-    close(tree.forward(ids, START, tree=shape).logits, chain.forward(ids, START).logits)
-    close(tree.forward(ids, START, only=only, tree=shape).logits, chain.forward(ids, START, only=only).logits)
-    for ours, theirs in zip(tree.cache.stores, chain.cache.stores, strict=True):
-        close(ours.keys, theirs.keys)
-
-
 @pytest.mark.parametrize("parents", [PARENTS, [-1, 0, 1, -1, 3]], ids=["8", "5"])
 def test_by_buckets(graphs_on_cpu: None, parents: list[int]) -> None:
     """8 nodes are a bucket of 17 ids, 5 one of 9: what is added changes nothing that is stored."""

@@ -1,7 +1,6 @@
 """Drafts conditioned on the temperature: each row drafts with the scale of its own, on every path of the engine."""
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from torch import Tensor
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import load_draft
 from inference.models.lm import LM
-from inference.models.replay import Compiled
 from inference.policy import Fixed
-from inference.proposers import Independent
 from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, ConditionedNetwork, Scale, conditioned
 from inference.sampling import one_hot
 from tests import standin
 from tests.kinds import conditioned_near
-from tests.tiny import near, tiny, traced
+from tests.tiny import tiny
 from tests.watched import Watched
 
 KNOWN = [0.0, 0.7, 1.0]  # of `conditioned_near`
@@ -82,13 +79,6 @@ def test_scales_are_interpolated_between_temperatures() -> None:
     assert torch.equal(Scale(alone).at(asked), 1 + alone.temperature_scale.weight.expand(6, -1))
 
 
-def test_outside_its_temperatures_the_scale_is_that_of_the_nearest() -> None:
-    network: Any = conditioned(tiny(), [0.5, 1.0])
-    network.temperature_scale.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    outside = Scale(network).at(torch.tensor([0.0, 0.2, 1.3, 9.0]))
-    assert torch.equal(outside, 1 + network.temperature_scale.weight[torch.tensor([0, 0, 1, 1])])
-
-
 @pytest.mark.parametrize("wrong", [[], [0.3, 0.3], [1.0, 0.0]])
 def test_temperatures_that_are_no_list_of_knots_raise(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one, each once, in rising order"):
@@ -102,13 +92,6 @@ def conditioned_without(model: Any) -> Any:
     model = conditioned(model, [0.5])
     delattr(model.config, KNOTS)
     return model
-
-
-def test_with_a_scale_of_1_it_is_the_independent_draft() -> None:
-    target = tiny()
-    plain, fresh = near(target, 0.15), conditioned(near(target, 0.15), KNOWN)
-    assert decoded(target, Independent(plain)).tokens == decoded(target, Conditioned(fresh)).tokens
-    assert {name for name, _ in fresh.named_parameters()} - {name for name, _ in plain.named_parameters()} == {TABLE}
 
 
 def test_a_row_drafts_with_the_scale_of_its_own_temperature() -> None:
@@ -150,28 +133,6 @@ def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("path", ["stock", "in passes", "in graphs", "in graphs, with cuts", "in graphs, trees"])
-def test_every_way_of_running_it_reads_the_scale(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' forward, single passes, and CUDA graphs on the stand-in device: all drafts of a round at once, at
-    once with the round's distributions, and level by level."""
-    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    if path == "stock":
-        monkeypatch.setattr("inference.models.lm.applies", lambda model: False)
-    there = path.startswith("in graphs")
-    sampling = [Sampling(s.temperature, top_k=31) for s in SEVERAL] if path.endswith("cuts") else None
-    shape, settings = ((-1, -1, 0, 0), {"verify": "tree"}) if path.endswith("trees") else (None, {})
-    expected = decoded(tiny(), Conditioned(conditioned_near(tiny()), shape=shape), sampling, **settings)
-    with standin.device() if there else nullcontext():
-        target = tiny().to("cuda") if there else tiny()
-        proposer = Conditioned(conditioned_near(target), compile=there, shape=shape)
-        on_path = decoded(target, proposer, sampling, compile=there, **settings)
-        assert proposer.lm.uses_graphs is there
-        assert (on_path.tokens, on_path.stats.accepted) == (expected.tokens, expected.stats.accepted)
-    plain = decoded(tiny(), Independent(near(tiny(), 0.15), shape=shape), sampling, **settings)
-    assert plain.stats.accepted != expected.stats.accepted
-
-
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:.*CUDA graphs failed")
 @pytest.mark.parametrize("cut", [0, 31])
 def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,27 +156,6 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
     with standin.device() as gpu:
         assert texts(tiny().to("cuda"), True) == expected and gpu.recordings
     assert expected[0] != expected[3]
-
-
-@pytest.mark.thorough
-def test_compiled_rounds_read_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rows as the graph has, of one temperature, of several, and with a greedy row, which drafts pass by
-    pass."""
-    traced(monkeypatch)
-    target, counts = tiny(), []
-    for sampling in (Sampling(0.7), [Sampling(t) for t in (0.35, 1.0, 0.7)],
-                     [Sampling(t) for t in (0.0, 0.35, 1.0)]):  # fmt: skip
-        asked: dict[str, Any] = {"max_new_tokens": 15, "sampling": sampling, "ignore_eos": True, "ids": range(3)}
-        one, other = (
-            Engine(target, Conditioned(conditioned_near(target), compile=compile), policy=Fixed(3), rows=3).generate(
-                PROMPTS[:3], **asked
-            )
-            for compile in (False, True)
-        )
-        assert one.tokens == other.tokens and one.stats.accepted == other.stats.accepted
-        counts.append(one.stats.accepted)
-    assert not Compiled.failed
-    assert counts[0] != counts[1] != counts[2]
 
 
 def test_a_scale_is_written_once_for_rows_that_stay() -> None:
@@ -247,8 +187,3 @@ def test_a_folder_without_its_scale_raises(tmp_path: Path) -> None:
         save_file({name: one for name, one in tensors.items() if name != TABLE} | changed, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load_draft(tmp_path, network=ConditionedNetwork)
-
-
-def test_a_model_without_a_scale_has_no_scale() -> None:
-    lm = LM(tiny(), 2)
-    assert lm.scale is None and lm.run.scale is None

@@ -28,7 +28,7 @@ from tests.inference.test_shared_proposers import Short
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
-WHOLE: dict[str, Any] = {"max_new_tokens": [20, 4, 33, 11, 26], "seed": 2, "ignore_eos": True}
+WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignore_eos": True}
 REGIMES = {
     "sampled": [Sampling(0.8)] * 5,
     "greedy": [Sampling(0)] * 5,
@@ -85,9 +85,10 @@ def both(size: int | None, *arguments: Any, greedy: bool = False, **settings: An
     assert sum(out.stats.drafted) > 50
 
 
-@pytest.mark.parametrize("size", [None, 16])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(
+    ("name", "rows", "size"),
+    [*((name, 3, 16) for name in REGIMES), ("sampled", 1, 16), ("mixed with greedy", 1, None), ("greedy", 3, None)],
+)
 def test_text_and_distributions_are_those_of_single_steps(
     calls: list[int], name: str, rows: int, size: int | None
 ) -> None:
@@ -96,7 +97,7 @@ def test_text_and_distributions_are_those_of_single_steps(
     assert set(calls) == (set() if name in UNCOMPILED and (name, rows) != ("mixed with greedy", 1) else {3})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "block"}, {"verify": "match"}, {"context": 40}])
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 24}])
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both(16, Sampling(0.8), **settings)
     assert calls
@@ -203,20 +204,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: i
     torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
 
 
-@compiles
-def test_compiled_rounds_read_the_weights_as_they_are() -> None:
-    """In bfloat16 the compiler makes constants of them."""
-    target, network = half(None)
-    engines = [engine_of(target, Eagle(network, compile=compile)) for compile in (True, False)]
-    for _ in range(2):
-        (_, _, q, _), (_, _, p, _) = (proposals(engine, 4)[0] for engine in engines)
-        torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
-        network.lm_head.weight.data.mul_(0.5)
-    assert not Compiled.failed
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize(("size", "compile"), [(16, False), (None, True)])
 def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, compile: bool) -> None:
     """Before each round, also of weights that have changed since; the network itself is not rounded."""
     target, network = half(size)
@@ -226,7 +214,7 @@ def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, co
     runs = []
     for _ in range(2):
         weights = [weight.clone() for weight in network.parameters()]
-        runs.append((weights, proposals(engine)))
+        runs.append((weights, proposals(engine, 16)))
         assert all(torch.equal(a, b) for a, b in zip(weights, network.parameters(), strict=True))
         network.lm_head.weight.data.mul_(0.5)  # torch does not count this change
     for weights, rounds in runs:
@@ -269,8 +257,9 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path) -> No
     assert BlockStudent.takes_int8(kinds.block(tiny(hidden=32, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)])
-@pytest.mark.parametrize("kind", ["eagle", "eagle, pruned", "p_eagle", "block"])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("eagle", None), ("eagle", (-1, -1, 0, 0, 1)), ("p_eagle", None), ("block", (-1, -1, 0, 0, 1))]
+)
 def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
     target = tiny(hidden=32, dtype=torch.bfloat16)
     proposer: Any = kinds.KINDS[kind].proposer(target, **({"shape": shape} if shape else {}))

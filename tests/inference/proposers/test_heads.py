@@ -9,19 +9,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
-from cotrain.config.drafts import MedusaDraft
-from cotrain.config.groups import Init
 from cotrain.export import medusa_layout
 from cotrain.export.engines import layout_of
 from cotrain.students.base import LAST, Seen, student_class
-from inference import Engine, Sampling, load
+from inference import Engine, load
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, load_draft, save
 from inference.drafts.weight_files import read_json
 from inference.measure.costs import spans_of
 from inference.policy import Fixed
-from inference.proposers.heads import Hydra, Medusa
-from tests import gpu_counts, kinds, standin
+from tests import kinds
 from tests.tiny import tiny
 
 HEADS = pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -69,19 +66,6 @@ def test_rounds_of_packed_texts_keep_to_their_text(kind: str) -> None:
     assert all(len(guess.states) == len(guess.at) for guess in guesses)
 
 
-def test_hydra_sees_the_anchor_and_medusa_does_not() -> None:
-    target = tiny()
-    newest = torch.randn(1, 16, dtype=torch.float64)
-    for proposer, same in ((Medusa(kinds.medusa(target)), True), (Hydra(kinds.hydra(target)), False)):
-        engine = Engine(target, proposer, rows=1)
-        engine.begin([[1, 2]], 4, Sampling())
-        distributions = []
-        for anchor in (3, 4):
-            given = {"newest": newest, "anchor": torch.tensor([[anchor]])}
-            distributions.append(proposer.unrolled(given, 1)[0].softmax(-1))
-        assert torch.equal(*distributions) is same
-
-
 @HEADS
 def test_no_more_drafts_than_heads(kind: str) -> None:
     target, prompts = tiny(), [[1, 2, 3], [4]]
@@ -108,18 +92,6 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
 
 
-@HEADS
-def test_untrained_heads_give_the_targets_own_states(kind: str) -> None:
-    target = tiny(dtype=torch.float32)
-    student = student_class(kind)
-    heads = student(student.initial(MedusaDraft(depths=2), Init(kind="target_layers", layers=[0]), target), target)
-    states = torch.randn(1, 6, 16)
-    for depth, guess in enumerate(heads.guesses({"ids": torch.zeros(1, 6, dtype=torch.int64)}, Seen({LAST: states}))):
-        torch.testing.assert_close(guess.states, states[0, : 5 - depth])
-    with pytest.raises(ValueError, match="draft.depths"):
-        student.initial(MedusaDraft(depths=None), Init(kind="scratch", layers=[]), target)
-
-
 def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:
     """Its blocks are x + silu(layer(x)), its one head has the name of the first."""
     target = tiny(dtype=torch.float32)
@@ -141,21 +113,3 @@ def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:
     assert '"num_speculative_tokens": 3' in (folder / "README.md").read_text()
     with pytest.raises(ValueError, match="k=4: .* holds 3 heads"):
         medusa_layout.export(tmp_path / "draft", tmp_path / "more", 4)
-
-
-@HEADS
-def test_a_round_on_a_gpu_is_one_copy_and_one_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its text is that of the CPU."""
-    monkeypatch.setattr(gpu_counts, "ROUNDS", 2)
-    monkeypatch.setattr(gpu_counts, "FIRST", 2)
-    monkeypatch.setattr("inference.models.replay.WARMUP", 0)
-    counts = gpu_counts.counted(f"{kind}, token", "sm80")["worst"]
-    assert (counts["copies"], counts["blocking"], counts["reads"]) == (1, 0, 1)
-    assert counts["launches"] <= 24 and counts["replays"] == 3
-    texts = []
-    for device in ("cpu", "cuda"):
-        with standin.device("sm80"):
-            target = tiny().to(device)
-            engine = Engine(target, kinds.KINDS[kind].proposer(target), policy=Fixed(3), rows=2, compile=None)
-            texts.append(engine.generate([[1, 2, 3], [4], [5, 6]], max_new_tokens=12).tokens)
-    assert texts[0] == texts[1]

@@ -8,6 +8,7 @@ import pytest
 
 from inference.lookup.corpus import About, Datastore
 from inference.lookup.suffixes import CLIMB, SuffixAutomaton, suffix_array
+from inference.proposers.retrieval import Retrieval
 
 
 def texts(count: int, seed: int = 0) -> list[list[int]]:
@@ -139,3 +140,13 @@ def test_a_folder_without_a_valid_datastore_raises(tmp_path: Path) -> None:
         Datastore.of([[1, 2]], About(vocabulary=2, depth=8))
     with pytest.raises(ValueError, match="no token"):
         Datastore.of([[]], About(vocabulary=2, depth=8))
+
+
+def test_the_longer_match_wins_in_either_source() -> None:
+    """Of a text's own end of three tokens, and one of two in the datastore."""
+    retrieval = Retrieval(Datastore.of([[7, 8, 30]], About(32, 8)), shortest=1)
+    retrieval.rows = [SuffixAutomaton()]
+    (own,) = retrieval.find([[6, 7, 8, 9, 6, 7, 8]], [2])
+    assert not own.stored and own.drafts[0] == 9 and own.length == 3
+    (stored,) = retrieval.find([[8, 9, 7, 8]], [2])
+    assert stored.stored and stored.drafts == [30] and stored.length == 2

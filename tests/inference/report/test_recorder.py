@@ -15,11 +15,10 @@ from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
-from inference.report.replay import Recorder, _replayed, validate
-from inference.trace import TracedRow, trace
+from inference.report.replay import Recorder, validate
+from inference.trace import trace
 from inference.verify.tree import Tree
 from tests.folders import tokenizer
-from tests.inference import test_tree_rounds as trees
 from tests.tiny import near, tiny
 
 TARGET = tiny(vocab=12)
@@ -143,23 +142,6 @@ def test_nodes_of_a_tree_are_rejected_before_an_accepted_sibling_and_at_the_end_
                       (): ("rruuuu", "corrected"), (1, 3): ("raraur", "corrected")}  # fmt: skip
 
 
-def test_rounds_of_trees_are_recorded_as_trees() -> None:
-    target, record = tiny(hidden=32, seed=27), Recorder()
-    limits: dict[str, Any] = {"max_new_tokens": [14, 20, 9, 17], "sampling": Sampling(0)}
-    plain = Engine(target, rows=2).generate(trees.PROMPTS, **limits).tokens
-    whole = [prompt + text for prompt, text in zip(trees.PROMPTS, plain, strict=True)]
-    engine = Engine(target, trees.Scripted(whole), verify=trees.WALK, policy=Fixed(2), rows=2, record=record)
-    engine.generate(trees.PROMPTS, **limits)
-    replay = record.replay()
-    validate(replay)
-    texts: list[list[int]] = [[] for _ in plain]
-    for row in steps(replay):
-        texts[row["row"]] += emitted(row)
-        assert [draft["parent"] for draft in row["drafts"]] == list(trees.PARENTS[: len(row["drafts"])])
-        assert all(draft["p"] == 1 for draft in row["drafts"] if draft["state"] == "accepted")  # one-hot distributions
-    assert texts == plain and any(len(row["drafts"]) == 4 for row in steps(replay))
-
-
 def test_texts_are_pieces_of_the_whole_text() -> None:
     words = tokenizer()
     ids = words("count the values, and count them")["input_ids"]
@@ -216,17 +198,3 @@ def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tre
     assert (request["sampling"], request["seed"], request["max_new_tokens"]) == (SAMPLING, 5, 40)
     assert [tuple(one) for one in request["prompts"]] == [(3, 4), (5, 6)] * 2  # of those that time what is exported
     assert (request["k"], request["tree"] and list(request["tree"].parents)) == (2 if tree else 3, tree)
-
-
-def test_a_record_is_of_the_last_call_and_a_row_that_ended_has_no_rejection() -> None:
-    record = Recorder()
-    engine = Engine(tiny(), Independent(near(tiny())), policy=Fixed(3), rows=1, record=record)
-    engine.generate([[1, 2, 3]], max_new_tokens=9)
-    engine.generate([[4, 5]], max_new_tokens=4, seed=3)
-    traced = record.replay()
-    assert [row["prompt"] for row in traced["rows"]] == ["4 5"] and traced["rounds"][0][0]["start"] == 0
-    assert [one[0]["start"] for one in traced["rounds"]] == sorted({one[0]["start"] for one in traced["rounds"]})
-    bits = [0] * 9
-    ended = TracedRow(0, 0, 2, 3, (0, 1), 7, (4, 5, 6), bits, (-1, 0, 1))  # its end token is the second draft
-    assert [draft["state"] for draft in _replayed(ended, 1, None)["drafts"]] == ["accepted", "accepted", "unread"]
-    assert _replayed(ended._replace(emitted=3), 1, None)["drafts"][2]["state"] == "refused"

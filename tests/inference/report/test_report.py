@@ -1,7 +1,6 @@
 """The report: what it must hold, what is refused, and what its table says."""
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
 from inference.measure import environment
-from inference.measure.arms import ArmResult, engine_arm
+from inference.measure.arms import engine_arm
 from inference.measure.timing import Timing, interleave
 from inference.models.pretrained import quantisation_of
 from inference.output import PHASES
@@ -99,41 +98,6 @@ def test_a_missing_key_is_named(report):
         validate(without)
 
 
-def test_an_arm_that_was_not_timed_is_an_error(report):
-    target = tiny(vocab=8, layers=1, hidden=8)
-    timing = interleave([engine_arm("plain", Engine(target), Sampling(), 2)], [[1]], rows=1, warmup=0)
-    with pytest.raises(ValueError, match="no arm 'fast'"):
-        build(timing, Engine(target), "fast", "plain", sampling=Sampling(), max_new_tokens=2, target="t")
-
-
-def test_the_table_shows_the_figures_of_the_report(report):
-    shown = json.loads(json.dumps(report))
-    shown["arms"]["speculative"] |= {"speed": 123.4, "decode_speed": 234.5, "tau": 2.5, "rounds": 10}
-    shown["arms"]["speculative"]["phases"] = {
-        "prefill": 0.5,
-        "draft": 0.02,
-        "target": 0.03,
-        "verify": 0.01,
-        "other": 0.0,
-    }
-    shown["speedup"]["whole"] = {"value": 1.28, "low": 1.25, "high": 1.31}
-    shown["speedup"]["decode"] = {"value": 1.5, "low": None, "high": None}
-    shown["acceptance"] |= {
-        "tau": {"measured": 2.5, "predicted": 2.4},
-        "prefix": {"measured": [0.8, 0.4], "predicted": None},
-        "conditional": {"measured": [0.8, None], "predicted": [0.7, 0.6]},
-    }
-    text = table(shown)
-    assert re.search(r"^speculative +123\.4 +234\.5 +2\.500 +24 ", text, re.M)
-    assert "speed-up of speculative over plain: 1.280 [1.250, 1.310] with prefill, 1.500 (one batch" in text
-    assert "tau: measured 2.500, predicted 2.400" in text
-    assert re.search(r"^prefix +measured +0\.800 +0\.400\nprefix +predicted +- +-\n", text, re.M)
-    assert re.search(r"^conditional +measured +0\.800 +-\nconditional +predicted +0\.700 +0\.600$", text, re.M)
-    assert re.search(r"^speculative +2\.000 +3\.000 +1\.000 +0\.000 +10 +500\.0$", text, re.M)
-    assert "(a) coupled text equals plain text: 3 of 3 prompts" in text
-    assert "tau = sum of new tokens / sum of target calls" in text
-
-
 def test_a_quantised_target_is_named(report):
     dtype = report["settings"]["target_dtype"]
     assert f"({dtype}), draft" in table(report)
@@ -164,22 +128,6 @@ def test_environment_has_machine_versions_and_commit(monkeypatch):
     answers["ls-files"] = None  # installed below somebody else's checkout
     built = environment.environment()
     assert built["commit"] is None and built["dirty"] is None
-
-
-def test_decode_only_figures_are_without_prefill():
-    def result(seconds, decode):
-        return ArmResult([[1] * 10], seconds, decode)
-
-    runs = [[{"fast": result(2.0, 1.0), "plain": result(6.0, 5.0)}] for _ in range(2)]
-    timing = Timing([([[1]], [0])] * 2, runs)
-    target = tiny(vocab=8, layers=1, hidden=8)
-    report = build(timing, Engine(target), "fast", "plain", sampling=Sampling(), max_new_tokens=10, target="t")
-    assert report["speedup"]["whole"]["value"] == pytest.approx(3)
-    assert report["speedup"]["decode"]["value"] == pytest.approx(5)
-    fast = report["arms"]["fast"]
-    assert (fast["seconds"], fast["decode_seconds"]) == (4.0, 2.0)
-    assert (fast["speed"], fast["decode_speed"]) == (5.0, 10.0)
-    assert "3.000 [3.000, 3.000] with prefill, 5.000 [5.000, 5.000] decode only" in table(report)
 
 
 def test_figures_of_a_report_are_those_of_the_timing() -> None:

@@ -15,13 +15,10 @@ from inference.sampling import Sampling, probs
 from inference.sampling.noise import Uniforms
 from inference.verify.rules import RULES
 from inference.verify.tree import Tree, usable_lengths
-from tests.reference import CHOICES, NEUTRAL, STEPS, Step, grid, reference, without
+from tests.reference import CHOICES, NEUTRAL, STEPS, Step, grid, reference
 
 CPU, NOISE = torch.device("cpu"), Uniforms(0, torch.device("cpu"))
 SMALL, ENDS = 10, frozenset({3, 4})  # a vocabulary in which settings meet, and two end tokens
-COMMUTE = {("presence_penalty", "frequency_penalty"), ("frequency_penalty", "banned"), ("banned", "banned_first"),
-           ("banned_first", "min_new_tokens"), ("min_new_tokens", "processors"),
-           ("temperature", "top_k")}  # fmt: skip
 
 V = 24
 REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
@@ -47,27 +44,6 @@ def wanted(
     logits: torch.Tensor, row: Request, drafts: list[int], sampling: Sampling | None = None, steps: list[Step] = STEPS
 ) -> torch.Tensor:
     return reference(logits, [*row.text, *drafts], row.prompt, sampling or row.sampling, sorted(ENDS), steps)
-
-
-def test_each_setting_of_the_grid_acts_beside_each_other_and_their_order_shows() -> None:
-    """Else the tests below would be blind for it."""
-    torch.manual_seed(0)
-    rows = requests(grid(60))
-    lines = [(row, one, wanted(one, row, [])) for row, one in zip(rows, random_logits(len(rows)), strict=True)]
-    names = [name for name, _ in STEPS]
-    for name in names:
-        others = {*names} - {name}
-        for row, one, base in lines:
-            active = {other for other in others if getattr(row.sampling, other) != getattr(NEUTRAL, other)}
-            if active and not torch.equal(base, wanted(one, row, [], without(row.sampling, name))):
-                others -= active
-        assert not others, (name, others)
-    for i, pair in enumerate(zip(names, names[1:], strict=False)):
-        steps = [*STEPS[:i], STEPS[i + 1], STEPS[i], *STEPS[i + 2 :]]
-        both = [line for line in lines if all(getattr(line[0].sampling, one) != getattr(NEUTRAL, one) for one in pair)]
-        seen = any(not torch.allclose(base, wanted(one, row, [], steps=steps), equal_nan=True)
-                   for row, one, base in both)  # fmt: skip
-        assert seen == (pair not in COMMUTE), pair
 
 
 @pytest.mark.parametrize("parents", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])

@@ -40,23 +40,6 @@ def test_known_values_never_change():
     assert not torch.equal(first, second)
 
 
-AXES = ["seed", "row", "start", "depth", "stream"]
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_neighbours_along_each_part_of_the_key_are_independent(axis):
-    many = torch.arange(200)
-    key = {"seed": 3, "row": many, "start": many * 0 + 5, "depth": many, "stream": DRAFT}
-    other = dict(key, **{axis: key[axis] + 1})
-    u, v = uniform(**key).flatten(), uniform(**other).flatten()
-    cells = torch.bincount((u * 8).long() * 8 + (v * 8).long(), minlength=64).double()
-    assert chi_square(cells, torch.full((64,), u.numel() / 64)) > 1e-4
-    if axis in ("row", "depth"):  # shifted tables overlap: the shared part is the same numbers
-        assert torch.isin(v, u).double().mean() > 0.9
-    else:
-        assert not torch.isin(v, u).any()
-
-
 def test_every_part_of_the_key_counts_and_parts_do_not_mix():
     """(row, start, depth) = (1, 2, 3) and its permutations are all different numbers."""
     keys = list(itertools.product((1, 2, 3), repeat=4))
@@ -103,14 +86,6 @@ def test_gumbel_noise_is_finite_and_gumbel():
     assert abs(extreme - 45.4) < 5 * math.sqrt(45.4)
 
 
-def test_races_keep_the_tail_of_a_heavy_tailed_distribution():
-    probs = torch.full((1001,), 1e-5, dtype=torch.float64)
-    probs[0] = 0.99
-    g = gumbel(5, torch.arange(40), torch.arange(50).expand(40, 50), 1001)
-    tail = ((probs.log() + g).argmax(-1) > 0).double().sum().item()  # 20 of 2000 expected
-    assert abs(tail - 20) < 5 * math.sqrt(2000 * 0.01 * 0.99)
-
-
 def test_numbers_of_the_table_are_those_of_each_round():
     """Rows come, go and move on at their own pace, some starts far ahead, draft lengths shrink and grow."""
     noise = Uniforms(5, torch.device("cpu"))
@@ -137,16 +112,3 @@ def test_the_same_numbers_on_the_gpu():
     assert torch.equal(uniform(-3, *on, ACCEPT).cpu(), uniform(-3, ROWS, start, depth, ACCEPT))
     noise = gumbel(9, on[0], on[1].unsqueeze(-1) + on[2], 99).cpu()
     torch.testing.assert_close(noise, gumbel(9, ROWS, start.unsqueeze(-1) + depth, 99), rtol=1e-13, atol=1e-13)
-
-
-def test_numbers_of_every_start_are_their_own() -> None:
-    """Two rows, token by token past the end of the table, deeper and deeper."""
-    noise, cpu = Uniforms(5, torch.device("cpu")), torch.device("cpu")
-    assert noise.span == Uniforms.STARTS
-    for start in range(2 * Uniforms.STARTS + 2):
-        depths = 2 + (start > 20) + 2 * (start > 90)
-        key = torch.tensor([7, 9]), torch.tensor([start, start + 3]), torch.arange(depths)
-        assert torch.equal(noise([7, 9], [start, start + 3], depths), uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))), (
-            start
-        )
-    assert Uniforms(5, cpu).table.numel() == 0

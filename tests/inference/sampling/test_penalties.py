@@ -1,12 +1,11 @@
 """Settings that read the text: equal to transformers' generate; presence and frequency by hand."""
 
-import math
-
 import pytest
 import torch
 
-from inference.sampling import Sampling
-from inference.sampling.penalties import needs_history, process
+from inference import Engine, Sampling
+from inference.proposers import NGram
+from inference.sampling.penalties import process
 from tests.tiny import tiny
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -66,36 +65,30 @@ def test_presence_and_frequency_count_generated_tokens_only():
     assert process(logits, [history], [0], Sampling(presence_penalty=0.5)).tolist() == logits.tolist()
 
 
-def test_every_row_is_processed_by_its_own_prefix_and_regime():
-    logits = torch.randn(4, 9, dtype=torch.float64)
-    histories, new = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [8]], [0, 1, 2, 0]
-    everything = Sampling(0.5, 0, 1.0, 0.0, 1.3, 0.4, 0.2, {2: 1.5}, ((3, 4), (1,)), 2, stop_ids=(7,))
-    regimes = [everything, Sampling(), everything, Sampling(frequency_penalty=1)]
-    before = logits.clone()
-    whole = process(logits, histories, new, regimes, [0])
-    for i in range(4):
-        assert torch.equal(process(logits[i : i + 1], [histories[i]], [new[i]], regimes[i], [0])[0], whole[i])
-    assert torch.equal(logits, before) and torch.equal(whole[1], logits[1])
-    assert whole[0, [0, 1, 7]].tolist() == [-math.inf] * 3  # the end, the banned id, the stop id
-    assert whole[2, 0] > -math.inf and whole[2, 7] > -math.inf and whole[2, 1] == -math.inf
-    assert process(logits[:1], [[1, 3]], [0], Sampling(banned=((3, 4),)))[0, 4] == -math.inf
-
-
-def test_needs_history_names_exactly_the_settings_that_read_it():
-    assert not needs_history(Sampling(0.3, 5, 0.9, 0.1, stop="x", stop_ids=(1,), logit_bias={}))
-    for setting in (
-        {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
-        {"logit_bias": {1: 1.0}}, {"banned": ((1,),)}, {"min_new_tokens": 1}, {"processors": (keep_even,)},
-        {"banned_first": (1,)},
-    ):  # fmt: skip
-        assert needs_history(Sampling(**setting))
-
-
 def test_impossible_settings_are_rejected():
     logits = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="row 1 has no token left"):
         process(logits, [[0], [0]], [0, 0], [Sampling(), Sampling(banned=((0,), (1,), (2,)))])
     with pytest.raises(ValueError, match="vocabulary size is 3"):
         process(logits, [[0], [0]], [0, 0], Sampling(logit_bias={3: 1.0}))
-    with pytest.raises(ValueError, match="1 histories, 2 counts"):
-        process(logits, [[0]], [0, 0], Sampling())
+
+
+def test_a_banned_word_may_begin_in_the_prompt() -> None:
+    """The only id that greedy decoding would emit first is banned after the prompt's last id."""
+    sampling = Sampling(0.0)
+    first = Engine(tiny()).generate([[3, 5]], max_new_tokens=1, sampling=sampling, ignore_eos=True).tokens[0][0]
+    banned = Sampling(0.0, banned=((3, 5, first),))
+    for proposer in (None, NGram()):
+        out = Engine(tiny(), proposer).generate([[3, 5]], max_new_tokens=1, sampling=banned, ignore_eos=True)
+        assert out.tokens[0][0] != first
+
+
+def test_own_processors_act_one_after_the_other() -> None:
+    def only(*allowed: int):  # type: ignore[no-untyped-def]
+        mask = torch.tensor([id in allowed for id in range(32)])
+        return lambda ids, x: x.masked_fill(~mask, -torch.inf)
+
+    sampling = Sampling(1.0, processors=(only(4, 7, 9), only(7, 11)))
+    for proposer in (None, NGram()):
+        out = Engine(tiny(), proposer).generate([[3, 5]] * 4, max_new_tokens=6, sampling=sampling, ignore_eos=True)
+        assert {id for text in out.tokens for id in text} == {7}

@@ -55,18 +55,13 @@ def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
         assert server.version == "0.0"
         arm = vllm_arm("vllm", server, Sampling(0.5), 6)
         timing = interleave([arm], [[1, 2, 3], [4, 5]], 2, seed=7, warmup=0)
+        answers = [server.generate([[1, 2, 3], [4, 5]], 6, 1.0, seed) for seed in (0, 1)]
     assert timing.texts("vllm").tokens == [[3, 7] * 3, [2, 8] * 3]
     stats = timing.stats("vllm")
     assert stats is not None and stats.tau == 3.0  # five rounds, two accepted drafts each
     assert "draft_model" in (lookalike / "log").read_text()  # its own lines went elsewhere
-
-
-def test_counts_are_those_of_each_request(lookalike: Path) -> None:
-    """vLLM counts from its start. Every count of an answer, those by depth too, is without earlier requests."""
-    with Server(sys.executable, "target", draft_model("draft", 2), 2, 64, lookalike / "log") as server:
-        answers = [server.generate([[1, 2, 3], [4, 5]], 6, 1.0, seed) for seed in (0, 1, 2)]
-    counts = {"drafts": 5, "accepted": 10, "by_depth": [6, 4]}
-    assert [{name: one[name] for name in counts} for one in answers] == [counts] * 3
+    counts = {"drafts": 5, "accepted": 10, "by_depth": [6, 4]}  # without those of earlier requests, though vLLM adds up
+    assert [{name: one[name] for name in counts} for one in answers] == [counts] * 2
 
 
 def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:

@@ -6,17 +6,15 @@ import math
 import pytest
 import torch
 
-from inference.sampling import Sampling, draw, probs
-from inference.sampling.noise import ACCEPT, DRAFT, RESIDUAL, gumbel, uniform
+from inference.sampling.noise import gumbel
 from inference.verify import block, coupled, match, token
-from tests.exact import F64, Tree, all_lengths, chi_square, distributions, enumerate_rule
+from tests.exact import F64, Tree, all_lengths, distributions, enumerate_rule
 
 KINDS = list(itertools.product(("dense", "truncated", "greedy"), repeat=2))
-SIZES = [(2, 4), (3, 3), (4, 2)]
+CASES = [*((kinds, 3, 3) for kinds in KINDS), (KINDS[0], 2, 4), (KINDS[0], 4, 2), (KINDS[3], 2, 4)]
 
 
-@pytest.mark.parametrize(("V", "K"), SIZES)
-@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize(("kinds", "V", "K"), CASES, ids=[f"{'-'.join(kinds)}-{V}-{K}" for kinds, V, K in CASES])
 def test_token_and_block_emit_the_target_distribution(kinds, V, K):
     tree = Tree(V, K, kinds)
     target = tree.joint()
@@ -29,13 +27,6 @@ def test_token_and_block_emit_the_target_distribution(kinds, V, K):
     assert by_token[1][1] == pytest.approx(overlap, abs=1e-12)  # alpha = 1 - TV
     if kinds == ("dense", "dense"):
         assert by_block[K][1] > by_token[K][1] + 1e-3
-
-
-def test_a_longer_vocabulary_and_draft():
-    tree = Tree(4, 4, ("truncated", "dense"))
-    for rule in (token, block):
-        for emitted, _ in enumerate_rule(rule, tree).values():
-            assert (emitted - tree.joint()).abs().max() < 1e-12
 
 
 def two_token_example() -> Tree:
@@ -115,56 +106,6 @@ def test_coupled_text_is_plain_sampling_with_that_noise():
             assert text == truth[: len(text)]
 
 
-def generate(rule, q_probs: torch.Tensor, p_probs: torch.Tensor, rows: int, length: int, k) -> torch.Tensor:
-    """(rows, length) tokens of an i.i.d. pair over the rounds it takes, with the library's streams."""
-    row, K = torch.arange(rows), 3
-    start, text = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, length + K + 1, dtype=torch.int64)
-    p, q = p_probs.expand(rows, K + 1, -1), q_probs.expand(rows, K, -1)
-    while (start < length).any():
-        x = draw(q, uniform(0, row, start, torch.arange(K), DRAFT))
-        accepted, probs = rule(p, q, x, uniform(0, row, start, torch.arange(K), ACCEPT), k(start))
-        last = draw(probs, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
-        block_ = torch.cat([x, x[:, :1]], 1).scatter(1, accepted.unsqueeze(-1), last.unsqueeze(-1))
-        for i in range(K + 1):
-            going = (i <= accepted) & (start < length)
-            text[row[going], start[going] + i] = block_[going, i]
-        start = torch.where(start < length, start + accepted + 1, start)
-    return text[:, :length]
-
-
-@pytest.mark.parametrize("rule", [token, block])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_generation_over_rounds_has_the_distribution_of_the_target(rule, ragged):
-    """One round can look exact while generation is not: the joint of five tokens, two or more rounds."""
-    p, q = torch.tensor([1 / 3, 2 / 3], dtype=F64), torch.tensor([2 / 3, 1 / 3], dtype=F64)
-    text = generate(rule, q, p, 20_000, 5, lambda start: start % 4 if ragged else None)
-    cells = torch.bincount((text * 2 ** torch.arange(5)).sum(-1), minlength=32).double()
-    expected = torch.ones(1, dtype=F64)
-    for _ in range(5):
-        expected = torch.outer(p, expected).flatten()
-    assert chi_square(cells, expected * len(text)) > 1e-3
-
-
-def test_rows_are_independent_of_each_other():
-    p, q = distributions("dense", 5, 24).view(6, 4, 5), distributions("dense", 5, 18).view(6, 3, 5)
-    x, u, k = torch.randint(5, (6, 3)), torch.rand(6, 3, dtype=F64), torch.tensor([3, 0, 2, 1, 3, 3])
-    g = torch.randn(6, 4, 5, dtype=F64)
-    rules = (
-        lambda at: token(p[at], q[at], x[at], u[at], k[at]),
-        lambda at: block(p[at], q[at], x[at], u[at], k[at]),
-        lambda at: match(p[at], x[at], u[at], k[at]),
-        lambda at: coupled(p[at], x[at], g[at], k[at]),
-    )
-    order = torch.tensor([4, 2, 0, 5, 1, 3])
-    for rule in rules:
-        whole, shuffled = rule(torch.arange(6)), rule(order)
-        assert torch.equal(shuffled.accepted, whole.accepted[order])
-        assert torch.equal(shuffled.probs, whole.probs[order])
-        for b in range(6):
-            alone = rule(torch.tensor([b]))
-            assert alone.accepted == whole.accepted[b] and torch.equal(alone.probs[0], whole.probs[b])
-
-
 @pytest.mark.parametrize("rule", [token, block])
 def test_a_token_the_target_forbids_is_rejected_at_u_zero(rule):
     p, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[0.5, 0.5]]])
@@ -192,27 +133,6 @@ def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtyp
             assert (probs[0][p == 0] == 0).all()
 
 
-@pytest.mark.parametrize("rule", [token, block])
-def test_equal_distributions_accept_every_draft_and_no_more(rule):
-    """`accepted` counts drafts, the bonus apart; k counts drafts, the anchor apart."""
-    p = distributions("dense", 6, 4 * 50).view(50, 4, 6)
-    x, u = draw(p[:, :3], torch.rand(50, 3, dtype=F64)), torch.rand(50, 3, dtype=F64)
-    k = torch.arange(50) % 4
-    accepted, probs = rule(p, p[:, :3], x, u, k)
-    assert torch.equal(accepted, k)
-    assert torch.equal(probs, p[torch.arange(50), k])
-
-
-def test_the_residual_of_padded_distributions_has_no_mass_on_the_padding():
-    logits = torch.randn(2, 40, 3, 12)
-    logits[..., 9:] = -math.inf
-    p, q = probs(logits[0], Sampling()), probs(logits[1], Sampling(temperature=0.5))[:, :2]
-    x = draw(q, torch.rand(40, 2, dtype=F64))
-    for rule in (token, block):
-        distribution = rule(p, q, x, torch.rand(40, 2, dtype=F64)).probs
-        assert (distribution[:, 9:] == 0).all()
-
-
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
 def test_nothing_past_a_rows_length_is_read(filler):
     B, K, V = 60, 3, 4
@@ -237,14 +157,3 @@ def test_nothing_past_a_rows_length_is_read(filler):
     for one, other in zip(clean, filled, strict=True):
         assert torch.equal(one.accepted, other.accepted) and (one.accepted <= k).all()
         assert torch.equal(one.probs, other.probs)
-
-
-def test_inputs_are_not_changed():
-    p, q = distributions("dense", 3, 6).view(2, 3, 3), distributions("dense", 3, 4).view(2, 2, 3)
-    x, u, k = torch.tensor([[0, -1], [1, 2]]), torch.rand(2, 2), torch.tensor([1, 2])
-    given = [t.clone() for t in (p, q, x, u, k)]
-    for rule in (token, block):
-        rule(p, q, x, u, k)
-    match(p, x, u, k)
-    coupled(p, x, torch.zeros(2, 3, 3), k)
-    assert all(torch.equal(a, b) for a, b in zip(given, (p, q, x, u, k), strict=True))

@@ -109,28 +109,6 @@ def test_calls_are_those_of_the_process(rule, q, deep, k):
     )
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_draft_length_that_depends_on_the_text_stays_exact(rule):
-    def k(prefix):
-        return (len(prefix) + sum(prefix)) % 3
-
-    table = process(rule, alike, k, L)
-    l = ratios(list(table), alike)
-    ks = torch.tensor([[k(text[:t]) for t in range(L)] for text in table])
-    given = l if rule == "block" else l.clamp(max=0).exp()
-    np.testing.assert_allclose(CALLS[rule](given, ks), [row[1] for row in table.values()], atol=1e-12)
-    np.testing.assert_allclose(
-        predict_chain.variance_from(REACH[rule](given, ks)), [row[2] for row in table.values()], atol=1e-12
-    )
-
-
-def test_a_draft_length_for_each_row():
-    r = torch.rand(3, 9, dtype=torch.float64)
-    each = torch.stack([predict_chain.expected_calls(r[b : b + 1], b)[0] for b in range(3)])
-    torch.testing.assert_close(predict_chain.expected_calls(r, torch.arange(3)), each)
-    assert each[0] == 9
-
-
 def simulate(r, k, runs):
     """Rounds by throwing every coin: calls of each run, and (accepted, drafted, tried) counts by depth."""
     rng, total = np.random.default_rng(0), len(r)
@@ -160,14 +138,6 @@ def test_simulation_of_one_text():
     prefix, conditional = predict_chain.depths_from(reach, k)
     np.testing.assert_allclose(prefix, accepted / drafted, atol=0.006)
     np.testing.assert_allclose(conditional, accepted / tried, atol=0.006)
-
-
-def test_backward_and_forward_recursions_agree():
-    r = torch.rand(5, 30, 6, dtype=torch.float64)
-    lengths = torch.tensor([0, 1, 7, 29, 30])
-    mean, variance = predict_chain._moments(predict_chain.reach(r, 6, lengths), lengths)
-    torch.testing.assert_close(mean, predict_chain.expected_calls(r, 6, lengths))
-    assert (variance >= 0).all() and variance[0] == 0
 
 
 def test_no_draft_costs_a_call_a_token():

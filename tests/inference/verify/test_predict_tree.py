@@ -10,13 +10,10 @@ from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import (
     by_draw,
     by_rank,
-    chances_traversal,
     rank_of,
     reach_traversal,
     reach_tree,
-    summed,
 )
-from inference.verify.tree import full, paths_of
 from tests.exact import F64, distributions
 from tests.inference.verify.test_tree import cells
 from tests.trees import Case, depth, siblings_before, topologies
@@ -103,19 +100,6 @@ def test_traversal_of_a_chain_is_predicted_as_block():
     torch.testing.assert_close(some[..., : wanted.shape[-1]], wanted, rtol=0, atol=1e-12)
 
 
-def test_one_table_of_paths_serves_every_tree():
-    """Of two tokens nothing is left to draw: what a node adds is the same in every tree that has its path."""
-    B, T = 3, 7
-    p, q = (distributions("dense", 2, B * T).view(B, T, 2) for _ in range(2))
-    x, lengths = torch.randint(2, (B, T)), torch.tensor([7, 4, 2])
-    whole = full((2, 2, 2))
-    chances, places = chances_traversal(p, q, x, whole, lengths, samples=1), paths_of(whole)
-    for parents in [(-1, 0, 0), (-1, -1, 1, 2), (-1, -1, 0, 0, 1, 2)]:
-        some = torch.stack([chances[..., places.index(path)] for path in paths_of(parents)], -1)
-        wanted = reach_traversal(p, q, x, parents, lengths, samples=1)
-        torch.testing.assert_close(summed(some, parents), wanted, rtol=0, atol=1e-12)
-
-
 def rejected_orders(p, q, count):
     """Every way to refuse `count` children in turn, without replacement: (chance, p, q) after it."""
     if count == 0:
@@ -148,17 +132,6 @@ def test_later_children_are_unbiased_and_their_noise_is_small():
     assert runs[:, :, 2].std(0).max() < 0.03
     assert torch.equal(by_draw(p[:4], q[:4], x[:4], 4, samples=8), runs[0, :4, :4])
     assert not torch.equal(by_draw(p, q, x, 5, samples=8, seed=1), runs[0])
-
-
-def test_all_tokens_drafted_are_always_accepted():
-    """Two tokens, two children: what the first refuses is the second. Three: the same, on average over the draws."""
-    p, q, x = distributions("dense", 2, 40), distributions("dense", 2, 40), torch.randint(2, (40,))
-    torch.testing.assert_close(by_draw(p, q, x, 2).sum(-1), torch.ones(40, dtype=F64), rtol=0, atol=1e-12)
-    p, q, x = distributions("dense", 3, 40), distributions("dense", 3, 40), torch.randint(3, (40,))
-    torch.testing.assert_close(by_draw(p, q, x, 3, samples=64).sum(-1), torch.ones(40, dtype=F64), rtol=0, atol=0.02)
-    assert (
-        by_draw(p, p, x, 3) - torch.eye(3, dtype=F64)[0]
-    ).abs().max() < 1e-13  # equal distributions: always the first
 
 
 def test_ranks_count_from_the_likeliest_with_ties_by_id():
@@ -201,20 +174,6 @@ def test_calls_of_deterministic_trees_are_a_walk_of_the_text():
             reach_tree(accept, parents, lengths, each)[:, ::2], reach_tree(accept, parents, lengths, used)[:, ::2]
         )
         assert (reach_tree(accept, parents, lengths, each)[:, 1::2, 1:] == 0).all()
-
-
-@pytest.mark.parametrize("deep", [False, True])
-def test_a_chain_is_predicted_as_chains_are(deep):
-    B, T, K = 5, 20, 3
-    r = torch.rand(B, T, K, dtype=F64) if deep else torch.rand(B, T, dtype=F64)
-    lengths, parents = torch.tensor([20, 1, 7, 19, 0]), (-1, 0, 1)
-    for k in range(K + 1):
-        accept = r.unsqueeze(-1)
-        chain = predict_chain.reach(r, k, lengths)
-        mean, variance = calls_from(chain, lengths), variance_from(chain, lengths)
-        for reach in (reach_tree(accept, parents[:k], lengths), reach_tree(accept, parents, lengths, k)):
-            torch.testing.assert_close(calls_from(reach, lengths), mean, rtol=0, atol=1e-12)
-            torch.testing.assert_close(variance_from(reach, lengths), variance, rtol=0, atol=1e-12)
 
 
 def test_a_tree_larger_than_the_table_is_rejected():

@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from inference.models.replay import Recorded
-from inference.sampling import draw
-from inference.sampling.noise import ACCEPT, RESIDUAL, children_states, gumbel_after, uniform
-from inference.verify import block, token, traversal, tree
+from inference.verify import traversal, tree
 from inference.verify.lossy_typical import lossy_typical
-from inference.verify.tree import likeliest, sampled
 from tests import standin
-from tests.exact import F64, chi_square, distributions
-from tests.trees import MODES, Case, decided, judged, path_of, topologies
+from tests.exact import F64, distributions
+from tests.trees import MODES, Case, judged, topologies
 
 RULES = {"tree": tree, "traversal": traversal}
 SMALL = [parents for N in range(1, 4) for parents in topologies(N)]
@@ -68,78 +65,6 @@ def test_trees_of_four_nodes_emit_the_target_distribution(mode, V):
     assert mode == "deterministic" or max(gains) > 1e-3
 
 
-def test_traversal_may_lose_where_a_later_sibling_goes_deeper():
-    """It is ahead of `tree` where each sibling's subtree holds those of later ones; else it can be behind."""
-    torch.manual_seed(1)
-    gaps = []
-    for _ in range(8):
-        case = Case(LATER_DEEPER, "without", 2)
-        gaps.append(enumerated("traversal", case) - enumerated("tree", case))
-        ordered = Case((-1, 0, 0, 1), "without", 2)
-        assert enumerated("traversal", ordered) >= enumerated("tree", ordered) - 1e-12
-    assert min(gaps) < -1e-4
-
-
-@pytest.mark.parametrize("parents", [(-1, -1, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, 0)])
-def test_a_tree_accepts_at_least_what_its_best_chain_does(parents):
-    """Its first children are a chain; more siblings and the other rule only add to it."""
-    for _ in range(5):
-        case = Case(parents, "without")
-        chain = Case(tuple(range(-1, case.D - 1)), "without", like=case.distributions)
-        for rule in RULES:
-            assert enumerated(rule, case) >= enumerated(rule, chain) - 1e-12
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", MODES)
-def test_any_uniforms_decide_as_the_rule_node_by_node(rule, mode):
-    """Larger trees, ragged: the path, and the distribution behind it."""
-    trees = [(-1, -1, 0, 0, 1, 1, 2), (-1, 0, -1, 2, 1, 2, 0), (-1, 0, 0, 2, 2, -1, 5), (-1, 0, 1, 2, 3, 4, 5)]
-    B, N, V = 60, 7, 4
-    p, q, u = (
-        distributions("dense", V, B * (N + 1)).view(B, N + 1, V),
-        distributions("dense", V, B * N).view(B, N, V),
-        torch.rand(B, N),
-    )
-    x, k, each = torch.randint(V, (B, N)), torch.randint(N + 1, (B,)), [trees[b % 4] for b in range(B)]
-    for b, node in itertools.product(range(B), range(N)):
-        before = [i for i in range(node) if each[b][i] == each[b][node]]
-        q[b, node] = q[b, before[0]] if before else q[b, node]
-        if mode == "without":
-            x[b, node] = next(v for v in (x[b, node] + torch.arange(V)) % V if v not in x[b, before])
-    one_hot = mode == "deterministic"
-    soft = torch.nn.functional.one_hot(x, V).double() if one_hot else q
-    for i, parents in enumerate(trees):
-        of = torch.arange(i, B, 4)
-        verdicts = RULES[rule](p[of], None if one_hot else q[of], x[of], parents, u[of], k[of])
-        for n, b in enumerate(of.tolist()):
-            used = parents[: k[b]]
-            thresholds, rests = judged(rule, p[b].tolist(), soft[b].tolist(), x[b].tolist(), used)
-            end = decided(rule, thresholds, u[b].tolist(), used)
-            path = path_of(used, end)
-            assert verdicts.accepted[n] == len(path)
-            assert verdicts.path[n].tolist() == path + [-1] * (verdicts.path.shape[1] - len(path))
-            wanted = torch.tensor(rests[end + 1], dtype=F64)
-            torch.testing.assert_close(verdicts.probs[n], wanted, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_on_a_chain_the_rules_are_token_and_block(dtype):
-    B, K, V = 400, 4, 6
-    p, q = (
-        distributions("dense", V, B * (K + 1)).view(B, K + 1, V).to(dtype),
-        distributions("dense", V, B * K).view(B, K, V).to(dtype),
-    )
-    x, u, k = torch.randint(V, (B, K)), torch.rand(B, K, dtype=F64), torch.randint(K + 1, (B,))
-    parents = (-1, 0, 1, 2)
-    for rule, other in ((tree, token), (traversal, block)):
-        one, same = rule(p, q, x, parents, u, k), other(p, q, x, u, k)
-        assert torch.equal(one.accepted, same.accepted) and torch.equal(one.probs, same.probs)
-        assert torch.equal(one.path, torch.where(torch.arange(K) < one.accepted.unsqueeze(-1), torch.arange(K), -1))
-    none = tree(p[:, :1], q[:, :0], x[:, :0], (), u[:, :0])
-    assert none.path.shape == (B, 0) and torch.equal(none.probs, p[:, 0]) and not none.accepted.any()
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 0.0, 1.0])
 def test_nothing_past_a_rows_nodes_is_read(rule, filler):
@@ -176,45 +101,6 @@ def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtyp
         assert abs(probs.sum().item() - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
         emitted = x[0, path[0, : accepted[0]]]
         assert (p[emitted] > 0).all() and (q[emitted] > 0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_distributions_accept_the_first_children(rule):
-    p, parents = distributions("dense", 6, 30).view(30, 1, 6), (-1, -1, 0, 0, 2, 2)
-    x = torch.rand(30, 6, 6).argsort(-1)[..., 0]
-    x[:, 1], x[:, 3], x[:, 5] = (x[:, 0] + 1) % 6, (x[:, 2] + 1) % 6, (x[:, 4] + 1) % 6
-    accepted, path, probs = RULES[rule](p.expand(-1, 7, -1), p.expand(-1, 6, -1), x, parents, torch.rand(30, 6))
-    assert (accepted == 3).all() and (path == torch.tensor([0, 2, 4])).all() and torch.equal(probs, p[:, 0])
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", ["without", "deterministic"])
-def test_generation_over_rounds_has_the_distribution_of_the_target(rule, mode):
-    """The joint of four tokens of an i.i.d. pair, two or more rounds, with the library's streams."""
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.3, 0.5], dtype=F64)
-    rows, length, parents = 20_000, 4, (-1, -1, 0, 0)
-    row, start = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    text = torch.zeros(rows, length + 3, dtype=torch.int64)
-    node = torch.tensor([[0, 1]]).expand(rows, -1)
-    while (start < length).any():
-        g = gumbel_after(children_states(0, row, start), node, 3)
-        probs = q.expand(rows, 2, -1)
-        x = (sampled(probs, g, 2) if mode == "without" else likeliest(probs, 2)).flatten(1)  # of the anchor, of node 0
-        u = uniform(0, row, start, torch.arange(4), ACCEPT)
-        draft = q.expand(rows, 4, -1) if mode == "without" else None
-        accepted, path, last = RULES[rule](p.expand(rows, 5, -1), draft, x, parents, u)
-        end = draw(last, uniform(0, row, start, torch.zeros(1, dtype=torch.int64), RESIDUAL)[:, 0])
-        new = torch.cat([x.gather(1, path.clamp(min=0)), end.unsqueeze(1)], 1)
-        new = new.scatter(1, accepted.unsqueeze(1), end.unsqueeze(1))
-        for i in range(3):
-            going = (i <= accepted) & (start < length)
-            text[row[going], start[going] + i] = new[going, i]
-        start = torch.where(start < length, start + accepted + 1, start)
-    cells = torch.bincount((text[:, :length] * 3 ** torch.arange(length)).sum(-1), minlength=3**length).double()
-    expected = torch.ones(1, dtype=F64)
-    for _ in range(length):
-        expected = torch.outer(p, expected).flatten()
-    assert chi_square(cells, expected * rows) > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)

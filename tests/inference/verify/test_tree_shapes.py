@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from inference.sampling.noise import CHILDREN, children_states, gumbel, gumbel_after, gumbel_states
+from inference.sampling.noise import children_states, gumbel_after
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import (
     chain,
@@ -66,15 +66,6 @@ def test_children_come_in_the_order_of_draws_one_by_one(part):
         expected[16 * a + 4 * b + c] = chance * runs
     possible = expected > 0
     assert counts[~possible].sum() == 0 and chi_square(counts[possible], expected[possible]) > 1e-3
-
-
-def test_the_noise_of_children_is_of_its_own_stream():
-    row, node = torch.arange(50), torch.zeros(50, 1, dtype=torch.int64)
-    mine = gumbel_after(children_states(0, row, node[:, 0]), node, 7)
-    assert CHILDREN not in (1, 2, 3, 4) and not torch.isclose(mine, gumbel(0, row, node, 7)).any()
-    assert not torch.isclose(mine, gumbel_after(gumbel_states(0, row), node, 7)).any()
-    assert not torch.isclose(mine, gumbel_after(children_states(0, row, node[:, 0] + 1), node, 7)).any()
-    assert not torch.isclose(mine, gumbel_after(children_states(1, row, node[:, 0]), node, 7)).any()
 
 
 def test_tokens_without_mass_come_last():
