@@ -1,6 +1,7 @@
 """The losses that `loss.first` and `loss.then` may name, without torch, so that settings can be listed at once.
 
-To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row here.
+To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row here. The
+gradient of one per position has its closed form in `tests/cotrain/losses/test_divergences.py`.
 """
 
 from dataclasses import dataclass

@@ -29,14 +29,7 @@ class Term:
     name: str
     weight: float
     loss: LossDefinition
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """Return its function of `divergences` or `sequence`."""
-        function: Callable[..., Any] = getattr(
-            sequence if self.loss.sequence else divergences, self.loss.function or self.name
-        )
-        return function
+    function: Callable[..., Any]
 
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
         """Return the weighted loss of each position."""
@@ -60,37 +53,45 @@ class LossSpec:
     terms: tuple[Term, ...] = ()
 
 
-def parse(expression: str) -> LossSpec:
-    """Parse a loss expression. The module's docstring shows the syntax. Raises ValueError, naming the key, if the
-    expression is not a sum of known names, or is a sum that one pass cannot compute."""
-    terms = _terms(expression)
+def parse(expression: str, key: str = "loss.first") -> LossSpec:
+    """Parse a loss expression, the value of `key`. The module's docstring shows the syntax. Raises ValueError, naming
+    the key, if the expression is not a sum of known names, or is a sum that one pass cannot compute."""
+    terms = _terms(expression, key)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
-        raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}")
+        raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
     argmax = any(term.loss.argmax for term in terms)
     return LossSpec(_sum(per_position), per_text, bool(weighted), argmax, per_position)
 
 
-def _terms(expression: str) -> list[Term]:
+def _terms(expression: str, key: str) -> list[Term]:
     """Return the terms of a sum. Weights of terms with the same name are added up."""
     weights: dict[str, float] = {}
-    for weight, name in map(_weight_and_name, expression.split("+")):
+    for weight, name in (_weight_and_name(part, key) for part in expression.split("+")):
         weights[name] = weights.get(name, 0.0) + weight
-    return [Term(name, weight, LOSSES[name]) for name, weight in weights.items()]
+    return [Term(name, weight, LOSSES[name], _function(name)) for name, weight in weights.items()]
 
 
-def _weight_and_name(text: str) -> tuple[float, str]:
+def _function(name: str) -> Callable[..., Any]:
+    """Return the function of a loss, of `sequence` or `divergences`."""
+    function: Callable[..., Any] = getattr(
+        sequence if LOSSES[name].sequence else divergences, LOSSES[name].function or name
+    )
+    return function
+
+
+def _weight_and_name(text: str, key: str) -> tuple[float, str]:
     weight, _, name = text.strip().rpartition("*")
     if name.strip() in REMOVED_LOSSES:
-        raise ValueError(f"loss: {name.strip()} was removed: use {REMOVED_LOSSES[name.strip()]}")
+        raise ValueError(f"{key}: {name.strip()} was removed: use {REMOVED_LOSSES[name.strip()]}")
     if name.strip() not in LOSSES:
-        raise ValueError(f"loss: {name.strip()!r} is not one of {', '.join(LOSSES)}")
+        raise ValueError(f"{key}: {name.strip()!r} is not one of {', '.join(LOSSES)}")
     try:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:
-        raise ValueError(f"loss: {weight.strip()!r} in {text.strip()!r} is not a number") from None
+        raise ValueError(f"{key}: {weight.strip()!r} in {text.strip()!r} is not a number") from None
 
 
 def _sum(terms: Sequence[Term]) -> Position | None:

@@ -144,7 +144,7 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
 def stages(loss: Loss) -> list[Stage]:
     """Return one stage for the loss, or two if a second loss follows (`loss.then`), see `spec.parse`."""
     first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
-    return [first, Stage(1.0, parse(loss.then))] if loss.then else [first]
+    return [first, Stage(1.0, parse(loss.then, "loss.then"))] if loss.then else [first]
 
 
 def trained_by(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cotrain.losses import divergences as losses
+from cotrain.losses.names import LOSSES
 
 TINY = -math.log(torch.finfo(torch.float32).tiny)
 
@@ -52,6 +53,7 @@ CLOSED = {
     losses.greedy: lambda p, q: q - onehot(p.argmax(-1), q),
     losses.greedy_draft: g_greedy_draft,
 }
+assert {getattr(losses, one.function or name) for name, one in LOSSES.items() if not one.sequence} == {*CLOSED}
 EVERY = pytest.mark.parametrize("loss", CLOSED, ids=lambda f: f.__name__)
 
 

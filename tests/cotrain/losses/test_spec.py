@@ -79,7 +79,7 @@ def test_sequence_losses_are_those_of_acceptance() -> None:
     ],
 )
 def test_other_expressions_raise(expression: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"loss: .*{message}"):
+    with pytest.raises(ValueError, match=f"loss.first: .*{message}"):
         parse(expression)
 
 

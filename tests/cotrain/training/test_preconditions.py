@@ -75,7 +75,7 @@ MISTAKES = {
     "bench.depths=[300]": "rollout.prompt_tokens, bench.new_tokens, bench.depths: prompts of 8 tokens and 305",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9]: it must be two numbers, one per moment",
     "draft=medusa draft.quantisation=int8": "draft.quantisation: MedusaNetwork has 2 matrices that are not in an nn",
-    "loss.first=klx": "loss: 'klx'",
+    "loss.first=klx": "loss.first: 'klx'",
     "init=pretrained": "init.kind: 'pretrained'",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
