@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cotrain.export.hf import export
-from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
@@ -109,12 +108,6 @@ def test_prompts_that_plan_are_not_timed(target: Path) -> None:
         assert words.decode(prompts.ranking[0]).startswith("[")
 
 
-def test_a_report_is_of_one_target(tmp_path: Path, options: list[str]) -> None:
-    (tmp_path / "out.json").write_text(json.dumps({"target": "another"}))
-    with pytest.raises(ValueError, match="of target another"):
-        real_target.main(options)
-
-
 def test_engines_take_turns_and_what_is_left_out_is_said(
     tmp_path: Path, target: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,34 +206,6 @@ def exported(tmp_path: Path, target: Path, **settings: Any) -> tuple[str, str]:
     return f"small={small}", f"--vllm-draft={tmp_path / 'exported'}"
 
 
-def test_figures_of_other_engines_are_those_of_their_answers(
-    tmp_path: Path, target: Path, options: list[str], processes: list[Process], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Speeds of their seconds, tau of their rounds, and ours over each, not the reverse."""
-    monkeypatch.setitem(real_target_cells.REGIMES, "1", Sampling(temperature=0.1))  # greedy drafts are accepted
-    draft, vllm = exported(tmp_path, target)
-    asked = [draft, *options, "--regimes=1", "--rows=1", "--tasks=chat", "--vllm=python", vllm, "--llamacpp=modules"]
-    real_target.main([*asked, "--beside", "--llamacpp-draft=gguf", "--llamacpp-k=2"])
-    (one,) = json.loads((tmp_path / "out.json").read_text())["beside"]
-    engines, speeds = one["engines"], {}
-    plain = ["vllm", "llama.cpp, 1 thread", "llama.cpp, 2 threads"]
-    drafting = ["vllm, draft", "llama.cpp, draft, 1 thread", "llama.cpp, draft, 2 threads"]
-    assert list(engines) == ["small", "transformers, small", "plain", "transformers"] + [
-        "vllm", "vllm, draft", *plain[1:], *drafting[1:],
-    ]  # fmt: skip
-    for name, figures in engines.items():
-        speeds[name] = figures["tokens_per_second"]["value"]
-        assert figures["ours_over_it"]["value"] == pytest.approx(
-            engines["small"]["tokens_per_second"]["value"] / speeds[name]
-        )
-    assert {speeds[name] for name in plain + drafting} == {8 / 2}
-    assert {engines[name]["tau"] for name in plain} == {1.0}
-    assert engines["vllm, draft"]["tau"] > 1
-    for process, name in zip(processes[4:], drafting[1:], strict=True):
-        wanted = process.tokens / process.calls  # of texts that are not timed too
-        assert wanted > 1 and engines[name]["tau"] == pytest.approx(wanted, rel=0.2)
-
-
 @pytest.mark.parametrize(("engine", "objective"), [("vllm", "sampled"), ("vllm", "greedy"), ("llama.cpp", "greedy")])
 def test_what_another_engine_accepted_is_compared_with_the_prediction(
     engine: str, objective: str, tmp_path: Path, target: Path, options: list[str], processes: list[Process],
@@ -283,40 +248,3 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         real_target.main([*asked, "--acceptance", *given, "--regimes=card"])
     with pytest.raises(ValueError, match="--acceptance: name one draft"):
         real_target.main([*asked, "--acceptance"])
-
-
-def test_a_cell_plans_and_times_in_its_regime_on_prompts_of_its_task(
-    tmp_path: Path, target: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plans are made on texts of the regime and of prompts that plan; plain decoding and the draft are timed on the
-    others."""
-    small = draft_folder(tmp_path / "draft", target, "independent")
-    made, planned, timed = dict[int, Any](), list[Any](), list[Any]()
-    texts_of, plan_of, until_known = (getattr(real_target_cells, name)
-                                      for name in ("plain_texts", "plan_draft", "until_known"))  # fmt: skip
-
-    def texts(plan: Plan, *more: Any) -> Any:
-        result = texts_of(plan, *more)
-        made[id(result)] = result, plan.sampling
-        return result
-
-    def chosen(plan: Plan, costs: Any, given: Any, *more: Any) -> Any:
-        planned.append((plan, *made[id(given)]))
-        return plan_of(plan, costs, given, *more)
-
-    def timing(arms: Any, prompts: Any, *more: Any) -> Any:
-        timed.append(prompts)
-        return until_known(arms, prompts, *more)
-
-    for name, replaced in (("plain_texts", texts), ("plan_draft", chosen), ("until_known", timing)):
-        monkeypatch.setattr(real_target_cells, name, replaced)
-    real_target.main([f"small={small}", *options, "--regimes=0,0.7", "--rows=1", "--tasks=chat,edits"])
-    found, words = cells(tmp_path), models(real_target_cells.settings(str(target), []))[1]
-    by_task = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", load_model(str(target)), words)
-    assert len(found) == len(planned) == len(timed) == 4
-    for cell, (plan, given, sampling), prompts in zip(found, planned, timed, strict=True):
-        regime, own = real_target_cells.REGIMES[cell["regime"]], by_task[cell["task"]]
-        assert plan.sampling == sampling == regime
-        assert {tuple(one) for one in given.prompts} == {tuple(one) for one in own.ranking}
-        assert {tuple(one) for one in prompts} == {tuple(one) for one in own.final}
-        assert cell["milliseconds"]["plain_round"]["draft"] == 0 < cell["milliseconds"]["draft_round"]["draft"]
