@@ -10,8 +10,14 @@ from studies import gain_by_kind
 
 
 def run(label: str, seed: int, calls: float, alphas: list[float]) -> dict[str, Any]:
-    one = {"alpha": alphas[0], "kl": 1.0, "entropy": 2.0, "calibration": 0.1, "lengths": [40, 20],
-           "calls": {"4": [40.0, 20.0], "8": [calls, calls / 2]}}  # fmt: skip
+    one = {
+        "alpha": alphas[0],
+        "kl": 1.0,
+        "entropy": 2.0,
+        "calibration": 0.1,
+        "lengths": [40, 20],
+        "calls": {"4": [40.0, 20.0], "8": [calls, calls / 2]},
+    }
     texts = {"1": one | ({"alphas": alphas} if len(alphas) > 1 else {}), "0": one | {"alpha": 0.9}}
     return {"label": label, "seed": seed, "texts": texts}
 

@@ -24,8 +24,19 @@ def test_a_pruned_head_is_accepted_with_the_mass_of_its_tokens() -> None:
 def test_the_report(tmp_path: Path) -> None:
     folder, own = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl")
     for kind in ("train", "held_out"):
-        main(["rollout", f"target.path={folder}", f"data.path={own}", f"kind={kind}", "regime=t1", "rollout.texts=12",
-              f"output={tmp_path / 'texts'}", "rollout.held_out_texts=3", "rollout.new_tokens=20"])  # fmt: skip
+        main(
+            [
+                "rollout",
+                f"target.path={folder}",
+                f"data.path={own}",
+                f"kind={kind}",
+                "regime=t1",
+                "rollout.texts=12",
+                f"output={tmp_path / 'texts'}",
+                "rollout.held_out_texts=3",
+                "rollout.new_tokens=20",
+            ]
+        )
     files = [str(tmp_path / "texts" / f"{kind}_T1.parquet") for kind in ("train", "held_out")]
     words = "--tokens 8,16 --ranks 4 --steps 3 --positions 100".split()
     head_acceptance.main([str(tmp_path / "out.json"), str(folder), *files, *words])

@@ -24,10 +24,20 @@ def real_plan(verify: str = "token", kind: str = "independent") -> Plan:
     for model in (target, draft)[: 1 if kind == "medusa" else 2]:
         model.generation_config.eos_token_id = None
     size = SimpleNamespace(
-        prompts=2, quick_prompts=1, prompt_tokens=8, new_tokens=8, parity_tokens=10, rows=1, depths=[2, 3], minutes=0,
+        prompts=2,
+        quick_prompts=1,
+        prompt_tokens=8,
+        new_tokens=8,
+        parity_tokens=10,
+        rows=1,
+        depths=[2, 3],
+        minutes=0,
         interval=0.1,
-        draft_dtype="bfloat16", draft_int8=True, compile=False, seed=0,
-    )  # fmt: skip
+        draft_dtype="bfloat16",
+        draft_int8=True,
+        compile=False,
+        seed=0,
+    )
     return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"), kind=kind)  # type: ignore[arg-type]
 
 
@@ -101,9 +111,10 @@ def test_a_matrix_that_cannot_be_is_refused(asked: Any, regime: Any, kind: str, 
     target = network()
     draft: Any = medusa(target) if kind == "medusa" else network(layers=1)
     cfg: Any = SimpleNamespace(
-        regime=SimpleNamespace(**{"top_k": 0, "top_p": 1.0} | regime), draft=SimpleNamespace(path="a draft"),
+        regime=SimpleNamespace(**{"top_k": 0, "top_p": 1.0} | regime),
+        draft=SimpleNamespace(path="a draft"),
         target=SimpleNamespace(path="a target", adapter=None),
-    )  # fmt: skip
+    )
     settings = Matrix(**({"temperatures": [1.0]} if asked else {}) | asked)
     with pytest.raises(ValueError, match=f"^{said}"):
         matrix.refuse(settings, cfg, kind, matrix.Pair(target, tokenizer(), draft))  # type: ignore[arg-type]

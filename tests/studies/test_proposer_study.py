@@ -13,8 +13,21 @@ from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 
 TINY = "prompts=2 quick_prompts=1 prompt_tokens=12 new_tokens=8 depths=[2]".split()
-KEYS = {"kind", "rule", "temperature", "rows", "k", "parameters", "train_seconds", "alpha", "tau", "speedup",
-        "over_independent", "exact", "wrong"}  # fmt: skip
+KEYS = {
+    "kind",
+    "rule",
+    "temperature",
+    "rows",
+    "k",
+    "parameters",
+    "train_seconds",
+    "alpha",
+    "tau",
+    "speedup",
+    "over_independent",
+    "exact",
+    "wrong",
+}
 
 
 def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +55,9 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
     assert set(report) == {"environment", "commit", "command", "target", "rows"} and report["target"] == str(target)
     assert set(heads) == set(small) == KEYS
     assert [(row["kind"], row["rule"], row["temperature"], row["rows"], row["exact"]) for row in report["rows"]] == [
-        ("medusa, small", "block", 1.0, 1, True), ("independent", "block", 1.0, 1, True)]  # fmt: skip
+        ("medusa, small", "block", 1.0, 1, True),
+        ("independent", "block", 1.0, 1, True),
+    ]
     assert (heads["parameters"], small["over_independent"]["value"]) == (3 * (64 * 64 + 64), 1.0)
     assert heads["k"] in (1, 2) and 0 < heads["speedup"]["low"] <= heads["speedup"]["value"] <= heads["speedup"]["high"]
     assert len(small["alpha"]) == 2 and abs(small["tau"]["z"]) < 4 and small["train_seconds"] is None

@@ -41,8 +41,11 @@ def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> li
     """Of a run of seconds, on prompts of two tasks."""
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
-    rows = [{"domain": task, "messages": [{"role": "user", "content": f"{task} {i}"}]}
-            for task in ("chat", "edits") for i in range(7)]  # fmt: skip
+    rows = [
+        {"domain": task, "messages": [{"role": "user", "content": f"{task} {i}"}]}
+        for task in ("chat", "edits")
+        for i in range(7)
+    ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [f"--output={tmp_path / 'out.json'}", f"--target={target}", f"--prompts={prompts}", "--seconds=1", *TINY]
@@ -65,10 +68,12 @@ def test_cells_that_are_missing_are_measured(
     )
     found = cells(tmp_path)
     assert [(cell["draft"], cell["kind"], cell["regime"], cell["rows"], cell["task"]) for cell in found] == [
-        ("small", "independent", "1", 1, "chat"), ("look-up", "retrieval", "1", 1, "chat"),
-        ("small", "independent", "card", 1, "chat"), ("look-up", "retrieval", "card", 1, "chat"),
+        ("small", "independent", "1", 1, "chat"),
+        ("look-up", "retrieval", "1", 1, "chat"),
+        ("small", "independent", "card", 1, "chat"),
+        ("look-up", "retrieval", "card", 1, "chat"),
         ("both", "hybrid", "0", 2, "edits"),
-    ]  # fmt: skip
+    ]
     assert all(cell["exact"] and not cell["wrong"] for cell in found)
     assert "stored" not in found[0]["command"] and "stored" in found[2]["command"] and found[2]["k"] == 2
     assert [cell["rule"] for cell in found[:3]] == [
@@ -155,8 +160,9 @@ class Process:
             sampled = self.run(begun, None, self.first, temperature, seed + 100)
             begun = [[*prompt, *text] for prompt, text in zip(prompts, sampled.tokens, strict=True)]
         rest = self.run(begun, self.proposer, max_new_tokens - self.first, temperature, seed)
-        tokens = [[*given[len(prompt) :], *text]
-                  for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)]  # fmt: skip
+        tokens = [
+            [*given[len(prompt) :], *text] for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)
+        ]
         counts = rest.stats
         self.tokens, self.calls = self.tokens + sum(map(len, tokens)), self.calls + counts.target_calls
         rounds = {"drafts": counts.target_calls if self.k else 0, "rounds": counts.target_calls}
@@ -208,9 +214,15 @@ def exported(tmp_path: Path, target: Path, **settings: Any) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("engine", "objective"), [("vllm", "sampled"), ("vllm", "greedy"), ("llama.cpp", "greedy")])
 def test_what_another_engine_accepted_is_compared_with_the_prediction(
-    engine: str, objective: str, tmp_path: Path, target: Path, options: list[str], processes: list[Process],
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    engine: str,
+    objective: str,
+    tmp_path: Path,
+    target: Path,
+    options: list[str],
+    processes: list[Process],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The other engine is this one. Texts of greedy drafting say exactly which drafts were accepted."""
     sampling = Sampling(temperature=0.3)
     monkeypatch.setitem(real_target_cells.REGIMES, "0.7", sampling)  # the likeliest tokens of this target are unlikely
@@ -223,8 +235,9 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         (task, {"vllm": "vllm, bfloat16"}.get(engine, engine), 3) for task in ("chat", "edits")
     ]
     here = Engine(processes[0].target, processes[0].proposer, verify="token", policy=Fixed(2), rows=BATCH)
-    prompts = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", processes[0].target, models(
-        real_target_cells.settings(str(target), []))[1])  # fmt: skip
+    prompts = real_target_cells.prompts_of(
+        tmp_path / "prompts.jsonl", processes[0].target, models(real_target_cells.settings(str(target), []))[1]
+    )
     for one in found:
         tau, depths, begun = one["tau"], one["acceptance"], one["first_draft"]
         assert (one["drafting"], one["k"]) == (objective, 2)
@@ -235,8 +248,9 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         else:
             assert abs(tau["z"]) < 4 and abs(tau["relative"]) < 5 * tau["standard_error"]
             assert all(0 < spread < 0.2 for spread in depths["standard_error"])
-        for measured, expected, spread in zip(*(depths[name] for name in ("measured", "predicted", "standard_error")),
-                                              strict=True):  # fmt: skip
+        for measured, expected, spread in zip(
+            *(depths[name] for name in ("measured", "predicted", "standard_error")), strict=True
+        ):
             assert abs(measured - expected) < max(5 * spread, 0.05)  # last rounds have fewer drafts here
         assert abs(begun["measured"] - begun["predicted"]) < 5 * begun["standard_error"] < 1
         assert depths["measured"][0] > 0.05

@@ -72,14 +72,6 @@ def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) 
     assert len(derived) == 1  # the share of what costs allow, which the page computes
 
 
-def test_tau_of_checkpoints_says_its_draft_length(tmp_path: Path) -> None:
-    run = marker("finished", policy={"k": 7})
-    page = parsed(folder(tmp_path / "run", full_report(), run=run))
-    assert page.texts["figures"].count("tokens per target call, measured") == 1
-    assert "tau expected on held-out text, before training" in page.texts["figures"]
-    assert "with k = 7" in page.texts["figures"]
-
-
 def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
     runs = load([folder(tmp_path / "run", full_report(), replay=record())])
     text = html_page.page(runs)
@@ -89,9 +81,13 @@ def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
         one = Parsed(figure)
         (block,) = one.blocks.values()
         drawn = [y for trace in block["data"] for y in (sum(trace["z"], []) if "z" in trace else trace["y"])]
-        ends = [trace["y"][i] + sign * away for trace in block["data"] if "error_y" in trace
-                for sign, name in ((-1, "arrayminus"), (1, "array"))
-                for i, away in enumerate(trace["error_y"][name])]  # fmt: skip
+        ends = [
+            trace["y"][i] + sign * away
+            for trace in block["data"]
+            if "error_y" in trace
+            for sign, name in ((-1, "arrayminus"), (1, "array"))
+            for i, away in enumerate(trace["error_y"][name])
+        ]
         tabled = [float(str(attributes["value"])) for _, _, attributes in one.found]
         assert sorted(tabled) == pytest.approx(sorted([*drawn, *ends]))
 
@@ -179,9 +175,13 @@ def test_the_file_is_whole_small_and_asks_for_nothing(tmp_path: Path, capsys: py
     ],
 )
 def test_mistakes_are_errors_of_one_line(
-    make: Any, settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    settings: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     if make:
         make()
@@ -223,8 +223,11 @@ def test_the_batch_size_where_drafting_stops_paying(tmp_path: Path) -> None:
     (run,) = load([folder(tmp_path / "run", full_report())])
     cells = run.get("report", "extra", "matrix")
     for t, factor in ((0.0, 1.0), (1.0, 100.0)):
-        lost = [cell["rows"] for cell in cells if cell["temperature"] == t and
-                factor * cell["arms"][cell["speculative"]]["over_plain"]["high"] < 1]  # fmt: skip
+        lost = [
+            cell["rows"]
+            for cell in cells
+            if cell["temperature"] == t and factor * cell["arms"][cell["speculative"]]["over_plain"]["high"] < 1
+        ]
         for cell in cells:
             if cell["temperature"] == t:
                 cell["arms"][cell["speculative"]]["over_plain"]["high"] *= factor
