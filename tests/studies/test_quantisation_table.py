@@ -15,7 +15,6 @@ from tests.cotrain.bench.test_measurement import plan
 from tests.cotrain.commands.test_train import SIZES
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder
-from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 from tests.studies.test_matrix import real_plan
 
 

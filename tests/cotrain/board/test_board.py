@@ -117,14 +117,6 @@ def test_the_part_is_as_large_as_the_training_allows(tokens: float, count: int) 
         assert set(part.texts.domain) == {"d0", "d1"}
 
 
-def test_several_domains_have_figures_of_their_own() -> None:
-    one = whole({1.0: {"all": scores(0.5), "a": scores(0.5)}, 0.0: {"all": scores(0.9), "a": scores(0.9)}}, 1.0)
-    two = whole({1.0: {"all": scores(0.5), "a": scores(0.4), "b": scores(0.6)}}, 1.0)
-    assert one["4_held_out/acceptance_T0"] == 0.9 and one["4_held_out/kl"] == 0.1
-    assert not [name for name in one if name.startswith(tags.DOMAINS)]
-    assert (two["5_domains/acceptance_a"], two["5_domains/acceptance_b"]) == (0.4, 0.6)
-
-
 def test_acceptance_is_of_the_drafting_mode() -> None:
     result = Scores(*vars(scores(0.5)).values())
     object.__setattr__(result, "alpha_greedy", 0.25)
@@ -134,13 +126,6 @@ def test_acceptance_is_of_the_drafting_mode() -> None:
         assert alpha_of(result, objective) == alpha == said["4_held_out/acceptance_T1"]
         assert said["5_domains/acceptance_b"] == alpha
     assert depths(result, 3) and not depths(result, 3, "greedy")
-
-
-def test_acceptance_by_depth_is_of_drafts_that_are_reached() -> None:
-    starts = {0: 1.0, 2: 0.5, 3: 0.75}  # of rounds, where tokens are accepted with 1, 1/2, 1/4 and 1
-    wanted = (starts[0] * 1 + starts[2] / 4 + starts[3] * 1) / sum(starts.values())
-    result = depths(scores(), 3)
-    assert len(result) == 3 and result["3_depth/acceptance_1"] == pytest.approx(wanted)
 
 
 def test_ends_that_one_batch_cannot_tell_are_left_out() -> None:

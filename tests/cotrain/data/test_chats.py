@@ -179,10 +179,6 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
     assert starts == {'[a {"x": 1}]', '[b {"y": null}]'}
 
 
-def test_an_open_conversation_is_a_prompt() -> None:
-    assert turns(of(PLAIN), chat("Hi")) == [(f"<user>Hi{END}\n<assistant>", "")]
-
-
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [

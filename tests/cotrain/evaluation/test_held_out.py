@@ -247,16 +247,6 @@ def judged(target: LlamaForCausalLM, texts: Texts, temperature: float = 1.0) -> 
     return held_out(served(target)[0], texts, temperature, batch=2)
 
 
-def test_prompt_and_padding_do_not_count(target: LlamaForCausalLM) -> None:
-    small, some = tiny(layers=1, seed=3), texts([8, 12], [3, 4], ["a", "a"])
-    heads = (IndependentStudent(small), split(target)[1])
-    scores = evaluate(judged(target, some), *heads)["all"]
-    assert scores.lengths.tolist() == [5, 8] and scores.r[0, 5:].eq(0).all() and scores.r[0, :5].gt(0).all()
-    some.ids[0, 8:] = 7
-    again = evaluate(judged(target, some), *heads)["all"]
-    assert torch.equal(again.r, scores.r) and again.alpha == scores.alpha
-
-
 def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
     some = texts([14, 26], [2, 2], ["a", "b"])
     figures = named(evaluate(judged(target, some), IndependentStudent(target), split(target)[1]))

@@ -122,14 +122,6 @@ def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:
     assert "Replay" not in whole.texts["left-out"] and "batch" not in whole.texts["left-out"]
 
 
-def test_a_killed_run_gives_a_page_marked_partial(tmp_path: Path) -> None:
-    settings = {"trainer": {"steps": 40}, "regime": {"temperature": 0.5}}
-    page = parsed(folder(tmp_path / "killed", None, run=marker("unfinished", **settings)))
-    assert "partial" in page.texts[""] and "not finished: no step of 40" in page.texts[""]
-    done = parsed(folder(tmp_path / "done", full_report(), run=marker("finished", **settings)))
-    assert "partial" not in done.texts[""]
-
-
 def test_hostile_text_changes_no_markup_and_is_shown(tmp_path: Path) -> None:
     pages = []
     for place, word in (("plain", "ab"), ("hostile", HOSTILE)):
