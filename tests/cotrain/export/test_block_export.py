@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cotrain.commands import export as commands
@@ -18,7 +18,7 @@ from cotrain.export.eagle3 import export
 from cotrain.export.engines import launch, refuse_layout
 from inference import load
 from inference.drafts.draft_folder import REPORT, Metadata, load_draft, read, save
-from inference.drafts.weight_files import read_json
+from inference.drafts.weight_files import WEIGHTS, read_json
 from inference.proposers.block import BlockNetwork
 from tests import kinds
 from tests.folders import target_folder
@@ -192,3 +192,14 @@ def test_the_command_is_for_vllm_alone(
     with pytest.raises(UserError, match="layout=dspark: not written, since vLLM runs DSpark only with Triton"):
         refuse_layout("vllm", "dspark")
     assert '"greedy"' in launch("vllm", "d", "t", 3, "greedy", "dflash", "block")
+
+
+def test_confidence_heads_of_earlier_folders_are_not_read(tmp_path: Path) -> None:
+    """Such a folder drafts as one without."""
+    network, folder = built(tmp_path / "old"), tmp_path / "old"
+    head = {f"confidence_head.{part}.weight": torch.ones(1, 16) for part in ("proj", "with_q")}
+    save_file(load_file(folder / WEIGHTS) | head, folder / WEIGHTS, metadata={"format": "pt"})
+    flags = {"enable_confidence_head": True, "confidence_head_with_markov": False}
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | flags))
+    old = load_draft(folder, network=BlockNetwork)[0]
+    assert old.state_dict().keys() == network.state_dict().keys() and not old.config.enable_confidence_head

@@ -461,4 +461,6 @@ def test_check_lists_every_problem(folder: Path) -> None:
     for damage in ("no report", "NaN", "schedule"):
         DAMAGE[damage][0](folder)
     assert len(check(folder)) == 3
+    tied(200).save_pretrained(folder)
+    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(folder))
     assert check(folder / "none") == [f"{folder / 'none'}: no such folder"]

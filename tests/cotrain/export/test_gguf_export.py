@@ -32,6 +32,7 @@ from cotrain.export.engines import GGUF_FILE
 from cotrain.export.gguf import TOKENS, export, refuse, split_name, write_file
 from inference.drafts.draft_folder import Metadata, save
 from studies.pretrain.tokenizer import train_tokenizer
+from tests.folders import target_folder
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -261,6 +262,13 @@ SHAPES = {
 def test_other_shapes_are_refused(problem: str) -> None:
     with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, and "):
         refuse(SHAPES[problem])
+
+
+def test_eight_bits_are_refused_for_other_files(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    paths = [f"draft.path={draft}", f"target.path={target_folder(tmp_path / 'target')}", f"output={tmp_path / 'out'}"]
+    assert main(["export", "engine=vllm", "dtype=q8_0", *paths]) == 1
+    assert "dtype=q8_0: only a GGUF file has it: engine=llamacpp" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_is_no_byte_level_bpe_is_refused(tmp_path: Path) -> None:

@@ -268,6 +268,9 @@ class TestFile:
         first, again = Scripted(messages(300)), Scripted(messages(300))
         path = asked(tmp_path / "a").file(first.by(), say=print)
         assert asked(tmp_path / "a").file(again.by(), say=print) == path and not again.keys
+        (tmp_path / "a" / "self_prompts.json").unlink()
+        asked(tmp_path / "a").file(again.by(), say=print)  # a file without its counts
+        assert again.keys
         other = asked(tmp_path / "b").file(Scripted(messages(300)).by(), say=print)
         assert other.read_bytes() == path.read_bytes()
 

@@ -24,6 +24,20 @@ def test_hidden_states_are_remembered_by_text_until_the_room_is_full() -> None:
     assert asked == [[0, 1], [2], [0, 2], [2]]
 
 
+def test_texts_are_filled_until_the_room_is_full() -> None:
+    """What is left is read when it comes."""
+    asked: list[int] = []
+
+    def read(ids: Tensor, *_: object) -> Record:
+        asked.append(len(ids))
+        return {LAST: ids.unsqueeze(-1).float()}
+
+    texts, keys = torch.arange(5)[:, None].repeat(1, 4), torch.arange(5)
+    teacher = MemoryCache(read, limit=2 * 4 * 4)
+    teacher.fill(texts, keys, batch=2)
+    assert len(teacher.records) == 2 and asked == [2, 2]
+
+
 def test_texts_padded_to_another_width_are_read_again() -> None:
     """As those of the first round are once a longer text came in the second."""
     asked: list[tuple[int, ...]] = []
