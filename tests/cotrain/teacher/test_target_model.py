@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,27 +106,19 @@ def scaled(family: str, **changed: float) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def granite() -> PreTrainedModel:
-    return scaled("granite", logits_scaling=6.0)
-
-
-def granite_of_experts() -> PreTrainedModel:
-    return scaled("granitemoe", logits_scaling=6.0)
-
-
-def cohere() -> PreTrainedModel:
-    return scaled("cohere", logit_scale=0.25)
-
-
 CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")
 
 
-def hyperclova() -> PreTrainedModel:
-    return scaled("hyperclovax", logits_scaling=6.0)
-
-
 @pytest.mark.parametrize(
-    "make", [network, gemma, granite, granite_of_experts, cohere, pytest.param(hyperclova, marks=CLOVA)]
+    "make",
+    [
+        network,
+        gemma,
+        partial(scaled, "granite", logits_scaling=6.0),
+        partial(scaled, "granitemoe", logits_scaling=6.0),
+        partial(scaled, "cohere", logit_scale=0.25),
+        pytest.param(partial(scaled, "hyperclovax", logits_scaling=6.0), marks=CLOVA),
+    ],
 )
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
