@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -50,10 +51,15 @@ def target_folder(path: Path, **shape: int) -> Path:
     return path
 
 
+@cache
+def _first_files(walk: Callable[[], list[tuple[str, Path]]]) -> list[tuple[str, Path]]:
+    return walk()[:400]
+
+
 def few_files(patch: pytest.MonkeyPatch) -> None:
     """Embedded corpora of few source files, walked once."""
     patch.setattr(corpora, "_distributions", lambda: ["packaging"])
-    found = corpora._source_files()[:400]
+    found = _first_files(corpora._source_files)
     patch.setattr(corpora, "_source_files", lambda: found)
 
 

@@ -25,8 +25,11 @@ PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-WRITES = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}"
-                       "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}")  # fmt: skip
+WRITES = PLAIN.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}",
+)
 CONCATENATES = WRITES.replace("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}")
 SIZES = """init.layers=[0,1] trainer.steps=2 trainer.batch=2 trainer.validations=1 trainer.threads=1 data.block=8
 rollout.texts=6 rollout.held_out_texts=2 rollout.prompt_tokens=100 rollout.new_tokens=4 rollout.temperatures=[1.0]
@@ -77,15 +80,18 @@ def target(place: Path, template: str | None) -> Path:
 
 def train(place: Path, name: str | Path, template: str | None, *settings: str) -> int:
     folder = place / "target" if (place / "target").exists() else target(place, template)
-    return main(["train", f"target.path={folder}", f"data.path={FILES / name}", f"output={place / 'run'}", *SIZES,
-                 *settings])  # fmt: skip
+    return main(
+        ["train", f"target.path={folder}", f"data.path={FILES / name}", f"output={place / 'run'}", *SIZES, *settings]
+    )
 
 
 @case("sharegpt")
 def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = read("sharegpt.jsonl")
-    wanted = [rendered(*(("user" if one["from"] == "human" else "assistant", one["value"]) for one in row))
-              for row in (row["conversations"] for row in rows_of("sharegpt.jsonl")[:40])]  # fmt: skip
+    wanted = [
+        rendered(*(("user" if one["from"] == "human" else "assistant", one["value"]) for one in row))
+        for row in (row["conversations"] for row in rows_of("sharegpt.jsonl")[:40])
+    ]
     opened = [("system", "Answer briefly."), ("user", "Name a river.")]
     whole = [*opened, ("assistant", "The Rhine."), ("user", "Another?"), ("assistant", "The Elbe.")]
     assert pairs(found) == [*wanted, rendered(*whole[:3]), rendered(*whole)]
@@ -103,8 +109,11 @@ def test_tool_arguments(template: str) -> None:
     for row in rows_of("tools.jsonl"):
         messages = copy.deepcopy(row["messages"])
         function = messages[1]["tool_calls"][0]["function"]
-        function["arguments"] = json.loads(function["arguments"]) if template != CONCATENATES else json.dumps(
-            json.loads(function["arguments"]))  # fmt: skip
+        function["arguments"] = (
+            json.loads(function["arguments"])
+            if template != CONCATENATES
+            else json.dumps(json.loads(function["arguments"]))
+        )
         messages[1]["content"] = ""
         wanted += [by_template(messages[:2], template), by_template(messages, template)]
     assert pairs(found) == wanted and len(wanted) == 40 and not any("None" in part for pair in texts for part in pair)
@@ -112,45 +121,53 @@ def test_tool_arguments(template: str) -> None:
 
 @case("prompt and completion")
 @pytest.mark.parametrize("template", [PLAIN, None])
-def test_prompt_and_completion(template: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_and_completion(template: str | None) -> None:
     found, texts = read("prompt_completion.jsonl", template)
     rows = rows_of("prompt_completion.jsonl")
-    said = [(row["prompt"], row["completion"]) if isinstance(row["prompt"], str) else
-            (row["prompt"][0]["content"], row["completion"][0]["content"]) for row in rows]  # fmt: skip
+    said = [
+        (row["prompt"], row["completion"])
+        if isinstance(row["prompt"], str)
+        else (row["prompt"][0]["content"], row["completion"][0]["content"])
+        for row in rows
+    ]
     assert len(said) == 44
     if template:
         assert pairs(found) == [rendered(("user", prompt), ("assistant", completion)) for prompt, completion in said]
     else:
         assert texts == [(prompt, f"{completion}<|endoftext|>") for prompt, completion in said]
-    settings = ["data.on_target=true", "trainer.corpus_steps=0"]
-    assert train(tmp_path, "prompt_completion.jsonl", template, *settings, "check=true") == 0
-    assert "44 of 44 rows are read, columns prompt, completion\n" in capsys.readouterr().out
+    assert found.remarks[0] == "data.path: 44 of 44 rows are read, columns prompt, completion"
 
 
 @case("response and completion")
 def test_response_and_completion() -> None:
     found, _ = read("response_and_completion.jsonl")
-    wanted = [rendered(("user", row["prompt"]), ("assistant", row.get("response") or row["completion"]))
-              for row in rows_of("response_and_completion.jsonl")]  # fmt: skip
+    wanted = [
+        rendered(("user", row["prompt"]), ("assistant", row.get("response") or row["completion"]))
+        for row in rows_of("response_and_completion.jsonl")
+    ]
     assert pairs(found) == wanted and len(wanted) == 40
     assert "columns prompt, completion (20), response (20)" in found.remarks[0]
 
 
 @case("alpaca")
-def test_alpaca(tmp_path: Path) -> None:
+def test_alpaca() -> None:
     found, _ = read("alpaca.jsonl")
     asked = ["\n".join(filter(None, (row["instruction"], row["input"]))) for row in rows_of("alpaca.jsonl")]
-    wanted = [rendered(("user", prompt), ("assistant", row["output"]))
-              for prompt, row in zip(asked, rows_of("alpaca.jsonl"), strict=True)]  # fmt: skip
+    wanted = [
+        rendered(("user", prompt), ("assistant", row["output"]))
+        for prompt, row in zip(asked, rows_of("alpaca.jsonl"), strict=True)
+    ]
     assert pairs(found) == wanted and len(wanted) == 40
-    assert train(tmp_path, "alpaca.jsonl", PLAIN, "check=true") == 0
 
 
 @case("odd rows")
 def test_odd_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, texts = read("odd_rows.jsonl")
-    normal = [row["messages"] for row in rows_of("odd_rows.jsonl") if [one["role"] for one in row["messages"]] == [
-              "user", "assistant"]]  # fmt: skip
+    normal = [
+        row["messages"]
+        for row in rows_of("odd_rows.jsonl")
+        if [one["role"] for one in row["messages"]] == ["user", "assistant"]
+    ]
     assert [pair for pair in pairs(found) if pair[1]] == [by_template(one) for one in normal] and len(normal) == 60
     assert [text for text in texts if not text[1]] == [  # which this template takes
         ("<|assistant|>I begin.<|endoftext|>\n<|user|>ok<|endoftext|>\n<|assistant|>", ""),
@@ -163,8 +180,10 @@ def test_odd_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "1, the first odd_rows.jsonl, line 12: message 1: the content of a message is text or a list of text parts, "
         "not None",
     )
-    strict = "{% if messages[0].role == 'assistant' or (messages | length > 1 and messages[1].role == 'user') %}" \
-             "{{ raise_exception('roles must alternate') }}{% endif %}" + PLAIN  # fmt: skip
+    strict = (
+        "{% if messages[0].role == 'assistant' or (messages | length > 1 and messages[1].role == 'user') %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}" + PLAIN
+    )
     found, _ = read("odd_rows.jsonl", strict)
     assert len(found.rows) == 60 and "60 of 66 rows are read" in found.remarks[0]
     assert "2, the first odd_rows.jsonl, line 44: the target's chat template fails: roles must" in found.remarks[1]
@@ -175,8 +194,10 @@ def test_odd_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @case("system column")
 def test_system_column() -> None:
     found, _ = read("system_column.jsonl")
-    wanted = [rendered(("system", row["system"]), ("user", row["prompt"]), ("assistant", ""))[0]
-              for row in rows_of("system_column.jsonl")]  # fmt: skip
+    wanted = [
+        rendered(("system", row["system"]), ("user", row["prompt"]), ("assistant", ""))[0]
+        for row in rows_of("system_column.jsonl")
+    ]
     assert [row["prompt"] for row in found.rows] == wanted and "columns system, prompt" in found.remarks[0]
     raw, texts = read("system_column.jsonl", None)
     assert "not read: system" in raw.remarks[0] and texts[0][0] == "Say hello 0."
@@ -192,11 +213,11 @@ ASKED = {"prompt": "Hello"}
     [
         (MESSAGES, "tools", [{"type": "function", "function": {"name": "read"}}]),
         (MESSAGES, "tools", '[{"type": "function", "function": {"name": "read"}}]'),
-        *((row, name, "words") for row in (MESSAGES, ASKED) for name in (
-            "system", "id", "text", "completion", "response", "output", "input", "instruction", "source", "answer")),
+        *((MESSAGES, name, "words") for name in ("system", "id", "text", "completion", "output", "source")),
+        *((ASKED, name, "words") for name in ("system", "answer", "text", "response", "input", "instruction")),
         (ASKED, "tools", [{"type": "function", "function": {"name": "read"}}]),
     ],
-)  # fmt: skip
+)
 def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
     row: dict[str, Any], column: str, value: Any, tmp_path: Path
 ) -> None:
@@ -284,7 +305,7 @@ def test_template_writes_an_empty_thought(tmp_path: Path) -> None:
 
 
 @case("template writes the date")
-@pytest.mark.parametrize("data", ["self", "file"])
+@pytest.mark.parametrize("data", [pytest.param("self", marks=pytest.mark.thorough), "file"])
 def test_template_writes_the_date(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,14 +341,18 @@ trainer.steps=2 trainer.batch=2 trainer.validations=1 policy.k=2 init=scratch"""
 
 @pytest.mark.parametrize(
     "settings",
-    ["draft=block draft.head_dim=64 loss=calls rollout.new_tokens=1",
-     "draft=medusa loss=calls_block data.on_target=true rollout.new_tokens=8",
-     "draft=early_exit draft.layers=1 draft.rank=2 loss=calls_tv rollout.new_tokens=2"],
-)  # fmt: skip
+    [
+        "draft=block draft.head_dim=64 loss=calls rollout.new_tokens=1",
+        "draft=medusa loss=calls_block data.on_target=true rollout.new_tokens=8",
+    ],
+)
 @case("short answers")
 def test_answers_of_one_and_two_tokens_are_learnt_and_judged(settings: str, tmp_path: Path) -> None:
-    paths = [f"target.path={target_folder(tmp_path / 'target')}", f"data.path={FILES / 'short_answers.jsonl'}",
-             f"output={tmp_path / 'out'}"]  # fmt: skip
+    paths = [
+        f"target.path={target_folder(tmp_path / 'target')}",
+        f"data.path={FILES / 'short_answers.jsonl'}",
+        f"output={tmp_path / 'out'}",
+    ]
     assert main(["train", *paths, *SHORT, *settings.split()]) == 0
     tau = json.loads((tmp_path / "out" / FIGURES).read_text())["tau"]
     assert tau == 1 if settings.endswith("new_tokens=1") else tau >= 1  # a text of one token takes one call

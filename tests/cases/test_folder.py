@@ -116,10 +116,7 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(
     assert read(draft).metadata is not None and other_weights(read(draft).metadata, str(place)) is None
 
 
-@pytest.mark.parametrize("changed", ["target", "adapter"])
-def test_other_weights_of_a_target_or_its_adapter_are_said(
-    changed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_weights_of_an_adapter_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the commands that take the adapter from the folder."""
     place, adapter, draft = (tmp_path / name for name in ("target", "adapter", "draft"))
     target_folder(place)
@@ -142,10 +139,7 @@ def test_other_weights_of_a_target_or_its_adapter_are_said(
         return counts
 
     assert said() == [0] * 3
-    if changed == "target":
-        target_folder(place, seed=1)
-    else:
-        save_file({"a": torch.zeros(3)}, adapter / ADAPTER[1])
+    save_file({"a": torch.zeros(3)}, adapter / ADAPTER[1])
     assert said() == [1] * 3
 
 
@@ -192,8 +186,8 @@ def test_a_hash_of_weights_reads_little_and_sees_every_layer(tmp_path: Path, mon
             return data
 
     monkeypatch.setattr(Path, "open", lambda self, *_, **__: Counted(self))
-    monkeypatch.setattr(compatibility, "BLOCKS", blocks := 60)
-    layers, experts, size = 12, 40, 1000
+    monkeypatch.setattr(compatibility, "BLOCKS", blocks := 40)
+    layers, experts, size = 5, 24, 1000
     each = ["self_attn.q_proj", "self_attn.v_proj", *(f"mlp.experts.{i}.up_proj" for i in range(experts))]
     names = [f"model.layers.{layer}.{one}.weight" for layer in range(layers) for one in each]
     values = torch.zeros(len(names), size)
@@ -223,12 +217,29 @@ def test_a_hash_of_weights_reads_little_and_sees_every_layer(tmp_path: Path, mon
 HEADER = b'{"a": {"dtype": "%s", "shape": [%s], "data_offsets": [0, %d]}}'
 
 
-@pytest.mark.parametrize("of_adapter", [False, True])
 @pytest.mark.parametrize(
-    "data",
-    [b"", b"abc", (2**62).to_bytes(8, "little") + b"{}", b"[1]", b"{", b'{"a": 3}', b"\xff\xfe",
-     HEADER % (b"F32", b"9", 36), HEADER % (b"F32", b"1", -4), HEADER % (b"NONE", b"1", 4), HEADER % (b"F4", b"8", 4)],
-)  # fmt: skip
+    ("data", "of_adapter"),
+    [
+        (b"", True),
+        (b"[1]", True),
+        *(
+            (data, False)
+            for data in (
+                b"",
+                b"abc",
+                (2**62).to_bytes(8, "little") + b"{}",
+                b"[1]",
+                b"{",
+                b'{"a": 3}',
+                b"\xff\xfe",
+                HEADER % (b"F32", b"9", 36),
+                HEADER % (b"F32", b"1", -4),
+                HEADER % (b"NONE", b"1", 4),
+                HEADER % (b"F4", b"8", 4),
+            )
+        ),
+    ],
+)
 def test_a_hash_of_weights_never_raises(
     data: bytes, of_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,8 +333,9 @@ def test_a_folder_that_was_not_touched_passes_the_check(
     weights = load_file(folder / "model.safetensors")
     if len(weights) > 1:  # some kinds have none, but for a constant
         dropped = max(weights, key=lambda key: weights[key].numel())
-        save_file({key: one for key, one in weights.items() if key != dropped}, folder / "model.safetensors",
-                  {"format": "pt"})  # fmt: skip
+        save_file(
+            {key: one for key, one in weights.items() if key != dropped}, folder / "model.safetensors", {"format": "pt"}
+        )
         assert main(["export", f"check={folder}"]) == 1
         assert f"tensor {dropped} is missing" in capsys.readouterr().err
 

@@ -20,11 +20,27 @@ from tests.cotrain.rollout.test_self_prompts import GEMMA
 from tests.folders import network, tokenizer
 from tests.inference.servers.test_openai_client import Lookalike, url  # noqa: F401 - a fixture
 
-NEUTRAL = {"n": 1, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-           "frequency_penalty": 0.0, "logit_bias": {}, "stop": [], "stop_token_ids": [],
-           "skip_special_tokens": False}  # fmt: skip
-OF_LLAMA_CPP = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": -1, "mirostat": 0,
-                "dynatemp_range": 0.0}  # fmt: skip
+NEUTRAL = {
+    "n": 1,
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "stop": [],
+    "stop_token_ids": [],
+    "skip_special_tokens": False,
+}
+OF_LLAMA_CPP = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "repeat_last_n": -1,
+    "mirostat": 0,
+    "dynatemp_range": 0.0,
+}
 
 
 def gemma_folder(path: Path) -> Path:
@@ -46,8 +62,16 @@ def rollout(address: str, tmp_path: Path, rows: list[dict], status: int = 0) -> 
     """Run `cotrain rollout` on rows, with the server, expect its status, and return its output."""
     target, data = gemma_folder(tmp_path / "target"), tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    asked = [f"rollout.url={address}", f"target.path={target}", f"data.path={data}", f"output={tmp_path / 'out'}",
-             f"rollout.texts={len(rows)}", "rollout.rows=1", "rollout.new_tokens=20", "kind=train"]  # fmt: skip
+    asked = [
+        f"rollout.url={address}",
+        f"target.path={target}",
+        f"data.path={data}",
+        f"output={tmp_path / 'out'}",
+        f"rollout.texts={len(rows)}",
+        "rollout.rows=1",
+        "rollout.new_tokens=20",
+        "kind=train",
+    ]
     assert main(["rollout", *asked]) == status
     return tmp_path / "out"
 
@@ -106,7 +130,10 @@ def test_a_server_of_text_alone(
     shown = [words.decode(row["prompt"] + row["completion"]) for row in texts]
     assert all(text.count("<bos>") == 1 and text.startswith("<bos><start_of_turn>user\n") for text in shown)
     assert sorted(text.rpartition(start)[2] for text in shown) == [
-        "Fine, thanks.<end_of_turn>", "It ends.<end_of_turn>", "Long"]  # fmt: skip
+        "Fine, thanks.<end_of_turn>",
+        "It ends.<end_of_turn>",
+        "Long",
+    ]
 
 
 def test_empty_texts_of_a_server_are_counted_and_refused_if_all_are(

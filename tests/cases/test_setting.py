@@ -36,10 +36,9 @@ def test_weights_in_half_precision_are_refused_with_the_precision_to_take(name: 
     assert precision(HALVES[name]) == HALVES[name]
 
 
-@pytest.mark.parametrize("first", [0, 3, 500])
 @pytest.mark.parametrize(
-    ("dtype", "rate", "shown"),
-    [(torch.bfloat16, 1e-5, "1.0e-05"), (torch.float32, 1e-9, "1.0e-09"), (torch.float32, 1e-5, "")],
+    ("dtype", "rate", "shown", "first"),
+    [(torch.bfloat16, 1e-5, "1.0e-05", 0), (torch.float32, 1e-9, "1.0e-09", 500), (torch.float32, 1e-5, "", 3)],
 )
 def test_weights_that_stand_still_are_said_whatever_the_precision(
     dtype: torch.dtype, rate: float, shown: str, first: int, capsys: pytest.CaptureFixture[str]
@@ -97,8 +96,11 @@ def test_weights_that_stand_still_are_counted_by_the_sizes_of_tensors(
     assert ("only 9% of the draft's weights have moved" in capsys.readouterr().err) == (moving == "small")
 
 
-def test_a_run_says_that_weights_stand_still(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = "measure=false trainer.steps=20 trainer.validations=1 optimizer.lr=1e-12"
+def test_a_run_says_that_weights_stand_still(
+    mistakes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cotrain.training.callbacks.FIRST", 3)
+    settings = "measure=false trainer.steps=3 trainer.validations=1 optimizer.lr=1e-12"
     assert main(command(mistakes, *settings.split())) == 0
     assert capsys.readouterr().err.count("of the draft's weights have moved") == 1
 
@@ -109,23 +111,53 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 RECURRENT = {
     "MambaForCausalLM": MambaConfig(**SMALL, state_size=4),
     "Qwen3NextForCausalLM": Qwen3NextConfig(
-        **SMALL, **ATTENTION, **EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        **SMALL,
+        **ATTENTION,
+        **EXPERTS,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
         layer_types=["linear_attention", "full_attention"],
     ),
     "JambaForCausalLM": JambaConfig(
-        **SMALL, **EXPERTS, num_attention_heads=2, num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1,
-        expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False,
+        **SMALL,
+        **EXPERTS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
     ),
     "RecurrentGemmaForCausalLM": RecurrentGemmaConfig(
-        **SMALL, num_attention_heads=2, lru_width=64, attention_window_size=16,
+        **SMALL,
+        num_attention_heads=2,
+        lru_width=64,
+        attention_window_size=16,
         block_types=["recurrent", "attention"],
     ),
-    "Lfm2ForCausalLM": Lfm2Config(**SMALL, num_attention_heads=2, num_key_value_heads=1,
-                                  max_position_embeddings=CONTEXT, layer_types=["conv", "full_attention"]),
-    "RwkvForCausalLM": RwkvConfig(vocab_size=VOCABULARY, context_length=CONTEXT, hidden_size=64, num_hidden_layers=2,
-                                  attention_hidden_size=64, intermediate_size=64),
-}  # fmt: skip
+    "Lfm2ForCausalLM": Lfm2Config(
+        **SMALL,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        layer_types=["conv", "full_attention"],
+    ),
+    "RwkvForCausalLM": RwkvConfig(
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT,
+        hidden_size=64,
+        num_hidden_layers=2,
+        attention_hidden_size=64,
+        intermediate_size=64,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RECURRENT)

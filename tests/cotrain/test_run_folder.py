@@ -39,7 +39,7 @@ def test_a_run_goes_from_new_to_unfinished_to_finished(tmp_path: Path) -> None:
     assert [entry.name for entry in path.iterdir()] == [MARKER]
 
 
-@pytest.mark.parametrize("command", ["bench", "plan", "serve_check", "pretrain"])
+@pytest.mark.parametrize("command", ["bench", "plan", "pretrain"])
 def test_a_repeated_measurement_keeps_the_earlier_one(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_replaced_run_is_kept_until_the_new_one_is_finished(
     assert not (path / REPLACED).exists() and not resumable(path, {"seed": 2})
 
 
-@pytest.mark.parametrize("command", ["bench", "plan", "serve_check"])
+@pytest.mark.parametrize("command", ["bench", "serve_check"])
 def test_another_measurement_keeps_what_a_stopped_one_was_to_replace(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,8 +236,3 @@ def test_a_lock_removed_between_open_and_lock_is_locked_anew(tmp_path: Path, mon
     monkeypatch.setattr(os, "open", open_then_lose)
     with claim(tmp_path), pytest.raises(UserError, match="in use"), claim(tmp_path):
         pass
-
-
-def test_the_marker_holds_state_and_settings(tmp_path: Path) -> None:
-    marker = json.loads((finished(tmp_path / "run", seed=1) / MARKER).read_text())
-    assert (marker["state"], marker["settings"]) == ("finished", {"seed": 1})

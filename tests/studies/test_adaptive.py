@@ -9,7 +9,7 @@ from inference import Engine, Sampling
 from inference.adaptive_policy import Adaptive, Estimates
 from inference.policy import Fixed
 from inference.proposers import Independent
-from studies.adaptive import arm, by_table, lengths, oracle
+from studies.adaptive import by_table, oracle
 from tests.tiny import near, tiny
 
 
@@ -40,14 +40,3 @@ def test_rounds_cost_what_the_table_says_and_decisions_only_where_they_are_made(
     drafts = found["drafts"] * rounds
     seconds = rounds + 0.1 * drafts + (0.25 * drafts if adaptive else 0.0)  # .1 for each draft in the table
     assert found["tokens_per_second"] == pytest.approx(28 / seconds) and found["tau"] == pytest.approx(28 / rounds)
-
-
-def test_an_arm_decodes_texts_of_three_lengths_with_its_policy() -> None:
-    target = tiny()
-    engine = Engine(target, Independent(near(target)), rows=2)
-    result = arm("k = 3", engine, Fixed(3), Sampling(1.0), 8).run(PROMPTS, [5, 6, 7, 8], 2)
-    assert [len(text) for text in result.tokens] == lengths(PROMPTS, 8) == [4, 8, 12, 4]
-    engine.policy = Fixed(3)
-    out = engine.generate(PROMPTS, max_new_tokens=[4, 8, 12, 4], sampling=Sampling(1.0), seed=2, ids=[5, 6, 7, 8],
-                          ignore_eos=True)  # fmt: skip
-    assert result.tokens == out.tokens and 0 < result.decode_seconds < result.seconds

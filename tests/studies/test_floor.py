@@ -7,12 +7,10 @@ import torch
 from safetensors import safe_open
 
 from cotrain.teacher.target_model import load_pair
-from inference.models.cache import token_bytes
 from inference.models.lm import LM
 from studies import floor
-from studies.floor import Load, Machine, measure_machine, pass_load, round_loads, weight_bytes
+from studies.floor import Load, Machine, pass_load, round_loads, weight_bytes
 from tests.folders import target_folder
-from tests.inference.models.test_llama import WIDE, build
 from tests.tiny import tiny
 
 
@@ -24,15 +22,6 @@ def test_bytes_and_operations_of_a_pass():
     loads = pass_load(lm, rows=3, n=2, context=10)
     assert loads.bytes == 8 * weights + 3 * (2 * 2 * 8 * 8) * 12 + 8 * 3 * 2 * 32
     assert loads.operations == 2 * 3 * 2 * weights
-
-
-def test_eight_bit_weights_are_a_byte_each_and_a_shared_embedding_counts_once():
-    model = build("Llama", WIDE | {"tie_word_embeddings": True}, torch.bfloat16)
-    count = sum(p.numel() for p in model.parameters())
-    assert weight_bytes(LM(model, 1)) == (2 * count, count)
-    linears = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]  # the shared embedding is the head
-    rounded, rows = sum(w.numel() for w in linears), sum(len(w) for w in linears)
-    assert weight_bytes(LM(model, 1, int8=True)) == (rounded + 2 * rows + 2 * (count - rounded), count)
 
 
 @pytest.mark.parametrize("quantisation", ["none", "int8", "nf4"])
@@ -64,21 +53,8 @@ def test_the_slower_of_moving_and_doing_is_the_floor():
     assert seconds == [one, three + 2 * pass_load(draft, 1, 1, 8).seconds(machine)]
 
 
-def test_a_machine_is_measured():
-    machine = measure_machine(torch.device("cpu"), torch.float32, repeats=1)
-    assert 1e8 < machine.bandwidth < 1e13 and 1e8 < machine.rate < 1e16
-
-
 def test_a_copy_reads_and_writes_and_a_product_multiplies_and_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor, "_median", lambda *_: 0.5)
     monkeypatch.setattr(floor, "COPIED", 64)
     monkeypatch.setattr(floor, "SIDE", 4)
     assert floor.measure_machine(torch.device("cpu"), torch.float32) == floor.Machine(256.0, 256.0)
-
-
-def test_keys_and_values_count_in_their_own_dtype() -> None:
-    lm = LM(tiny(dtype=torch.bfloat16), 2)
-    weights, _ = floor.weight_bytes(lm)
-    per_token = token_bytes(lm.model.config, lm.held)
-    assert lm.held != lm.dtype  # on a CPU
-    assert floor.pass_load(lm, 2, 3, 5).bytes == weights + 2 * per_token * 8 + 8 * 2 * 3 * lm.vocabulary

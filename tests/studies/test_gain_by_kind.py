@@ -10,8 +10,14 @@ from studies import gain_by_kind
 
 
 def run(label: str, seed: int, calls: float, alphas: list[float]) -> dict[str, Any]:
-    one = {"alpha": alphas[0], "kl": 1.0, "entropy": 2.0, "calibration": 0.1, "lengths": [40, 20],
-           "calls": {"4": [40.0, 20.0], "8": [calls, calls / 2]}}  # fmt: skip
+    one = {
+        "alpha": alphas[0],
+        "kl": 1.0,
+        "entropy": 2.0,
+        "calibration": 0.1,
+        "lengths": [40, 20],
+        "calls": {"4": [40.0, 20.0], "8": [calls, calls / 2]},
+    }
     texts = {"1": one | ({"alphas": alphas} if len(alphas) > 1 else {}), "0": one | {"alpha": 0.9}}
     return {"label": label, "seed": seed, "texts": texts}
 
@@ -37,36 +43,3 @@ def test_the_best_rates_are_compared(tmp_path: Path) -> None:
     assert [d["gain"] for d in row["depths"]] == pytest.approx([0.5, 0.6])
     with pytest.raises(ValueError, match="labels kl_1e-3: wanted are"):
         gain_by_kind.row(kept(tmp_path / "alone", [slow]))
-
-
-def test_table_report_and_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept(tmp_path / "runs" / "independent", [run("kl_1e-3", 0, 30.0, [0.5]), run("tv_1e-3", 0, 24.0, [0.6])])
-    drawn: list[Any] = []
-    monkeypatch.setattr(gain_by_kind, "draw", lambda *given: drawn.append(given))
-    gain_by_kind.main(str(tmp_path / "runs"), str(tmp_path / "out.json"), str(tmp_path / "out.svg"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == [
-        "independent",
-        "kl_1e-3",
-        "tv_1e-3",
-        "1",
-        "1.333",
-        "1.667",
-        "+25.0%",
-        "[+25.0%,",
-        "+25.0%]",
-    ]
-    assert lines[2].strip() == "depth 1: acceptance 0.500 -> 0.600 (+20.0%)"
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert (report["temperature"], report["k"], report["kinds"]) == ("1", 8, drawn[0][0])
-    kept(tmp_path / "more" / "medusa", [run("kl_1e-3", 0, 30.0, [0.3]), run("tv_1e-3", 0, 24.0, [0.4])])
-    gain_by_kind.main(str(tmp_path / "more"), str(tmp_path / "out.json"), str(tmp_path / "out.svg"))
-    again = json.loads((tmp_path / "out.json").read_text())["kinds"]
-    assert [one["kind"] for one in again] == ["independent", "medusa"] and again[0] == report["kinds"][0]
-    assert (
-        again[1]["environment"]["cpu"]
-        and drawn[0][1][0].keys() >= {"alpha_kl", "alpha"}
-        and drawn[0][2] == tmp_path / "out.svg"
-    )

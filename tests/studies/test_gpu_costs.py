@@ -11,8 +11,6 @@ import torch
 from cotrain.planning.costs_file import speedups_of
 from studies import gpu_costs, gpu_day
 from studies.floor import Machine
-from studies.gpu_carry import split
-from tests import gpu_counts
 
 CHIP = Machine(1e12, 1e15)
 
@@ -44,12 +42,6 @@ def test_costs_of_rounds_are_those_of_their_passes(monkeypatch: pytest.MonkeyPat
     assert k == 2 and speedup == pytest.approx(1.75 * 0.003 / eagle.round(2))
 
 
-def test_python_counts_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = gpu_counts.milliseconds(json.loads(gpu_costs.COUNTS.read_text())["after"]["eagle, token"]["sm90"]) / 1e3
-    host = gpu_counts.HOST / 1e6
-    assert [gpu_costs.overhead("eagle", rows) - counts for rows in (1, 8, 64)] == pytest.approx([host, host, 8 * host])
-
-
 def test_a_step_past_the_deadline_is_said_and_an_error_ends_no_part(tmp_path: Path) -> None:
     day = gpu_day.Day(gpu_day.Asked("d", tmp_path / "out", scratch=tmp_path))
     day.step("broken", lambda: 1 / 0)
@@ -59,17 +51,3 @@ def test_a_step_past_the_deadline_is_said_and_an_error_ends_no_part(tmp_path: Pa
     steps = json.loads((tmp_path / "out" / "d.json").read_text())["steps"]
     assert steps["one"]["result"] == 2 and steps["late"]["not_run"] == gpu_day.OVER
     assert steps["broken"]["error"].startswith("ZeroDivisionError")
-
-
-def test_pieces_join_to_the_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(range(10)))
-    pieces = split(tmp_path / "file", tmp_path / "piece", 4)
-    assert [piece.name for piece in pieces] == ["piece.00", "piece.01", "piece.02"]
-    assert b"".join(piece.read_bytes() for piece in pieces) == bytes(range(10))
-
-
-def test_a_mistyped_option_is_named() -> None:
-    with pytest.raises(SystemExit, match="rows=8: type KEY=VALUE"):
-        gpu_day.main(["rows=8"])
-    with pytest.raises(SystemExit, match="part=x"):
-        gpu_day.main(["part=x"])

@@ -1,7 +1,6 @@
 """The score of a target at a task, in the study of joint training."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch.nn.functional import one_hot
 from transformers import AutoTokenizer
 
 from inference.drafts.bundled_target import NAME, resolve
-from studies import joint
-from studies.joint import lines, scored
+from studies.joint import scored
 
 TEXT = '{\n  "city": "Paris",\n  "total": 12.5\n}\nunfinished'
 BLANK = "def f():\n    return 1\n\n\ndef g():\n    pass\n"
@@ -54,17 +52,3 @@ def test_a_token_over_several_lines_counts_in_each() -> None:
         return SimpleNamespace(logits=one_hot(torch.tensor([[len(tokenizer)] * len(ids)]), len(tokenizer) + 1).float())
 
     assert scored(model, tokenizer, BLANK)[:2] == (0, 5)  # type: ignore[arg-type]
-
-
-def test_lines_are_compared_text_by_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {("ours", "a"): (2, 4, 8 * math.log(2)), ("ours", "b"): (3, 4, 0.0), ("theirs", "a"): (1, 4, 0.0),
-             ("theirs", "b"): (3, 4, 2 * math.log(2))}  # fmt: skip
-    monkeypatch.setattr(joint, "shipped", lambda: [{"domain": "code", "text": text} for text in "ab"])
-    monkeypatch.setattr(joint, "DOMAINS", ("code",))
-    monkeypatch.setattr(joint, "load_model", lambda path, dtype: "ours" if path == resolve(NAME) else "theirs")
-    monkeypatch.setattr(joint, "scored", lambda model, tokenizer, text: exact[model, text])
-    found = lines(resolve(NAME), tmp_path)["code"]
-    assert (found["lines"], found["original"], found["moved"]) == (8, 5 / 8, 4 / 8)
-    # the changes -1 and 0 have a standard deviation of sqrt(1/2); the sum of two of them has one of 1
-    assert found["difference"] == -1 / 8 and found["error"] == pytest.approx(1 / 8)
-    assert found["bits_per_byte"] == pytest.approx([4, 1])  # of two texts of one byte

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain.data.sources import Blocks
-from studies.pretrain.ngram_lm import KneserNey, bigram, bigram_alpha, bits_per_byte, discounts, evaluate
+from studies.pretrain.ngram_lm import KneserNey, bigram_alpha, discounts, evaluate
 
 
 def zipf(size: int, vocabulary: int, seed: int = 0) -> np.ndarray:
@@ -52,14 +52,6 @@ def test_distributions_sum_to_one(order: int) -> None:
         assert np.abs(distributions(model, length).sum(1) - 1).max() < 1e-12
 
 
-def test_by_hand() -> None:
-    """Bigrams 01 01 10 10 12 21, discounts 1/2, 1; different tokens before 0, 1, 2: one, two, one."""
-    model = KneserNey.train(np.array([0, 1, 0, 1, 2, 1, 0]), 2, 3)
-    assert distributions(model, 0)[0] == pytest.approx([7 / 24, 10 / 24, 7 / 24])
-    assert distributions(model, 1)[0, 1] == pytest.approx((2 - 1) / 2 + 1 / 2 * 10 / 24)
-    assert distributions(model, 1)[1] == pytest.approx([23 / 48, 10 / 48, 15 / 48])
-
-
 def test_textbook_recursion() -> None:
     """With discounts that the counts themselves give, at every order but the lowest."""
     stream = zipf(600, 20)
@@ -75,46 +67,10 @@ def test_discounts_by_hand() -> None:
     assert discounts(counts) == pytest.approx([0, 1 / 2, 2 - 9 / 10, 3 - 4 / 3])
 
 
-@pytest.mark.parametrize("times", [[3, 0, 2, 1], [1, 2, 9, 1], [9, 9, 9, 0]])
-def test_discounts_fall_back(times: list[int]) -> None:
-    assert discounts(np.repeat([1, 2, 3, 4], times)).tolist() == [0, 0.5, 1, 1.5]
-
-
-def test_unseen_context_backs_off() -> None:
-    stream = np.array([0, 1, 2, 3] * 20)
-    model = KneserNey.train(stream, 3, 5)
-    assert model.log_prob(np.array([3, 1, 2]))[2] == model.log_prob(np.array([1, 2]))[1]
-    assert model.log_prob(np.array([4, 4, 2]))[2] == model.log_prob(np.array([2]))[0]
-
-
 def test_five_tokens_of_twelve_bits() -> None:
     """The largest ids of the bundled vocabulary survive packing."""
     stream = np.tile(np.array([4095, 4094, 4095, 4093, 4092, 0], dtype=np.int32), 30)
     assert np.exp(KneserNey.train(stream, 5, 4096).log_prob(stream[:12])[5:]).min() > 0.9
-
-
-def test_refuses() -> None:
-    ids = np.arange(8)
-    with pytest.raises(ValueError, match="63 bits"):
-        KneserNey.train(ids, 6, 4096)
-    with pytest.raises(ValueError, match="fit a vocabulary of 7"):
-        KneserNey.train(ids, 2, 7)
-    with pytest.raises(ValueError, match="fit a vocabulary of 8"):
-        KneserNey.train(ids, 2, 8).log_prob(ids - 1)
-    with pytest.raises(ValueError, match="no 9-gram"):
-        KneserNey.train(ids, 9, 8)
-    with pytest.raises(ValueError, match="positive"):
-        bigram(torch.arange(3), 3, 0)
-    with pytest.raises(ValueError, match="fit a vocabulary of 2"):
-        bigram(torch.arange(3), 2, 1)
-    with pytest.raises(ValueError, match="no positions"):
-        bigram_alpha(torch.ones(1, 1), [])
-
-
-def test_bigram_counts() -> None:
-    probs = bigram(torch.tensor([0, 1, 0, 1, 1], dtype=torch.int32), 3, add=0.5)
-    want = torch.tensor([[0.5, 2.5, 0.5], [1.5, 1.5, 0.5], [0.5, 0.5, 0.5]], dtype=torch.float64)
-    assert torch.equal(probs, want / want.sum(1, keepdim=True))
 
 
 def test_bigram_alpha_by_hand() -> None:
@@ -124,10 +80,6 @@ def test_bigram_alpha_by_hand() -> None:
     one = (torch.tensor([[0]]), p[None, :1].log())  # min: 1/4 + 1/4
     two = (torch.tensor([[1, 0]]), p[None, 1:].log())  # 1, then 3/4
     assert bigram_alpha(probs, [one, two]) == pytest.approx((0.5 + 1 + 0.75) / 3)
-
-
-def test_bits_per_byte() -> None:
-    assert bits_per_byte(24 * math.log(2), 8) == pytest.approx(3)
 
 
 def test_evaluate() -> None:
@@ -141,9 +93,3 @@ def test_evaluate() -> None:
     assert found.keys() == {"all/c", "all/n", "c/c", "n/n"}
     assert max(found["c/c"], found["all/c"]) < 0.01  # 0.5 with the context of a block alone
     assert 1.5 < found["n/n"] <= found["all/n"] < 2.2
-
-
-def test_evaluate_wants_the_same_domains() -> None:
-    one, other = (Blocks(torch.ones(1, 9), torch.zeros(1), [name]) for name in "ab")
-    with pytest.raises(ValueError, match="domains"):
-        evaluate(one, other, torch.ones(2))

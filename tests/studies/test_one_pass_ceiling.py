@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Engine, Sampling
+from inference import Sampling
 from studies import one_pass_ceiling
 from studies.one_pass_ceiling import best_probs, expected
-from tests.folders import network, target_folder
+from tests.folders import target_folder
 
 
 def worth(q: Tensor, distributions: Tensor, weights: Tensor) -> float:
@@ -35,33 +35,12 @@ def test_no_distribution_of_a_grid_is_better() -> None:
         assert best - 1e-9 <= worth(found, distributions, weights) <= best + 0.1 * float(weights.sum())
 
 
-def test_distributions_that_hang_on_nothing_are_drafted_whole() -> None:
-    """Where every continuation has the same distributions, a draft of one pass knows all that there is."""
-    probs = torch.tensor([0.5, 0.3, 0.2]).double()
-    tokens = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 0]])
-    places = torch.arange(4)
-    assert expected(probs.expand(4, 2, 3), tokens, places[:2], places[2:]) == pytest.approx([2, 3])
-
-
 def test_a_coin_that_decides_the_next_token() -> None:
     """Two first tokens of half the mass, each with a certain and different next one, and the same behind: at best half
     of the second drafts are accepted, and rounds that were refused once count no deeper."""
     distributions = torch.tensor([[[0.5, 0.5], [1, 0], [1, 0], [1, 0]], [[0.5, 0.5], [0, 1], [1, 0], [1, 0]]]).double()
     tokens, places = torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]), torch.arange(2)
     assert expected(distributions, tokens, places, places) == pytest.approx([2, 2.5, 3.0, 3.5])
-
-
-def test_a_chain_of_pairs_is_drafted_whole_by_a_markov_head() -> None:
-    """Where the next token depends on the one before alone, a distribution for each token before is the target's; one
-    for all accepts less."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.rand(3, 3, generator=generator).double().softmax(-1).pow(4)
-    table = table / table.sum(1, keepdim=True)
-    tokens = torch.randint(3, (40, 4), generator=generator)
-    distributions = torch.stack([table[:1].expand(40, -1), *(table[tokens[:, depth]] for depth in range(3))], 1)
-    numbers = torch.arange(40)
-    known = expected(distributions, tokens, numbers[:20], numbers[20:], markov=True)
-    assert known == pytest.approx([2, 3, 4, 5]) and expected(distributions, tokens, numbers, numbers)[-1] < 4.8
 
 
 def test_a_token_that_the_fitted_half_lacks_has_the_distribution_of_all() -> None:
@@ -71,29 +50,6 @@ def test_a_token_that_the_fitted_half_lacks_has_the_distribution_of_all() -> Non
     torch.testing.assert_close(best[0], best_probs(distributions[:2], weights[:2]))
     torch.testing.assert_close(best[1:3], torch.stack([best[0], distributions[2]]))
     torch.testing.assert_close(best[3], best_probs(distributions[:3], weights[:3]))
-
-
-def test_weights_decide_whose_distribution_is_drafted() -> None:
-    distributions = torch.eye(2).double()
-    assert best_probs(distributions, torch.tensor([2.0, 1.0]).double()).tolist() == [1, 0]
-    assert best_probs(distributions, torch.tensor([1.0, 2.0]).double()).tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_distributions_are_those_that_made_the_continuations(temperature: float) -> None:
-    """Of each token, given the prompt and the tokens before it, at the temperature that it was sampled at."""
-    engine, prompt = Engine(network(), rows=3), [5, 6, 7]
-    tokens, distributions = one_pass_ceiling.distributions_along(
-        engine, prompt, 3, Sampling(temperature=temperature), seed=1
-    )
-    assert tokens.shape == (3, one_pass_ceiling.DEPTHS)
-    for row in range(3):
-        for depth in (0, 1, one_pass_ceiling.DEPTHS - 1):
-            with torch.no_grad():
-                logits = network()(torch.tensor([prompt + tokens[row, :depth].tolist()])).logits[0, -1].double()
-            torch.testing.assert_close(
-                distributions[row, depth], (logits / temperature).softmax(-1), rtol=1e-4, atol=1e-6
-            )
 
 
 def test_below_is_judged_on_continuations_that_fitted_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

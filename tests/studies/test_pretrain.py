@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotrain.data.sources import Blocks
-from cotrain.teacher import target_model
 from studies.pretrain.__main__ import main
 from studies.pretrain.pretraining import LanguageModel
 from tests.folders import few_files, network
@@ -62,12 +61,6 @@ def test_the_target_folder_loads_and_has_its_card(target: Path) -> None:
     readme = (target / "README.md").read_text()
     assert f"| code | {card['bits_per_byte']['code']:.3f} |" in readme
     assert f"`{card['corpora']['records']['hash']}`" in readme and "2 phase(s)" in readme
-
-
-def test_a_bundled_target_can_teach(target: Path) -> None:
-    model, tokenizer = target_model.load_pair(str(target))
-    hidden, head = target_model.split(model)
-    assert head(hidden(torch.tensor([tokenizer.encode("import os")]))).shape[-1] == 300
 
 
 def test_bits_per_byte_weigh_each_token_by_its_bytes() -> None:

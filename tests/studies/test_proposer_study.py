@@ -13,8 +13,21 @@ from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 
 TINY = "prompts=2 quick_prompts=1 prompt_tokens=12 new_tokens=8 depths=[2]".split()
-KEYS = {"kind", "rule", "temperature", "rows", "k", "parameters", "train_seconds", "alpha", "tau", "speedup",
-        "over_independent", "exact", "wrong"}  # fmt: skip
+KEYS = {
+    "kind",
+    "rule",
+    "temperature",
+    "rows",
+    "k",
+    "parameters",
+    "train_seconds",
+    "alpha",
+    "tau",
+    "speedup",
+    "over_independent",
+    "exact",
+    "wrong",
+}
 
 
 def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +55,9 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
     assert set(report) == {"environment", "commit", "command", "target", "rows"} and report["target"] == str(target)
     assert set(heads) == set(small) == KEYS
     assert [(row["kind"], row["rule"], row["temperature"], row["rows"], row["exact"]) for row in report["rows"]] == [
-        ("medusa, small", "block", 1.0, 1, True), ("independent", "block", 1.0, 1, True)]  # fmt: skip
+        ("medusa, small", "block", 1.0, 1, True),
+        ("independent", "block", 1.0, 1, True),
+    ]
     assert (heads["parameters"], small["over_independent"]["value"]) == (3 * (64 * 64 + 64), 1.0)
     assert heads["k"] in (1, 2) and 0 < heads["speedup"]["low"] <= heads["speedup"]["value"] <= heads["speedup"]["high"]
     assert len(small["alpha"]) == 2 and abs(small["tau"]["z"]) < 4 and small["train_seconds"] is None
@@ -55,25 +70,3 @@ def test_acceptance_of_a_depth_is_over_the_rounds_that_draft_so_far() -> None:
     nothing = torch.zeros(0)
     figures = Figures(nothing, nothing, alpha, nothing, nothing, k, torch.tensor([3]))
     assert kinds_in_turn.alphas(figures) == pytest.approx([0.6, 0.9])
-
-
-def test_a_gate_is_counted_in_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is planned is planned with its drafts; prompts may be the user's own."""
-    target, rows = target_folder(tmp_path / "target"), tmp_path / "rows.jsonl"
-    draft_folder(tmp_path / "hybrid", target, "hybrid")
-    rows.write_text("".join(json.dumps({"prompt": f"{i * 7919 % 1000:03d} tea"}) + "\n" for i in range(200)))
-    settings = [f"bench.{one}" for one in TINY[:-1]] + ["bench.depths=[2]", f"data.path={rows}"]
-    [draft] = proposers.drafts({"hybrid": str(tmp_path / "hybrid")}, settings)
-    own = {draft.plan.tokenizer.decode(ids) for ids in draft.plan.prompts.final}
-    assert draft.plan.prompts.source == "own" and own <= {f"{i * 7919 % 1000:03d} tea" for i in range(200)}
-    counted: list[Any] = []
-    monkeypatch.setattr(kinds_in_turn, "prepare", counted.append)
-    monkeypatch.setattr(kinds_in_turn, "choose_compiled", lambda plan, until: (plan, "costs"))
-    study = kinds_in_turn.Study([draft], until=float("inf"))
-    study.figures = {("hybrid", 1.0): "of another gate", ("hybrid", 0.0): "kept"}  # type: ignore[dict-item]
-    found: list[Any] = []
-    monkeypatch.setattr(kinds_in_turn.Study, "cell", lambda *given: found.append(given[4]["hybrid"][0]) or [])
-    assert list(study.cells([1.0], [1, 8], ["block"])) == [[], []]
-    assert [(plan.sampling.temperature, plan.bench.rows) for plan in counted] == [(1.0, 1), (1.0, 8)]
-    assert all(ready is plan for ready, plan in zip(found, counted, strict=True))
-    assert study.figures == {("hybrid", 0.0): "kept"}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cotrain.export.hf import export
-from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
@@ -42,8 +41,11 @@ def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> li
     """Of a run of seconds, on prompts of two tasks."""
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
-    rows = [{"domain": task, "messages": [{"role": "user", "content": f"{task} {i}"}]}
-            for task in ("chat", "edits") for i in range(7)]  # fmt: skip
+    rows = [
+        {"domain": task, "messages": [{"role": "user", "content": f"{task} {i}"}]}
+        for task in ("chat", "edits")
+        for i in range(7)
+    ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [f"--output={tmp_path / 'out.json'}", f"--target={target}", f"--prompts={prompts}", "--seconds=1", *TINY]
@@ -66,10 +68,12 @@ def test_cells_that_are_missing_are_measured(
     )
     found = cells(tmp_path)
     assert [(cell["draft"], cell["kind"], cell["regime"], cell["rows"], cell["task"]) for cell in found] == [
-        ("small", "independent", "1", 1, "chat"), ("look-up", "retrieval", "1", 1, "chat"),
-        ("small", "independent", "card", 1, "chat"), ("look-up", "retrieval", "card", 1, "chat"),
+        ("small", "independent", "1", 1, "chat"),
+        ("look-up", "retrieval", "1", 1, "chat"),
+        ("small", "independent", "card", 1, "chat"),
+        ("look-up", "retrieval", "card", 1, "chat"),
         ("both", "hybrid", "0", 2, "edits"),
-    ]  # fmt: skip
+    ]
     assert all(cell["exact"] and not cell["wrong"] for cell in found)
     assert "stored" not in found[0]["command"] and "stored" in found[2]["command"] and found[2]["k"] == 2
     assert [cell["rule"] for cell in found[:3]] == [
@@ -107,12 +111,6 @@ def test_prompts_that_plan_are_not_timed(target: Path) -> None:
     for prompts in by_task.values():
         assert len(prompts.ranking) == real_target_cells.PLANNED_ON and len(prompts.final) >= 8
         assert words.decode(prompts.ranking[0]).startswith("[")
-
-
-def test_a_report_is_of_one_target(tmp_path: Path, options: list[str]) -> None:
-    (tmp_path / "out.json").write_text(json.dumps({"target": "another"}))
-    with pytest.raises(ValueError, match="of target another"):
-        real_target.main(options)
 
 
 def test_engines_take_turns_and_what_is_left_out_is_said(
@@ -162,8 +160,9 @@ class Process:
             sampled = self.run(begun, None, self.first, temperature, seed + 100)
             begun = [[*prompt, *text] for prompt, text in zip(prompts, sampled.tokens, strict=True)]
         rest = self.run(begun, self.proposer, max_new_tokens - self.first, temperature, seed)
-        tokens = [[*given[len(prompt) :], *text]
-                  for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)]  # fmt: skip
+        tokens = [
+            [*given[len(prompt) :], *text] for prompt, given, text in zip(prompts, begun, rest.tokens, strict=True)
+        ]
         counts = rest.stats
         self.tokens, self.calls = self.tokens + sum(map(len, tokens)), self.calls + counts.target_calls
         rounds = {"drafts": counts.target_calls if self.k else 0, "rounds": counts.target_calls}
@@ -213,39 +212,17 @@ def exported(tmp_path: Path, target: Path, **settings: Any) -> tuple[str, str]:
     return f"small={small}", f"--vllm-draft={tmp_path / 'exported'}"
 
 
-def test_figures_of_other_engines_are_those_of_their_answers(
-    tmp_path: Path, target: Path, options: list[str], processes: list[Process], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Speeds of their seconds, tau of their rounds, and ours over each, not the reverse."""
-    monkeypatch.setitem(real_target_cells.REGIMES, "1", Sampling(temperature=0.1))  # greedy drafts are accepted
-    draft, vllm = exported(tmp_path, target)
-    asked = [draft, *options, "--regimes=1", "--rows=1", "--tasks=chat", "--vllm=python", vllm, "--llamacpp=modules"]
-    real_target.main([*asked, "--beside", "--llamacpp-draft=gguf", "--llamacpp-k=2"])
-    (one,) = json.loads((tmp_path / "out.json").read_text())["beside"]
-    engines, speeds = one["engines"], {}
-    plain = ["vllm", "llama.cpp, 1 thread", "llama.cpp, 2 threads"]
-    drafting = ["vllm, draft", "llama.cpp, draft, 1 thread", "llama.cpp, draft, 2 threads"]
-    assert list(engines) == ["small", "transformers, small", "plain", "transformers"] + [
-        "vllm", "vllm, draft", *plain[1:], *drafting[1:],
-    ]  # fmt: skip
-    for name, figures in engines.items():
-        speeds[name] = figures["tokens_per_second"]["value"]
-        assert figures["ours_over_it"]["value"] == pytest.approx(
-            engines["small"]["tokens_per_second"]["value"] / speeds[name]
-        )
-    assert {speeds[name] for name in plain + drafting} == {8 / 2}
-    assert {engines[name]["tau"] for name in plain} == {1.0}
-    assert engines["vllm, draft"]["tau"] > 1
-    for process, name in zip(processes[4:], drafting[1:], strict=True):
-        wanted = process.tokens / process.calls  # of texts that are not timed too
-        assert wanted > 1 and engines[name]["tau"] == pytest.approx(wanted, rel=0.2)
-
-
 @pytest.mark.parametrize(("engine", "objective"), [("vllm", "sampled"), ("vllm", "greedy"), ("llama.cpp", "greedy")])
 def test_what_another_engine_accepted_is_compared_with_the_prediction(
-    engine: str, objective: str, tmp_path: Path, target: Path, options: list[str], processes: list[Process],
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    engine: str,
+    objective: str,
+    tmp_path: Path,
+    target: Path,
+    options: list[str],
+    processes: list[Process],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The other engine is this one. Texts of greedy drafting say exactly which drafts were accepted."""
     sampling = Sampling(temperature=0.3)
     monkeypatch.setitem(real_target_cells.REGIMES, "0.7", sampling)  # the likeliest tokens of this target are unlikely
@@ -258,8 +235,9 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         (task, {"vllm": "vllm, bfloat16"}.get(engine, engine), 3) for task in ("chat", "edits")
     ]
     here = Engine(processes[0].target, processes[0].proposer, verify="token", policy=Fixed(2), rows=BATCH)
-    prompts = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", processes[0].target, models(
-        real_target_cells.settings(str(target), []))[1])  # fmt: skip
+    prompts = real_target_cells.prompts_of(
+        tmp_path / "prompts.jsonl", processes[0].target, models(real_target_cells.settings(str(target), []))[1]
+    )
     for one in found:
         tau, depths, begun = one["tau"], one["acceptance"], one["first_draft"]
         assert (one["drafting"], one["k"]) == (objective, 2)
@@ -270,8 +248,9 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         else:
             assert abs(tau["z"]) < 4 and abs(tau["relative"]) < 5 * tau["standard_error"]
             assert all(0 < spread < 0.2 for spread in depths["standard_error"])
-        for measured, expected, spread in zip(*(depths[name] for name in ("measured", "predicted", "standard_error")),
-                                              strict=True):  # fmt: skip
+        for measured, expected, spread in zip(
+            *(depths[name] for name in ("measured", "predicted", "standard_error")), strict=True
+        ):
             assert abs(measured - expected) < max(5 * spread, 0.05)  # last rounds have fewer drafts here
         assert abs(begun["measured"] - begun["predicted"]) < 5 * begun["standard_error"] < 1
         assert depths["measured"][0] > 0.05
@@ -283,40 +262,3 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         real_target.main([*asked, "--acceptance", *given, "--regimes=card"])
     with pytest.raises(ValueError, match="--acceptance: name one draft"):
         real_target.main([*asked, "--acceptance"])
-
-
-def test_a_cell_plans_and_times_in_its_regime_on_prompts_of_its_task(
-    tmp_path: Path, target: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plans are made on texts of the regime and of prompts that plan; plain decoding and the draft are timed on the
-    others."""
-    small = draft_folder(tmp_path / "draft", target, "independent")
-    made, planned, timed = dict[int, Any](), list[Any](), list[Any]()
-    texts_of, plan_of, until_known = (getattr(real_target_cells, name)
-                                      for name in ("plain_texts", "plan_draft", "until_known"))  # fmt: skip
-
-    def texts(plan: Plan, *more: Any) -> Any:
-        result = texts_of(plan, *more)
-        made[id(result)] = result, plan.sampling
-        return result
-
-    def chosen(plan: Plan, costs: Any, given: Any, *more: Any) -> Any:
-        planned.append((plan, *made[id(given)]))
-        return plan_of(plan, costs, given, *more)
-
-    def timing(arms: Any, prompts: Any, *more: Any) -> Any:
-        timed.append(prompts)
-        return until_known(arms, prompts, *more)
-
-    for name, replaced in (("plain_texts", texts), ("plan_draft", chosen), ("until_known", timing)):
-        monkeypatch.setattr(real_target_cells, name, replaced)
-    real_target.main([f"small={small}", *options, "--regimes=0,0.7", "--rows=1", "--tasks=chat,edits"])
-    found, words = cells(tmp_path), models(real_target_cells.settings(str(target), []))[1]
-    by_task = real_target_cells.prompts_of(tmp_path / "prompts.jsonl", load_model(str(target)), words)
-    assert len(found) == len(planned) == len(timed) == 4
-    for cell, (plan, given, sampling), prompts in zip(found, planned, timed, strict=True):
-        regime, own = real_target_cells.REGIMES[cell["regime"]], by_task[cell["task"]]
-        assert plan.sampling == sampling == regime
-        assert {tuple(one) for one in given.prompts} == {tuple(one) for one in own.ranking}
-        assert {tuple(one) for one in prompts} == {tuple(one) for one in own.final}
-        assert cell["milliseconds"]["plain_round"]["draft"] == 0 < cell["milliseconds"]["draft_round"]["draft"]

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from studies import small_heads
 from studies.small_heads import middle
 
@@ -14,28 +12,6 @@ def test_an_interval_of_the_median() -> None:
     found = middle([float(one) for one in range(100, 0, -1)])
     assert found == {"value": 50.5, "low": 40.0, "high": 61.0}
     assert middle([3.0]) == {"value": 3.0, "low": 3.0, "high": 3.0}
-
-
-def test_every_head_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that a step moves by its own cost: each head has its own number, `whole` is 1."""
-    now, calls = [0.0], []
-
-    class Lm:
-        def wait(self) -> None: ...
-
-    def step(name: str, cost: float):  # type: ignore[no-untyped-def]
-        def run() -> None:
-            calls.append(name)
-            now[0] += cost
-
-        return run
-
-    monkeypatch.setattr(small_heads.time, "perf_counter", lambda: now[0])
-    made = {name: (Lm(), step(name, cost), step(name, cost / 2)) for name, cost in (("whole", 0.004), ("low", 0.001))}
-    found = small_heads.timed(made, 5)  # type: ignore[arg-type]
-    assert found["low"]["step"]["value"] == pytest.approx(1) and found["low"]["pass"]["value"] == pytest.approx(0.5)
-    assert found["low"]["of_whole"]["value"] == pytest.approx(0.25) and found["whole"]["of_whole"]["value"] == 1
-    assert len(calls) == 4 * (5 + small_heads.WARM) and sorted(calls[:4]) == ["low", "low", "whole", "whole"]
 
 
 def test_the_report(tmp_path: Path) -> None:

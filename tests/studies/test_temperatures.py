@@ -12,8 +12,9 @@ from studies import temperatures
 def test_a_share_is_of_the_calls_of_the_same_texts() -> None:
     def scored(calls: list[float], lengths: list[int]) -> Any:
         each = torch.tensor(calls)
-        return SimpleNamespace(lengths=torch.tensor(lengths), calls=lambda k: each * k,
-                               tau=lambda k: sum(lengths) / float(each.sum() * k))  # fmt: skip
+        return SimpleNamespace(
+            lengths=torch.tensor(lengths), calls=lambda k: each * k, tau=lambda k: sum(lengths) / float(each.sum() * k)
+        )
 
     ours, theirs = scored([4.0, 2.0, 3.0], [8, 8, 8]), scored([3.0, 3.0, 3.0], [8, 8, 8])
     shares = temperatures.shares(ours, theirs, 2)

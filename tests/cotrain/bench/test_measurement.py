@@ -35,7 +35,9 @@ def test_engines_of_a_plan_are_what_it_says(met: list[Any]) -> None:  # noqa: F8
     counts = plan.engine(3, 32)  # of counts alone
     assert (counts.rows, counts.compile, counts.proposer.compile) == (32, None, None)
     assert [(e.rows, e.compile, e.proposer) for e in (plan.plain(), plan.plain(32))] == [
-        (3, "plain", None), (32, None, None)]  # fmt: skip
+        (3, "plain", None),
+        (32, None, None),
+    ]
     assert replace(plan, objective="greedy").engine(1).proposer.greedy
     grown = replace(plan, tree=TREE)
     built = grown.engine(2)
@@ -75,9 +77,13 @@ def test_figures_of_a_checkpoint(met: list[Any]) -> None:  # noqa: F811
     assert (fast.engine.policy.k, fast.engine.rows, slow.engine.proposer, slow.engine.rows) == (3, 3, None, 3)
     assert {(arm.sampling, arm.new) for arm in (fast, slow)} == {(REGIME, 6)}
     assert result == {
-        "speedup": 1.5, "low": 1.4375, "high": 1.53125, "tau": 1.75, "tokens_per_second": 30.0,
+        "speedup": 1.5,
+        "low": 1.4375,
+        "high": 1.53125,
+        "tau": 1.75,
+        "tokens_per_second": 30.0,
         "share_of_cost_table": pytest.approx(1.625 / (1.75 * 4.0 / 6.5)),
-    }  # fmt: skip
+    }
 
 
 def test_a_checkpoint_drafts_no_further_than_it_can(
@@ -197,8 +203,9 @@ def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "text_figures", noted)
     monkeypatch.setattr(measurement, "BATCH", 2)
     result = parity(plan(), 2)
+    assert result and f" {result['relative']:+.2%};" in result["line"]
     built = [(*prompt, *text) for prompt, text in zip(measured[0].prompts, measured[0].tokens, strict=True)]
-    assert result and result["tokens"] == 28 and len(built) == len(set(built)) == 7
+    assert result["tokens"] == 28 and len(built) == len(set(built)) == 7
 
 
 def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

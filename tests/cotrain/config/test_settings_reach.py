@@ -227,10 +227,19 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
 
 
 FREE = {
-    "label", "rollout.temperatures", "rollout.folder", "trainer.validations", "trainer.patience",
-    "trainer.checkpoint_minutes", "trainer.threads", "trainer.remember_mb", "trainer.cache", "trainer.accelerator",
-    "trainer.logger", "joint.uncertified",
-}  # fmt: skip
+    "label",
+    "rollout.temperatures",
+    "rollout.folder",
+    "trainer.validations",
+    "trainer.patience",
+    "trainer.checkpoint_minutes",
+    "trainer.threads",
+    "trainer.remember_mb",
+    "trainer.cache",
+    "trainer.accelerator",
+    "trainer.logger",
+    "joint.uncertified",
+}
 
 
 def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -> None:

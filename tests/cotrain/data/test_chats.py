@@ -7,14 +7,13 @@ from typing import Any
 
 import datasets
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.rows import Reader
 from cotrain.data.sources import read_rows, sources_of
-from cotrain.data.splits import ALL_ROWS, SPLITS
+from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cotrain.data.test_inputs import source_of
@@ -105,8 +104,10 @@ THOUGHTFUL = PLAIN.replace(
 )
 
 
-@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "<think></think>", "\n<think> </think>\n"])
-@pytest.mark.parametrize("template", [PLAIN, THOUGHTFUL])
+@pytest.mark.parametrize(
+    ("template", "empty"),
+    [(PLAIN, "<think></think>"), (PLAIN, "\n<think> </think>\n"), (THOUGHTFUL, "<think>\n\n</think>\n\n")],
+)
 def test_an_empty_thought_is_learnt_if_the_message_has_it(template: str, empty: str) -> None:
     [(_, added), (_, own)] = turns(of(template), chat("Hi", "<b></b>Yes?"), chat("Hi", empty + "<b></b>Yes?"))
     written = empty if template == PLAIN else "<think>\n\n</think>\n\n"
@@ -124,11 +125,14 @@ ASKED = (
     "{}",
 )
 CALLING = {  # a template, and what it writes of the calls
-    "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}":
-        ("city=M\u00fcnchen;days=3;", "\u043a\u043b\u044e\u0447=\u5317\u4eac;near=['caf\u00e9', '\u03b1'];", ""),
+    "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}": (
+        "city=M\u00fcnchen;days=3;",
+        "\u043a\u043b\u044e\u0447=\u5317\u4eac;near=['caf\u00e9', '\u03b1'];",
+        "",
+    ),
     "{{ f.arguments | tojson }}": ASKED,
     "{{ '' + f.arguments }}": ASKED,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("calling", CALLING)
@@ -175,16 +179,6 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
     assert starts == {'[a {"x": 1}]', '[b {"y": null}]'}
 
 
-def test_an_open_conversation_is_a_prompt() -> None:
-    assert turns(of(PLAIN), chat("Hi")) == [(f"<user>Hi{END}\n<assistant>", "")]
-
-
-def test_prompt_and_response_are_rendered_or_without_a_template_taken_as_they_are() -> None:
-    row = {"prompt": "Hi", "response": "Yes?"}
-    assert turns(of(PLAIN), row) == [(f"<user>Hi{END}\n<assistant>", f"Yes?{END}")]
-    assert turns(of(None), row) == [("Hi", f"Yes?{END}")]
-
-
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
@@ -220,20 +214,6 @@ def settings(path: Path, column: str | None = None) -> Data:
     return Data(path=str(path), column=column, bytes={}, held_out_bytes={}, block=8, embedded_shares={}, take=1000)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_files_of_conversations_are_known_by_their_columns(tmp_path: Path, ending: str) -> None:
-    rows = [chat(f"number {i}", "odd" if i % 2 else "even") | {"domain": "ab"[i % 2]} for i in range(60)]
-    path = tmp_path / f"chats.{ending}"
-    if ending == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(str(path))
-    parts = [source_of(settings(path), split, of(PLAIN).tokenizer) for split in SPLITS]
-    found = [part.rows for part in parts if part.rendered]
-    assert sum(map(len, found)) == 60 and {row["domain"] for row in found[0]} == {"a", "b"}
-    assert len({tuple(row["prompt"]) for rows in found for row in rows}) == 60
-
-
 def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat("the same", f"answer {i}") for i in range(60)]
@@ -241,13 +221,6 @@ def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of 60 rows falls to the split .* 1 different prompts, and it takes 5"):
         for split in ("train", "held_out"):
             source_of(settings(path), split, of(PLAIN).tokenizer)
-
-
-def test_a_column_of_text_that_is_named_is_text(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"number {i}", "response": "b"}) + "\n" for i in range(40)))
-    found = source_of(settings(path, "prompt"), "train", tokenizer())
-    assert isinstance(found, PromptRows) and not found.rendered
 
 
 def chats(lengths: dict[str, list[int]]) -> PromptRows:
@@ -278,8 +251,3 @@ def test_logs_give_their_completions_cut_to_what_is_asked() -> None:
     assert (texts.ids[texts.ids.bool()][texts.prompt[0] :][:5] == 3).all()
     with pytest.raises(ValueError, match="hold no completion of a prompt of at most rollout.prompt_tokens=4"):
         logged(chats({"a": [5]}), Ask({"train": 2}, 4, 5), "train", seed=0)
-
-
-def test_the_tokenizer_has_no_template_of_its_own() -> None:
-    """What these tests set is what they see."""
-    assert isinstance(tokenizer(), PreTrainedTokenizerFast) and tokenizer().chat_template is None

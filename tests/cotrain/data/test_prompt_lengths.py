@@ -1,10 +1,8 @@
 """How long prompts are where the settings leave it open: as the data call for, as far as the target holds."""
 
-import datasets
 import pytest
 
-from cotrain.data.prompt_rows import PromptRows, TextStarts, prompt_tokens
-from tests.folders import tokenizer
+from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 
 
 def rows(*lengths: int) -> PromptRows:
@@ -42,8 +40,3 @@ def test_every_domain_to_measure_on_has_a_prompt() -> None:
     train, held_out = of(chats=[60] * 200, code=[60] * 40), of(chats=[60], code=[300, 200])
     assert prompt_tokens(train, 1000) == 64 and prompt_tokens(train, 1000, [held_out]) == 208
     assert prompt_tokens(train, 150, [held_out]) == 150
-
-
-def test_texts_are_begun() -> None:
-    texts = datasets.Dataset.from_dict({"text": ["abc" * 500], "domain": ["a"]})
-    assert prompt_tokens(TextStarts(texts, texts, tokenizer()), 1000) == prompt_tokens(None, 1000) == 48

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.commands import served_pair
 from cotrain.data.corpora import PIECE, pieces
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import pack, prompt_origin
+from cotrain.data.sources import pack
 from cotrain.data.splits import SPLITS
 from cotrain.data.texts import Learnt, joined
 from cotrain.rollout.samplers import Ask, Own
@@ -125,22 +125,6 @@ def test_texts_are_shown_as_a_users_where_that_is_asked(tmp_path: Path) -> None:
             source_of(given(path, chat=True), "train", tokenizer())
 
 
-def test_a_prompt_of_messages_is_an_open_conversation(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    asked = [{"prompt": [{"role": "user", "content": text}]} for text in TEXTS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    words = templated()
-    found = {words.decode(ids) for ids in source_of(given(path), "train", words).several(1000, 0)}
-    assert len(found) > 60 and found <= {f"<user>{text}<assistant>" for text in TEXTS}
-
-
-def test_a_block_changes_no_prompt(tmp_path: Path) -> None:
-    path = rows(tmp_path / "own.jsonl", "text", TEXTS)
-    one, two = (given(path, block=block) for block in (8, 64))
-    assert prompt_origin(one, "train") == prompt_origin(two, "train")
-    assert source_of(one, "train", tokenizer()).several(9, 0) == source_of(two, "train", tokenizer()).several(9, 0)
-
-
 def test_packed_texts_begin_as_a_server_begins_them() -> None:
     words = starting()
     blocks = pack(datasets.Dataset.from_dict({"text": ["abcd", "efgh"], "domain": ["a", "a"]}), words, 5)
@@ -175,8 +159,9 @@ def test_bench_counts_prompts_that_are_too_long_or_learnt_by_its_own_setting(
         for split, first in (("held_out", 0), ("final", 20))
     }
     rows["train"] = [{"domain": "own", "prompt": rows[split][0]["prompt"] + [9], "completion": []} for split in rows]
-    monkeypatch.setattr("cotrain.data.sources.sources_of",
-                        lambda data, splits, *_: {split: PromptRows(rows[split]) for split in splits})  # fmt: skip
+    monkeypatch.setattr(
+        "cotrain.data.sources.sources_of", lambda data, splits, *_: {split: PromptRows(rows[split]) for split in splits}
+    )
     size, data = SimpleNamespace(prompt_tokens=8, seed=0), SimpleNamespace(path="own.jsonl", template={})
     found = served_pair.prompts(cast(Any, data), cast(Any, size), network(), cast(Any, None))
     assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [3]  # others begin rows to learn from

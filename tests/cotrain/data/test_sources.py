@@ -13,10 +13,8 @@ import torch
 from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest, records
-from cotrain.data.prompt_rows import TextStarts
 from cotrain.data.sources import SeededOrder, embedded_texts, pack
 from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
-from studies.pretrain.tokenizer import token_bytes
 from tests.cotrain.data.test_inputs import source_of
 from tests.folders import few_files, tokenizer
 
@@ -91,58 +89,9 @@ def test_a_domain_of_no_bytes_is_left_out() -> None:
     assert set(embedded_texts({"code": 0, "records": 500}, "train")["domain"]) == {"records"}
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
-def test_files_of_each_kind_are_read(tmp_path: Path, ending: str) -> None:
-    path, texts = tmp_path / f"my texts.{ending}", ["né one", "two"]
-    if ending == "parquet":
-        datasets.Dataset.from_dict({"text": [*texts, "  ", None]}).to_parquet(str(path))
-    else:
-        lines = [json.dumps({"text": t}, ensure_ascii=False) if ending == "jsonl" else t for t in [*texts, " "]]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = read_texts(str(path))
-    assert (list(found["text"]), list(found["domain"])) == (texts, ["own", "own"])
-
-
 def test_another_column_and_own_domains_are_read(tmp_path: Path) -> None:
     path = own(tmp_path, {"body": "a", "domain": "x"}, {"body": "b", "domain": None})
     assert list(read_texts(path, "body")["domain"]) == ["x", "own"]
-
-
-def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "set"))
-    assert list(read_texts(str(tmp_path / "set"))["text"]) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.jsonl", None, "data.path: no such file"),
-        ("folder", None, "data.path: .*folder.* cannot be read"),
-        (
-            "own.jsonl",
-            b'{"body": "a"}\n',
-            "line 1: it has no column .* or 'text', but body: name another by data.column",
-        ),
-        ("own.jsonl", b'{"text": 3}\n', "data.path: .*own.jsonl: 1 of 1 rows .* line 1: column 'text' holds int, not"),
-        ("own.jsonl", b'{"text": [{"role": "user"}]}\n', "line 1: message 1: the content of a message is text"),
-        ("own.txt", b"caf\xe9\n", "data.path: .* cannot be read"),
-        ("own.jsonl", b'{"text": \n', "data.path: .* cannot be read: .*line 1: it is no JSON object"),
-        ("own.parquet", b"no parquet", "data.path: .* cannot be read"),
-        ("own.jsonl", b"", "data.path: .* is empty"),
-        (
-            "own.jsonl",
-            b'{"text": " "}\n{"text": ""}\n',
-            "data.path: .* holds no text: 2, the first own.jsonl, line 1: ",
-        ),
-    ],
-)
-def test_bad_input_names_the_key(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if name == "folder":
-        (tmp_path / name).mkdir()
-    elif content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_texts(str(tmp_path / name))
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:
@@ -156,9 +105,12 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, obj
         source_of(named, "train", tokenizer())
 
 
-@pytest.mark.parametrize("name", ["own.jsonl", "folder"])
 @pytest.mark.parametrize(
-    "row", ['{"text": "%s"}', '{"prompt": "%s"}', '{"messages": [{"role": "user", "content": "%s"}]}']
+    ("name", "row"),
+    [
+        ("own.jsonl", '{"text": "%s"}'),
+        ("folder", '{"messages": [{"role": "user", "content": "%s"}]}'),
+    ],
 )
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -> None:
     file = tmp_path / name / "own.jsonl" if name == "folder" else tmp_path / name
@@ -168,14 +120,6 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -
         ValueError, match=f"data.path: {tmp_path / name} cannot be read: own.jsonl, line 6, is not UTF-8"
     ):
         source_of(settings(str(tmp_path / name)), "train", tokenizer())
-
-
-def test_own_texts_are_split_by_their_hash(tmp_path: Path) -> None:
-    path = own(tmp_path, *({"text": f"text number {i}"} for i in range(200)))
-    parts = [source_of(settings(path), split, tokenizer()) for split in ("train", "held_out")]
-    assert all(isinstance(part, TextStarts) for part in parts)
-    numbers = [set(part.texts["text"]) for part in parts]
-    assert not numbers[0] & numbers[1] and 3 < len(numbers[1]) < 25 < 150 < len(numbers[0])
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
@@ -202,12 +146,6 @@ def test_blocks_are_the_stream_of_each_domain_cut() -> None:
     assert blocks.ids[0].tolist() == [0, *encode("XY")][:3]
     assert blocks.ids[1:].flatten().tolist() == stream[: len(stream) // 3 * 3]
     assert blocks[1]["ids"].dtype == torch.int64
-
-
-def test_token_bytes_add_up_to_the_text() -> None:
-    text = 'né 漢字 🙂 {"order": 1}\n\n  def'
-    ids = torch.tensor([0, *tokenizer().encode(text), 1])
-    assert token_bytes(tokenizer())[ids].sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 30])

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cotrain.acceptance import expected_calls, expected_calls_block
 from cotrain.data import splits
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart, refuse_shared, shared, split_of, splits_of
-from cotrain.evaluation.held_out import Scores, by_depth
+from cotrain.evaluation.held_out import Scores
 from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation
@@ -98,17 +97,6 @@ def test_shipped_prompts_share_nothing_with_shipped_texts() -> None:
 def scores(l: torch.Tensor) -> Scores:
     lengths = torch.tensor([6, 4])
     return Scores(l, l.exp().clamp(max=1), l, lengths, 0.5, 0.5, 0.1, 1.0)
-
-
-def test_two_drafts_that_the_rules_rank_differently() -> None:
-    """One is too sure and too unsure in turn, which blocks even out; the other is a little too unsure throughout."""
-    uneven = scores(torch.tensor([math.log(2), math.log(0.5)]).double().repeat(2, 3))
-    even = scores(torch.full((2, 6), math.log(0.86)).double())
-    assert even.tau(4) > uneven.tau(4) and even.tau(4, "block") < uneven.tau(4, "block")
-    calls = expected_calls_block(uneven.l, 4, uneven.lengths).sum().item()
-    assert uneven.tau(4, "block") == pytest.approx(10 / calls) == by_depth(uneven)["tau_block"][3]
-    assert uneven.tau(4) == pytest.approx(10 / expected_calls(uneven.r, 4, uneven.lengths).sum().item())
-    assert uneven.r[1, 4:].eq(0).all()
 
 
 def test_checkpoints_are_ranked_by_the_rule_that_verifies() -> None:

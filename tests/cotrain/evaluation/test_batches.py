@@ -53,10 +53,9 @@ def test_any_number_of_texts_at_once_gives_the_same_figures(kind: str, monkeypat
     whole = flat(of_batch(16, kind, monkeypatch))
     domains = {value for key, value in whole.items() if key.endswith("/domain")}
     assert domains == {"a", "b", "c"}
-    for size in (1, 3):
-        parts = flat(of_batch(size, kind, monkeypatch))
-        assert parts.keys() == whole.keys()
-        for key, value in whole.items():
-            assert parts[key] == (pytest.approx(value, abs=1e-5, nan_ok=True) if isinstance(value, float) else value), (
-                key
-            )
+    parts = flat(of_batch(3, kind, monkeypatch))
+    assert parts.keys() == whole.keys()
+    close = {
+        key: pytest.approx(one, abs=1e-5, nan_ok=True) if isinstance(one, float) else one for key, one in whole.items()
+    }
+    assert {key: one for key, one in parts.items() if one != close[key]} == {}

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,13 @@ from cotrain.evaluation import comparison
 from cotrain.evaluation.comparison import compare, read, table
 
 LENGTHS = [40] * 30
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Fewer draws of the bootstrap, but where its interval is what is tested."""
+    if "interval" not in request.node.name:
+        monkeypatch.setattr(comparison, "RESAMPLES", 200)
 
 
 def run(label: str, seed: int, factor: float, lengths: list[int] = LENGTHS) -> dict[str, object]:
@@ -42,23 +49,7 @@ def write(folder: Path, runs: list[dict[str, object]]) -> Path:
     return folder
 
 
-def test_a_constant_factor_has_no_width(tmp_path: Path) -> None:
-    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in range(3)]
-    gains = {(g.label, g.k): g for g in compare(read(write(tmp_path, runs)), "kl")}
-    gain = gains["tv", 4]
-    # the noise of texts and seeds is shared by both sides, so pairing removes all of it
-    assert gain.seeds == 3
-    assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
-    assert gains["kl", 8].gain == 0
-
-
-def test_independent_noise_has_width(tmp_path: Path) -> None:
-    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s + 7, 1.0) for s in range(3)]
-    gain = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
-    assert gain.low < 0 < gain.high
-
-
-@pytest.mark.parametrize(("between_seeds", "between_texts"), [(0.3, 0.0), (0.0, 0.3), (0.2, 0.3)])
+@pytest.mark.parametrize(("between_seeds", "between_texts"), [(0.3, 0.0), (0.0, 0.3)])
 def test_the_interval_is_of_95_percent_over_seeds_and_texts(between_seeds: float, between_texts: float) -> None:
     """The baseline takes one call a text less or more, by a normal part of the seed and one of the text; the candidate
     always takes one. So the gain is a mean over seeds and texts, whose bootstrap error is known."""
@@ -67,29 +58,17 @@ def test_the_interval_is_of_95_percent_over_seeds_and_texts(between_seeds: float
     runs: dict[str, list[dict[str, Any]]] = {"base": [], "other": []}
     for seed, shift in enumerate(seeds):
         for label, calls in (("base", 3 + shift + texts), ("other", np.ones(60))):
-            one = {**dict.fromkeys(comparison.LIKE, 0.0), "lengths": [40] * 60,
-                   "calls": {k: calls.tolist() for k in ("4", "8")}}  # fmt: skip
+            one = {
+                **dict.fromkeys(comparison.LIKE, 0.0),
+                "lengths": [40] * 60,
+                "calls": {k: calls.tolist() for k in ("4", "8")},
+            }
             runs[label].append({"label": label, "seed": seed, "texts": {"1": one}})
     gain = {(g.label, g.k): g for g in compare(runs, "base")}["other", 4]
     error = np.sqrt(seeds.var() / len(seeds) + texts.var() / len(texts))
     assert gain.gain == pytest.approx(2 + seeds.mean() + texts.mean())
     assert (gain.high - gain.gain) / error == pytest.approx(1.96, rel=0.1)
     assert (gain.gain - gain.low) / error == pytest.approx(1.96, rel=0.1)
-
-
-def test_temperatures_that_some_run_lacks_are_left_out(tmp_path: Path) -> None:
-    runs: list[dict[str, Any]] = [run(label, seed, 1.0) for label in ("kl", "tv") for seed in (0, 1)]
-    for one in (runs[0], runs[2], runs[3]):
-        one["texts"]["0.5"] = one["texts"]["1"]
-    gains = compare(read(write(tmp_path, runs)), "tv")
-    assert {(g.label, g.temperature) for g in gains} == {("kl", "1"), ("tv", "1"), ("tv", "0.5")}
-
-
-def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
-    """Of seed 0 there is no run of tv: one that failed is not made up for by another."""
-    runs = [run("kl", s, 1.0) for s in range(3)] + [run("tv", s, 1 / 1.05) for s in (1, 2)]
-    gain = {g.label: g for g in compare(read(write(tmp_path, runs)), "kl")}["tv"]
-    assert gain.seeds == 2 and (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
 
 
 def test_runs_of_one_seed_are_pairs_of_their_own() -> None:
@@ -99,29 +78,23 @@ def test_runs_of_one_seed_are_pairs_of_their_own() -> None:
     assert gain.seeds == 2 and (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
 
 
-def test_tau_is_a_ratio_of_sums(tmp_path: Path) -> None:
-    one = run("kl", 0, 1.0)
-    calls = one["texts"]["1"]["calls"]["4"]  # type: ignore[index]
-    (gain, _) = compare(read(write(tmp_path, [one])), "kl")
-    assert gain.tau == pytest.approx(sum(LENGTHS) / sum(calls))
-
-
 def test_runs_judged_on_other_texts_are_left_out(tmp_path: Path) -> None:
-    for place, runs in enumerate((
-        [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])],
-        [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
-    )):  # fmt: skip
+    for place, runs in enumerate(
+        (
+            [run("kl", 0, 1.0), run("tv", 0, 1.0, [40] * 29 + [41])],
+            [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
+        )
+    ):
         (folder := tmp_path / str(place)).mkdir()
         read_back = read(write(folder, runs))
         assert {gain.label for gain in compare(read_back, "kl")} == {"kl"}
         assert "evaluated on other texts" in comparison.left_out(read_back, "kl")["tv"]
 
 
-@pytest.mark.parametrize("k", ["4", "8"])
-def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_have(tmp_path: Path, k: str) -> None:
+def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_have(tmp_path: Path) -> None:
     """minutes= leaves time for more texts in one run than in another. Texts are paired by their hashes, wherever they
     stand; here a text's calls are 5 % fewer than the baseline's of the same text, and of other texts far more."""
-    whole: Any = run("kl", 0, 1.0)
+    whole, k = cast(Any, run("kl", 0, 1.0)), "8"
     calls = whole["texts"]["1"]["calls"][k]
     whole["texts"]["1"]["hashes"] = [f"text {row}" for row in range(30)]
     part = json.loads(json.dumps(whole)) | {"label": "tv"}
@@ -174,18 +147,18 @@ def test_a_missing_folder_or_baseline_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "baseline=loss=kl: it is no label of a run, the labels are tv" in capsys.readouterr().err
 
 
-def test_the_table_says_interval_and_baseline(tmp_path: Path) -> None:
-    runs = [run("kl", 0, 1.0), run("tv", 0, 0.5)]
-    lines = table(compare(read(write(tmp_path, runs)), "kl"), "kl", {}).splitlines()
-    assert "over kl" in lines[0]
-    assert any("tv" in line and "+100.00% [+100.00%, +100.00%]" in line for line in lines)
-
-
 SETTINGS: dict[str, Any] = {
-    "draft": {"kind": "independent", "layers": 4}, "init": {"kind": "target_layers"}, "loss": {"first": "kl"},
-    "regime": {"temperature": 1.0}, "trainer": {"steps": 100, "seed": 0, "threads": 2}, "label": None,
-    "rollout": {"seed": 0, "texts": 600}, "bench": {"prompts": 3}, "minutes": None, "data": {"path": "a.jsonl"},
-}  # fmt: skip
+    "draft": {"kind": "independent", "layers": 4},
+    "init": {"kind": "target_layers"},
+    "loss": {"first": "kl"},
+    "regime": {"temperature": 1.0},
+    "trainer": {"steps": 100, "seed": 0, "threads": 2},
+    "label": None,
+    "rollout": {"seed": 0, "texts": 600},
+    "bench": {"prompts": 3},
+    "minutes": None,
+    "data": {"path": "a.jsonl"},
+}
 
 
 def labels_of(folder: Path, *changes: str) -> list[str]:
@@ -205,10 +178,20 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
     return sorted(read(folder))
 
 
-@pytest.mark.parametrize("change", [
-    "draft.kind=hybrid", "draft.layers=2", "init.kind=scratch", "loss.first=tv", "regime.temperature=0.5",
-    "trainer.steps=9", "rollout.texts=60", "minutes=3", "data.path=b.jsonl",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        "draft.kind=hybrid",
+        "draft.layers=2",
+        "init.kind=scratch",
+        "loss.first=tv",
+        "regime.temperature=0.5",
+        "trainer.steps=9",
+        "rollout.texts=60",
+        "minutes=3",
+        "data.path=b.jsonl",
+    ],
+)
 def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, change: str) -> None:
     key = change.partition("=")[0]
     group, _, name = key.rpartition(".")
@@ -236,9 +219,8 @@ def test_labels_that_cannot_be_compared_are_reported(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.count("left out: ") == 3
 
 
-def test_a_gain_is_of_sums_over_paired_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_is_of_sums_over_paired_runs() -> None:
     """Figures of a label are means over its runs; tau and the gain are ratios of sums, at each k of its own."""
-    monkeypatch.setattr(comparison, "RESAMPLES", 200)
     rng = np.random.default_rng(3)
 
     def judged() -> dict[str, Any]:

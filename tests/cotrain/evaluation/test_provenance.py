@@ -1,5 +1,6 @@
 """Texts that the target sampled, and those that it did not, told apart by its own surprise."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -24,6 +25,7 @@ def engine() -> Engine:
     return Engine(TARGET, rows=40)
 
 
+@cache
 def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
     settings = Sampling(temperature, top_p=top_p)
     new = engine().generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
@@ -43,12 +45,6 @@ def test_own_texts_are_known(temperature: float, top_p: float) -> None:
     assert result.own and abs(result.z) < 4 and result.impossible == 0 and result.tokens == 1600
 
 
-@pytest.mark.thorough
-def test_z_of_own_texts_has_the_spread_of_a_standard_normal() -> None:
-    z = torch.tensor([of(sampled(1.0, seed=seed), 1.0).z for seed in range(16)])
-    assert 0.6 < z.std() < 1.5 and z.mean().abs() < 0.8
-
-
 OTHERS = [(1.0, 1.0, 0.6, 1.0), (0.6, 1.0, 1.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.5), (1.0, 0.5, 1.0, 1.0)]
 
 
@@ -58,7 +54,7 @@ def test_texts_of_another_regime_are_not_its_own(t: float, p: float, other_t: fl
 
 
 def test_foreign_texts_surprise_more() -> None:
-    texts = sampled(1.0)
+    texts = copy.deepcopy(sampled(1.0))
     texts.ids[:, 3:] = torch.randint(2, 300, texts.ids[:, 3:].shape, generator=torch.Generator().manual_seed(0))
     result = of(texts, 1.0)
     assert not result.own and result.z > 6 and result.surprise > result.entropy + 0.5
@@ -78,9 +74,15 @@ def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(
     nearer is the least temperature that is told."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=scale, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=scale,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config).bfloat16().eval()
     new = Engine(model, rows=40).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(temperature)).tokens
     ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])

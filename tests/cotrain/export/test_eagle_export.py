@@ -33,17 +33,12 @@ def test_the_eagle3_format(built: Path, tmp_path: Path) -> None:
     target = tiny(dtype=torch.float32)
     folder = export(built, tmp_path / "out", k=2, target=target)
     config, metadata = read_json(folder / "config.json"), read(folder).metadata
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (32, 16, 1)
-    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1] and config["eagle_config"]["use_aux_hidden_state"]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 0]
-    assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] and not config["tie_word_embeddings"]
+    assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
     assert metadata is not None and metadata.k == 2
     result = metadata.origin["export"]
     assert result["inputs_of_layers"] == [0, 1, 1] and result["outputs_of_layers"] == [-1, 0, 0]
-    tensors, ours = load_file(folder / "model.safetensors"), load_file(built / "model.safetensors")
-    assert "embed_tokens.weight" not in tensors and tensors.keys() == ours.keys()
-    assert tensors["fc.weight"].shape == (16, 48) and tensors["midlayer.self_attn.q_proj.weight"].shape == (16, 32)
+    tensors = load_file(folder / "model.safetensors")
     known = torch.arange(16) + tensors["d2t"]
     assert known.tolist() == list(range(0, 32, 2)) and tensors["t2d"].nonzero().flatten().tolist() == known.tolist()
     assert load(folder, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
@@ -64,19 +59,6 @@ def test_an_export_is_for_the_target_that_was_named(built: Path, tmp_path: Path)
     assert own and (own.target["name"], own.origin["adapter"]) == ("the-target", "ours")
 
 
-def test_the_format_of_speculators(built: Path, tmp_path: Path) -> None:
-    target = tiny(dtype=torch.float32)
-    folder = export(built, tmp_path / "out", "speculators", target=target)
-    config, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
-    assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == 16
-    assert config["transformer_layer_config"]["model_type"] == "llama" and not config["norm_before_residual"]
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
-    assert config["speculators_config"]["verifier"]["name_or_path"] == "the-target"
-    assert not [name for name in tensors if name.startswith("midlayer")]
-    assert tensors["layers.0.hidden_norm.weight"].shape == (16,)
-    assert torch.equal(tensors["embed_tokens.weight"], target.model.embed_tokens.weight)
-
-
 def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layout=gguf: eagle drafts have eagle3, speculators"):
         export(built, tmp_path / "out", "gguf", target=tiny())
@@ -95,11 +77,17 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
     monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
 
     def said(engine: str, k: int | None = None) -> str:
-        commands.run(ExportConfig(
-            draft=Model(path=str(built)), target=Model(path="merged/one"), engine=engine, layout="auto", k=k,
-            output=str(tmp_path / "out"), overwrite=True,
-
-        ))  # fmt: skip
+        commands.run(
+            ExportConfig(
+                draft=Model(path=str(built)),
+                target=Model(path="merged/one"),
+                engine=engine,
+                layout="auto",
+                k=k,
+                output=str(tmp_path / "out"),
+                overwrite=True,
+            )
+        )
         return capsys.readouterr().out
 
     flags = "--speculative-num-steps {} --speculative-eagle-topk {} --speculative-num-draft-tokens {}"

@@ -30,14 +30,40 @@ from tests.tiny import tiny
 
 LAYERS, NARROW = [2, 4, 5], 16  # states of the target of 8 layers; tokens of a pruned draft
 IDS = "eagle_aux_hidden_state_layer_ids"
-LAYER = ("hidden_norm", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-         "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+LAYER = (
+    "hidden_norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 NAMES = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{part}.weight" for part in LAYER)}
 PRUNED = {"d2t", "t2d"}  # all add the index of a row to d2t; t2d is passed over
 # config keys that a loader reads; TensorRT-LLM's `torch_dtype` is transformers' older name of dtype
-KEYS = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-        "rope_theta", "rope_parameters", "max_position_embeddings", "vocab_size", "draft_vocab_size", "hidden_act",
-        "num_hidden_layers", "tie_word_embeddings", "attention_bias", "eagle_config", "dtype"}  # fmt: skip
+KEYS = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "draft_vocab_size",
+    "hidden_act",
+    "num_hidden_layers",
+    "tie_word_embeddings",
+    "attention_bias",
+    "eagle_config",
+    "dtype",
+}
 
 
 def vllm_captures(config: Mapping[str, Any], command: str) -> list[int]:
@@ -57,8 +83,10 @@ def tensorrt_llm_captures(config: Mapping[str, Any], command: str) -> list[int]:
 
 
 CAPTURES: dict[str, Callable[[Mapping[str, Any], str], list[int]]] = {
-    "vllm": vllm_captures, "sglang": sglang_captures, "tensorrt_llm": tensorrt_llm_captures,
-}  # fmt: skip
+    "vllm": vllm_captures,
+    "sglang": sglang_captures,
+    "tensorrt_llm": tensorrt_llm_captures,
+}
 
 
 @pytest.fixture
@@ -80,23 +108,27 @@ def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     """An export for TensorRT-LLM of the draft in `place`."""
     monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
     return ExportConfig(
-        draft=Model(path=str(place / "draft")), target=Model(path="the/target"), engine="tensorrt_llm", layout="eagle3",
-            k=2,        output=str(place / "out"), overwrite=True,
-
-    )  # fmt: skip
+        draft=Model(path=str(place / "draft")),
+        target=Model(path="the/target"),
+        engine="tensorrt_llm",
+        layout="eagle3",
+        k=2,
+        output=str(place / "out"),
+        overwrite=True,
+    )
 
 
 @pytest.mark.parametrize("layers", [LAYERS, [2, 4, 7], [1, 3, 6]], ids=str)
-@pytest.mark.parametrize("engine", CAPTURES)
 def test_each_engine_captures_the_states_that_were_learnt_from(
-    engine: str, layers: list[int], target: LlamaForCausalLM, tmp_path: Path
+    layers: list[int], target: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     """An engine that counts in another way captures the layers beside them, and accepts less without a word."""
     folder = exported(target, tmp_path, layers)
     metadata = read(folder).metadata
     assert metadata is not None
-    command = launch(engine, str(folder), "t", 3, "greedy", "eagle3", "eagle", layers=captured(metadata.origin))
-    assert CAPTURES[engine](read_json(folder / "config.json"), command) == layers
+    for engine, captures in CAPTURES.items():
+        command = launch(engine, str(folder), "t", 3, "greedy", "eagle3", "eagle", layers=captured(metadata.origin))
+        assert captures(read_json(folder / "config.json"), command) == layers, engine
 
 
 def test_the_command_that_is_printed_names_the_layers(
@@ -124,8 +156,11 @@ def test_tensors_have_the_names_that_loaders_ask_for(layout: str, target: LlamaF
     """`midlayer.` is the EAGLE-3 format's; vLLM and TensorRT-LLM take `layers.0.` for it too, SGLang does not."""
     pruned = exported(target, tmp_path / "pruned", LAYERS, layout, draft_vocab_size=NARROW)
     whole = exported(target, tmp_path / "whole", LAYERS, layout)
-    asked = NAMES if layout == "eagle3" else {
-        name.replace("midlayer.", "layers.0.") for name in NAMES} | {"embed_tokens.weight"}  # fmt: skip
+    asked = (
+        NAMES
+        if layout == "eagle3"
+        else {name.replace("midlayer.", "layers.0.") for name in NAMES} | {"embed_tokens.weight"}
+    )
     assert set(load_file(whole / "model.safetensors")) == asked
     tensors = load_file(pruned / "model.safetensors")
     assert set(tensors) == asked | PRUNED
@@ -145,8 +180,12 @@ def test_the_config_has_the_keys_that_loaders_read(target: LlamaForCausalLM, tmp
 
 def test_speculators_format_numbers_inputs_alone(target: LlamaForCausalLM, tmp_path: Path) -> None:
     """Only vLLM is told to serve it, which reads the top level; nothing else names layers in another way."""
-    config = read_json(exported(target, tmp_path, LAYERS, "speculators") / "config.json")
+    folder = exported(target, tmp_path, LAYERS, "speculators")
+    config, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
     assert config[IDS] == LAYERS and set(FEATURES["speculators"]) == {"vllm"}
+    assert config["speculators_model_type"] == "eagle3" and not config["norm_before_residual"]
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert torch.equal(tensors["embed_tokens.weight"], target.model.embed_tokens.weight)
     assert not {IDS, "eagle_config"} & config["transformer_layer_config"].keys()
 
 

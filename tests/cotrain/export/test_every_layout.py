@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +18,9 @@ from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 
 WRITTEN = [
-    *((kind, engine, "auto") for kind in ("independent", "conditioned") for engine in ENGINES),
+    *(("independent", engine, "auto") for engine in ENGINES),
+    ("conditioned", "sglang", "auto"),
+    ("conditioned", "llamacpp", "auto"),
     ("parallel", "vllm", "auto"),
     *(("eagle", engine, layout) for layout, engines in FEATURES.items() for engine in engines if layout != "dflash"),
     ("p_eagle", "vllm", "eagle3"),
@@ -40,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes a draft folder beside its target; 3 drafts a round were measured."""
     place = tmp_path_factory.mktemp("drafts")
     target_folder(place / "target")
+    target_folder(place / "other", seed=1)
     held = {f"{name}_T0.7/all/{k}": tau for name, taus in TAUS.items() for k, tau in enumerate(taus, 1)}
 
     def made(kind: str) -> Path:
@@ -63,57 +65,28 @@ def exported(draft: Path, output: Path, engine: str, layout: str, *settings: str
 
 
 @pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
-def test_it_is_planned_for_the_drafting_of_the_engine(
-    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path
+def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learnt_from(
+    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    once = ONCE.get(kind, [])
-    assert exported(folder(kind), tmp_path / "out", engine, layout, *once) == 0
-    refuse_replaced(tmp_path / "out", "README.md", FILES, MARK)  # which knows all its files
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    """Whichever target is named; other weights of it are still said of the export."""
+    draft, output, once = folder(kind), tmp_path / "out", ONCE.get(kind, [])
+    learnt, other = str(draft.parent / "target"), str(draft.parent / "other")
+    assert exported(draft, output, engine, layout, "k=4096", *once) == 1
+    assert "k=4096: the context of " in capsys.readouterr().err and not output.exists()
+    others = f"the weights of the target {other} are not those"
+    for named in ([f"target.path={other}"], []):
+        assert exported(draft, output, engine, layout, "overwrite=true", *named, *once) == 0
+        refuse_replaced(output, "README.md", FILES, MARK)  # which knows all its files
+        card = (output / "README.md").read_text(encoding="utf-8")
+        assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M), card
+        assert f"outputs of {other}" not in card and (others in card) == (other in "".join(named))
+        if (output / METADATA).is_file():
+            metadata = read(output).metadata
+            assert metadata is not None and other_weights(metadata, learnt) is None and other_weights(metadata, other)
+        else:
+            assert (engine, kind) in {("vllm", "medusa"), ("llamacpp", "independent"), ("llamacpp", "conditioned")}
     greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
     numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
     found = {int(number) for number in re.findall(rf"{numbers}(\d+)", card)}
     assert found == {1 if greedy else DRAFTS}, card
     assert ("is planned for greedy drafting" in card) == greedy
-
-
-@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
-def test_more_drafts_than_the_context_has_are_refused(
-    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert exported(folder(kind), tmp_path / "out", engine, layout, "k=4096", *ONCE.get(kind, [])) == 1
-    assert "k=4096: the context of " in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
-def test_other_weights_of_the_target_are_still_said(
-    kind: str, engine: str, layout: str, named: bool, folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Whether the target is named or is that of the folder."""
-    draft, target = folder(kind), tmp_path / "target"
-    shutil.copytree(draft.parent / "target", target)
-    given = [*ONCE.get(kind, []), *([f"target.path={target}"] if named else [])]
-    assert exported(draft, tmp_path / "out", engine, layout, *given) == 0
-    if not (tmp_path / "out" / METADATA).is_file():
-        assert (engine, kind) in {("vllm", "medusa"), ("llamacpp", "independent"), ("llamacpp", "conditioned")}
-        return
-    metadata = read(tmp_path / "out").metadata
-    assert metadata is not None and other_weights(metadata, str(target)) is None
-    target_folder(target, seed=1)
-    assert other_weights(metadata, str(target))
-
-
-@pytest.mark.parametrize(("kind", "engine", "layout"), WRITTEN)
-def test_the_card_names_the_target_that_the_draft_learnt_from(
-    kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    draft, other = folder(kind), target_folder(tmp_path / "other", seed=1)
-    learnt, begin = str(draft.parent / "target"), f"the weights of the target {other} are not those"
-    assert exported(draft, tmp_path / "out", engine, layout, f"target.path={other}", *ONCE.get(kind, [])) == 0
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M) and begin in card, card
-    assert f"outputs of {other}" not in card
-    again = ["target.path=" + learnt, "overwrite=true", *ONCE.get(kind, [])]
-    assert exported(draft, tmp_path / "out", engine, layout, *again) == 0
-    assert begin not in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

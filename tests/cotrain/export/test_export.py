@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from cotrain.errors import UserError
-from cotrain.export.engines import ENGINES, caveats, launch, refuse_layout
+from cotrain.export.engines import ENGINES, caveats, launch
 from cotrain.export.fitting import resize
 from cotrain.export.hf import check, export, prepare
 from cotrain.export.publishing import card
@@ -41,30 +41,56 @@ VOCAB, PADDED = 300, 320
 
 def arm(speed: float, tau: float | None) -> dict[str, Any]:
     return {
-        "tokens": 100, "seconds": 100 / speed, "speed": speed, "decode_tokens": 96, "decode_seconds": 96 / speed,
-        "decode_speed": speed, "tau": tau, "target_calls": 40, "rounds": 40, "phases": None,
-    }  # fmt: skip
+        "tokens": 100,
+        "seconds": 100 / speed,
+        "speed": speed,
+        "decode_tokens": 96,
+        "decode_seconds": 96 / speed,
+        "decode_speed": speed,
+        "tau": tau,
+        "target_calls": 40,
+        "rounds": 40,
+        "phases": None,
+    }
 
 
 SPEEDUP = {"value": 1.62, "low": 1.55, "high": 1.7}
 REPORT = {
     "format": 1,
     "environment": {
-        "cpu": "some CPU", "cores": 2, "threads": 1, "memory_gib": 8.0, "accelerator": None, "python": "3.11",
-        "torch": "2.11", "transformers": "5.17", "date": "2026-01-01", "commit": None, "dirty": None,
+        "cpu": "some CPU",
+        "cores": 2,
+        "threads": 1,
+        "memory_gib": 8.0,
+        "accelerator": None,
+        "python": "3.11",
+        "torch": "2.11",
+        "transformers": "5.17",
+        "date": "2026-01-01",
+        "commit": None,
+        "dirty": None,
         "command": "cotrain bench",
     },
     "settings": {
-        "target": "some/target", "draft": "draft", "proposer": None, "verify": "token", "policy": "Fixed(3)",
-        "rows": 4, "prompts": 8, "max_new_tokens": 12, "repeats": 3, "target_dtype": "float32",
-        "draft_dtype": "float32", "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+        "target": "some/target",
+        "draft": "draft",
+        "proposer": None,
+        "verify": "token",
+        "policy": "Fixed(3)",
+        "rows": 4,
+        "prompts": 8,
+        "max_new_tokens": 12,
+        "repeats": 3,
+        "target_dtype": "float32",
+        "draft_dtype": "float32",
+        "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
     },
     "arms": {"plain": arm(50.0, None), "draft": arm(81.0, 2.5)},
     "speedup": {"of": "draft", "over": "plain", "whole": SPEEDUP, "decode": SPEEDUP},
     "acceptance": None,
     "exactness": None,
     "extra": {},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +117,13 @@ def draft(
 ) -> Path:
     model = tied()
     model.config.rope_parameters = {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     metadata = Metadata(
         {"name": "some/target", **hash_target(target.config, tokenizer)}, 3, regime={"temperature": 0.7}
     )
@@ -162,17 +192,15 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
     assert "1.62" in text
 
 
-def test_a_layout_that_an_engine_does_not_load_is_an_error() -> None:
-    for engine in ENGINES:
-        refuse_layout(engine, ENGINES[engine].layout)
-    with pytest.raises(UserError, match="^layout=medusa: vllm loads hf"):
-        refuse_layout("vllm", "medusa")
-
-
 def test_the_card_predicts_either_way_of_drafting() -> None:
     metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 3, regime={"temperature": 0.7})
-    held = {"alpha_T0.7/all": 0.81, "tau_T0.7/all/3": 2.9, "alpha_greedy_draft_T0.7/all": 0.5,
-            "tau_greedy_draft_T0.7/all/3": 1.8, "alpha_T1/all": 0.7}  # fmt: skip
+    held = {
+        "alpha_T0.7/all": 0.81,
+        "tau_T0.7/all/3": 2.9,
+        "alpha_greedy_draft_T0.7/all": 0.5,
+        "tau_greedy_draft_T0.7/all/3": 1.8,
+        "alpha_T1/all": 0.7,
+    }
     text = card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
     assert "| sampled | 0.810 | 2.90 |" in text and "| greedy | 0.500 | 1.80 |" in text and "tau at 3 drafts" in text
     assert "Predicted" not in card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": {}}}, [])
@@ -197,32 +225,30 @@ def planned(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     return made
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, planned: Callable[..., Path]) -> None:
     greedily = "sampled" not in ENGINES[engine].drafts
     by_block, by_token = planned(served=ServedAs("block")), planned()
     lengths = {
-        "token": prepare(by_token, engine).metadata.k, "block": prepare(by_block, engine).metadata.k,
+        "token": prepare(by_token, engine).metadata.k,
+        "block": prepare(by_block, engine).metadata.k,
         "typed": prepare(by_block, engine, 2).metadata.k,
         "greedy": prepare(planned(objective="greedy", served=ServedAs("block")), engine).metadata.k,
         "at temperature 0": prepare(planned(served=ServedAs("block"), regime={"temperature": 0.0}), engine).metadata.k,
-    }  # fmt: skip
+    }
     assert lengths == {
-        "token": 1 if greedily else 4, "block": 1 if greedily else 3, "typed": 2, "greedy": 4, "at temperature 0": 4,
-    }  # fmt: skip
+        "token": 1 if greedily else 4,
+        "block": 1 if greedily else 3,
+        "typed": 2,
+        "greedy": 4,
+        "at temperature 0": 4,
+    }
     if greedily:
         (said,) = (one for one in prepare(by_token, engine).remarks if "planned" in one)
         assert said.startswith("k = 1 is planned for greedy drafting") and GAINS in said
         assert said.endswith("The folder's k = 4 was planned for sampled drafting and the rule token.")
         unknown = prepare(planned(figures=False), engine)
         assert unknown.metadata.k == 4 and "no figures for greedy drafting" in unknown.remarks[0]
-
-
-def test_the_card_and_the_command_have_the_length_of_the_engine(planned: Callable[..., Path], tmp_path: Path) -> None:
-    text = (export(planned(), tmp_path / "out", "sglang") / "README.md").read_text()
-    assert "--speculative-num-steps 1 " in text and "Guesses 1 tokens" in text and GAINS in text
-    text = (export(planned(), tmp_path / "greedy", "vllm", objective="greedy") / "README.md").read_text()
-    assert '"num_speculative_tokens": 1' in text and GAINS in text
 
 
 def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:
@@ -331,33 +357,29 @@ def test_launch_commands_survive_the_shell(engine: str) -> None:
     assert any(form in word for word in shlex.split(command) for form in forms)
 
 
-def test_vllm_drafts_as_the_draft_was_trained() -> None:
-    def settings(objective: str) -> dict[str, Any]:
-        words = shlex.split(launch("vllm", "draft/", "target", 4, objective))
-        assert words[:4] == ["vllm", "serve", "target", "--speculative-config"]
-        return json.loads(words[4])
+def test_engines_draft_as_the_draft_was_trained() -> None:
+    def options(engine: str, objective: str) -> list[str]:
+        return shlex.split(launch(engine, "draft/", "target", 4, objective))
 
-    wanted = {"method": "draft_model", "model": "draft/", "num_speculative_tokens": 4}
-    assert settings("sampled") == wanted | {"draft_sample_method": "probabilistic"}
-    assert settings("greedy") == wanted | {"draft_sample_method": "greedy"}
-
-
-def test_sglang_counts_the_anchor_among_its_draft_tokens() -> None:
-    words = shlex.split(launch("sglang", "draft/", "target", 4, "greedy"))
-    flags = dict(zip(words[3::2], words[4::2], strict=True))
-    assert flags["--speculative-num-steps"] == "4"
-    assert flags["--speculative-num-draft-tokens"] == "5"
-    assert flags["--speculative-eagle-topk"] == "1"
-    assert flags["--speculative-algorithm"] == "STANDALONE"
-
-
-def test_tensorrt_llm_options_are_a_file() -> None:
-    words = shlex.split(launch("tensorrt_llm", "draft/", "target", 4, "greedy"))
-    assert words[:2] == ["printf", "%s\\n"]
-    assert json.loads(words[2])["speculative_config"] == {
-        "decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "draft/",
-    }  # fmt: skip
-    assert words[3:7] == [">", "speculative.yaml", "&&", "trtllm-serve"]
+    config = {"method": "draft_model", "model": "draft/", "num_speculative_tokens": 4}
+    for objective, sampled in (("sampled", "probabilistic"), ("greedy", "greedy")):
+        *words, own = options("vllm", objective)[:5]
+        assert words == ["vllm", "serve", "target", "--speculative-config"]
+        assert json.loads(own) == config | {"draft_sample_method": sampled}
+    words = options("sglang", "greedy")  # the anchor is one of its draft tokens
+    wanted = {
+        "num-steps": "4",
+        "num-draft-tokens": "5",
+        "eagle-topk": "1",
+        "algorithm": "STANDALONE",
+    }  # with the anchor
+    assert {f"--speculative-{name}": value for name, value in wanted.items()}.items() <= dict(
+        zip(words[3::2], words[4::2], strict=True)
+    ).items()
+    printf, form, text, *rest = options("tensorrt_llm", "greedy")
+    config = {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": "draft/"}
+    assert (printf, form, json.loads(text)["speculative_config"]) == ("printf", "%s\\n", config)
+    assert rest[:4] == [">", "speculative.yaml", "&&", "trtllm-serve"]
 
 
 def test_the_transformers_command_runs(
@@ -403,7 +425,9 @@ NORM = "model.norm.weight"
 GENERATION = "generation_config.json"
 DAMAGE = {
     "no generation config": (
-        lambda folder: (folder / "generation_config.json").unlink(), "generation_config.json is missing"),
+        lambda folder: (folder / "generation_config.json").unlink(),
+        "generation_config.json is missing",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "no report": (lambda folder: (folder / "report.json").unlink(), "report.json is missing or not the one"),
     "another report": (edit("report.json", tau=9), "report.json is missing or not the one"),
@@ -412,17 +436,15 @@ DAMAGE = {
     "schedule": (edit(GENERATION, num_assistant_tokens_schedule="heuristic"), "must be 'constant'"),
     "threshold": (edit(GENERATION, assistant_confidence_threshold=0.4), "must be 0"),
     "missing tensor": (
-        tensors(lambda w: {name: value for name, value in w.items() if name != NORM}), f"{NORM} is missing"),
+        tensors(lambda w: {name: value for name, value in w.items() if name != NORM}),
+        f"{NORM} is missing",
+    ),
     "extra tensor": (tensors(lambda w: w | {"extra.weight": w[NORM] + 1}), "extra.weight is not in the model"),
     "shape": (tensors(lambda w: w | {NORM: torch.ones(8)}), f"{NORM} has shape (8,)"),
     "dtype": (tensors(lambda w: w | {NORM: w[NORM].half()}), f"{NORM} is F16, config.json says float32"),
     "NaN": (tensors(lambda w: w | {NORM: w[NORM] * torch.nan}), f"{NORM} holds NaN"),
     "broken": (lambda folder: (folder / "config.json").write_text("{"), "config.json is broken"),
-}  # fmt: skip
-
-
-def test_check_passes_an_export(served: Path) -> None:
-    assert check(served) == []
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -439,15 +461,6 @@ def test_check_lists_every_problem(folder: Path) -> None:
     for damage in ("no report", "NaN", "schedule"):
         DAMAGE[damage][0](folder)
     assert len(check(folder)) == 3
+    tied(200).save_pretrained(folder)
+    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(folder))
     assert check(folder / "none") == [f"{folder / 'none'}: no such folder"]
-
-
-def test_check_compares_the_tokenizer_with_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tied(200).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(tmp_path))
-
-
-def test_every_engine_has_a_layout_that_is_there() -> None:
-    layouts = {path.stem for path in (Path(__file__).parents[3] / "cotrain" / "export").glob("*.py")}
-    assert {engine.layout for engine in ENGINES.values()} <= layouts

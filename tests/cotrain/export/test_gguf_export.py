@@ -1,8 +1,6 @@
 """GGUF files for llama.cpp: read back by gguf and by transformers they are the draft, and what cannot be written is
 refused. `tests/engines/test_llamacpp.py` serves them."""
 
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,9 @@ from transformers import (
 
 from cotrain.cli import main
 from cotrain.errors import UserError
-from cotrain.export.engines import GGUF_FILE, layout_of, refuse_kind, refuse_layout
+from cotrain.export.engines import GGUF_FILE
 from cotrain.export.gguf import TOKENS, export, refuse, split_name, write_file
-from inference.drafts.draft_folder import Metadata, load_draft, save
+from inference.drafts.draft_folder import Metadata, save
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.folders import target_folder
 
@@ -40,13 +38,29 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the d
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 USED, ROWS = 292, 320  # tokens, and rows of the target's embedding
 SHAPE: dict[str, Any] = {
-    "vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 2e-5,
-    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": ROWS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 2e-5,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
 ROPE = {"rope_type": "default", "rope_theta": 5e4}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +130,24 @@ def test_every_tensor_is_the_drafts(words: PreTrainedTokenizerFast, tmp_path: Pa
     for i, layer in enumerate(network.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
         parts = {
-            "attn_norm": layer.input_layernorm, "attn_v": attention.v_proj, "attn_output": attention.o_proj,
-            "ffn_norm": layer.post_attention_layernorm, "ffn_gate": mlp.gate_proj, "ffn_up": mlp.up_proj,
+            "attn_norm": layer.input_layernorm,
+            "attn_v": attention.v_proj,
+            "attn_output": attention.o_proj,
+            "ffn_norm": layer.post_attention_layernorm,
+            "ffn_gate": mlp.gate_proj,
+            "ffn_up": mlp.up_proj,
             "ffn_down": mlp.down_proj,
-        }  # fmt: skip
+        }
         for name, part in parts.items():
             assert np.array_equal(read[f"blk.{i}.{name}.weight"], part.weight.detach().float().numpy()), name
         for name, part, heads in (("attn_q", attention.q_proj, 4), ("attn_k", attention.k_proj, 2)):
             rows = in_halves(read[f"blk.{i}.{name}.weight"], heads)
             assert np.array_equal(rows, part.weight.detach().float().numpy()), name
     for name, part in (
-        ("token_embd", network.model.embed_tokens), ("output_norm", network.model.norm), ("output", network.lm_head),
-    ):  # fmt: skip
+        ("token_embd", network.model.embed_tokens),
+        ("output_norm", network.model.norm),
+        ("output", network.lm_head),
+    ):
         assert np.array_equal(read[f"{name}.weight"], part.weight.detach().float().numpy()), name
 
 
@@ -135,10 +155,18 @@ def test_sizes_rope_and_norms_are_the_drafts(words: PreTrainedTokenizerFast, tmp
     write_file(model(), words, tmp_path / GGUF_FILE)
     said = contents(tmp_path / GGUF_FILE)
     wanted = {
-        "vocab_size": ROWS, "context_length": 128, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
-        "attention.value_length": 16, "rope.dimension_count": 16, "rope.freq_base": 5e4,
-    }  # fmt: skip
+        "vocab_size": ROWS,
+        "context_length": 128,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 5e4,
+    }
     assert {key: said[f"llama.{key}"] for key in wanted} == wanted
     assert said["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(2e-5)
     assert "llama.rope.scaling.type" not in said
@@ -196,20 +224,6 @@ def draft(words: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     return save(filled(model(vocab_size=USED)), words, tmp_path / "draft", metadata, None)
 
 
-def test_a_folder_is_exported_with_its_command(draft: Path, words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    config = model().config
-    folder = export(draft, tmp_path / "out put", target="some/target", target_config=config, target_tokenizer=words)
-    card = (folder / "README.md").read_text()
-    command = shlex.split(re.search(r"```sh\n(.*?)\n```", card, re.S)[1])  # type: ignore[index]
-    assert command == [
-        "llama-server", "-m", "TARGET.gguf", "-md", str(folder / GGUF_FILE), "--spec-type", "draft-simple",
-        "--spec-draft-n-max", "3", "--spec-draft-p-min", "0",
-    ]  # fmt: skip
-    assert "TARGET.gguf is some/target in this format" in card and f"padded from {USED} to {ROWS}" in card
-    read = reloaded(folder / GGUF_FILE)
-    torch.testing.assert_close(logits(read)[..., :USED], logits(load_draft(draft)[0])[..., :USED], rtol=1e-4, atol=1e-4)
-
-
 def test_a_gguf_target_gives_its_tokenizer(draft: Path, words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     target = tmp_path / "its target.gguf"
     write_file(model(), words, target)
@@ -250,29 +264,11 @@ def test_other_shapes_are_refused(problem: str) -> None:
         refuse(SHAPES[problem])
 
 
-def test_kinds_that_are_no_causal_lm_are_refused() -> None:
-    for kind, message in {
-        "eagle": "no eagle drafts are written for it; engine=vllm",
-        "block": "no block drafts are written for it; engine=vllm",
-        "medusa": "it loads no medusa drafts, vllm does",
-        "hybrid": "it loads no hybrid drafts, vllm does",
-        "quantised": "it loads no quantised drafts, no engine of the table does",
-    }.items():
-        with pytest.raises(UserError, match=f"^engine=llamacpp: {message}"):
-            layout_of(kind, "llamacpp")
-    with pytest.raises(UserError, match="^engine=llamacpp: it does not draft in parallel; engine=vllm"):
-        refuse_kind("llamacpp", "parallel")
-    with pytest.raises(UserError, match="^layout=hf: llamacpp loads gguf"):
-        refuse_layout("llamacpp", "hf")
-
-
-def test_settings_that_no_file_has_are_refused(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = target_folder(tmp_path / "target")
-    settings = [f"draft.path={draft}", f"target.path={target}", f"output={tmp_path / 'out'}"]
-    assert main(["export", "engine=vllm", "dtype=q8_0", *settings]) == 1
+def test_eight_bits_are_refused_for_other_files(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    paths = [f"draft.path={draft}", f"target.path={target_folder(tmp_path / 'target')}", f"output={tmp_path / 'out'}"]
+    assert main(["export", "engine=vllm", "dtype=q8_0", *paths]) == 1
     assert "dtype=q8_0: only a GGUF file has it: engine=llamacpp" in capsys.readouterr().err
-    assert main(["export", "engine=llamacpp", "dtype=float64", *settings]) == 1
-    assert "dtype" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_is_no_byte_level_bpe_is_refused(tmp_path: Path) -> None:
@@ -301,8 +297,11 @@ def test_how_texts_are_cut_has_llamacpps_name() -> None:
     assert split_name(core(split(r"\p{N}"), after, normalizer="NFC")) == "qwen2"
     assert split_name(core(split(r"\p{N}{1,3}"), after, merges=True)) == "llama-bpe"
     unknown = [
-        core(split(r"\p{N}{1,3}"), after), core(alone, merges=True), core(alone, normalizer="Lowercase"),
-        core(alone | {"add_prefix_space": True}), core(split("x"), after),
+        core(split(r"\p{N}{1,3}"), after),
+        core(alone, merges=True),
+        core(alone, normalizer="Lowercase"),
+        core(alone | {"add_prefix_space": True}),
+        core(split("x"), after),
         core(digits | {"individual_digits": False}, alone),
-    ]  # fmt: skip
+    ]
     assert {split_name(one) for one in unknown} == {"default"}

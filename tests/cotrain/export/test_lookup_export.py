@@ -7,7 +7,7 @@ import pytest
 
 from cotrain.errors import UserError
 from cotrain.export import lookup_layout
-from cotrain.export.engines import ENGINES, layout_of, usual_layout
+from cotrain.export.engines import ENGINES, layout_of, refuse_kind, refuse_layout, usual_layout
 from inference.drafts.draft_folder import Metadata, read, save
 from tests.folders import network, tokenizer
 
@@ -44,20 +44,33 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
     )
 
 
-def test_no_kind_is_written_as_a_plain_draft_that_it_is_not() -> None:
-    for kind in ("retrieval", "hybrid"):
-        with pytest.raises(UserError, match=f"engine=sglang: it loads no {kind} drafts, vllm does"):
-            layout_of(kind, "sglang")
+NONE = "no {kind} drafts are written for it; engine=vllm"
+REFUSED = {  # of each kind, by the engines that have a layout for features and the others
+    "eagle": ("layout=hf: feature drafts are written with layout=eagle3", NONE),
+    "p_eagle": ("feature drafts are written with layout=eagle3 or speculators", NONE),
+    "block": (NONE, NONE),
+    "early_exit": ("it loads no early_exit drafts, no engine of the table does",) * 2,
+    "quantised": ("it loads no quantised drafts, no engine of the table does",) * 2,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_no_kind_is_written_as_a_plain_draft_that_it_is_not(kind: str) -> None:
     for engine in ENGINES:
-        with pytest.raises(UserError, match=f"engine={engine}: it loads no early_exit drafts, no engine of the table"):
-            layout_of("early_exit", engine)
-        able = engine in ("vllm", "sglang", "tensorrt_llm")
-        reason = (
-            "layout=hf: feature drafts are written with layout=eagle3" if able else "no eagle drafts are written for"
-        )
+        able, other = (reason.format(kind=kind) for reason in REFUSED[kind])
+        reason = able if engine in ("vllm", "sglang", "tensorrt_llm") else other
+        if (kind, engine) == ("block", "vllm"):
+            reason = "layout=hf: feature drafts are written with layout=dflash"
         with pytest.raises(UserError, match=reason):
-            layout_of("eagle", engine)
+            layout_of(kind, engine)
         assert layout_of("independent", engine) is None
+    for other_kind, engine in (("retrieval", "sglang"), ("hybrid", "sglang"), ("medusa", "llamacpp")):
+        with pytest.raises(UserError, match=f"engine={engine}: it loads no {other_kind} drafts, vllm does"):
+            layout_of(other_kind, engine)
+    with pytest.raises(UserError, match="^engine=llamacpp: it does not draft in parallel; engine=vllm"):
+        refuse_kind("llamacpp", "parallel")
+    with pytest.raises(UserError, match="^layout=hf: llamacpp loads gguf"):
+        refuse_layout("llamacpp", "hf")
 
 
 def test_a_layout_that_is_not_named_is_one_that_the_kind_has() -> None:

@@ -18,52 +18,66 @@ from tests.folders import target_folder
 PRUNED, LOW = {"vocabulary": 20}, {"head_rank": 4}
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target") / "target")
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "engine", "more", "said"),
     [
-        ("independent", PRUNED, "vllm", (), "draft_vocab_size is 20, and engines load a causal LM only with a row "
-         "for each of its 300 tokens: train with draft.vocabulary=null, or draft=eagle"),
-        ("independent", LOW, "transformers", (), "head_rank is 4, and engines load no head of low rank: train with "
-         "draft.head_rank=null; or serve it with this engine"),
-        ("independent", PRUNED | LOW, "sglang", (), "head_rank is 4"),
+        (
+            "independent",
+            PRUNED,
+            "vllm",
+            (),
+            "draft_vocab_size is 20, and engines load a causal LM only with a row "
+            "for each of its 300 tokens: train with draft.vocabulary=null, or draft=eagle",
+        ),
+        (
+            "independent",
+            LOW,
+            "transformers",
+            (),
+            "head_rank is 4, and engines load no head of low rank: train with "
+            "draft.head_rank=null; or serve it with this engine",
+        ),
         ("parallel", PRUNED, "vllm", (), "draft_vocab_size is 20"),
         ("conditioned", PRUNED, "vllm", ("temperature=0.7",), "draft_vocab_size is 20"),
         ("eagle", LOW, "vllm", ("layout=eagle3",), "head_rank is 4"),
-        ("eagle", LOW, "vllm", ("layout=speculators",), "head_rank is 4"),
         ("p_eagle", LOW, "vllm", ("layout=eagle3",), "head_rank is 4"),
     ],
-)  # fmt: skip
+)
 def test_what_no_engine_loads_is_refused(
-    kind: str, settings: dict[str, Any], engine: str, more: tuple[str, ...], said: str, tmp_path: Path, capsys: Any
+    kind: str,
+    settings: dict[str, Any],
+    engine: str,
+    more: tuple[str, ...],
+    said: str,
+    target: Path,
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
-    target = target_folder(tmp_path / "target")
     draft, output = draft_folder(tmp_path / "draft", target, kind, **settings), tmp_path / "out"
     assert main(["export", f"draft.path={draft}", f"output={output}", f"engine={engine}", *more]) == 1
     assert said in " ".join(capsys.readouterr().err.split()) and not output.exists()
 
 
-def test_a_folder_is_checked_for_its_head(tmp_path: Path) -> None:
-    target = target_folder(tmp_path / "target")
+def test_a_folder_is_checked_for_its_head(target: Path, tmp_path: Path) -> None:
     (problem,) = check(draft_folder(tmp_path / "draft", target, "independent", **PRUNED))
     assert "draft_vocab_size is 20, and engines load" in problem
 
 
-def test_a_pruned_feature_draft_is_still_exported(tmp_path: Path, capsys: Any) -> None:
-    target = target_folder(tmp_path / "target")
-    draft, output = draft_folder(tmp_path / "draft", target, "eagle", **PRUNED), tmp_path / "out"
-    assert main(["export", f"draft.path={draft}", f"output={output}", "layout=eagle3"]) == 0
-    assert "d2t" in (output / "model.safetensors").read_bytes()[:2000].decode("latin1")
-
-
-def test_a_parallel_draft_loses_its_markov_head_and_says_so(tmp_path: Path, capsys: Any) -> None:
+def test_a_parallel_draft_loses_its_markov_head_and_says_so(target: Path, tmp_path: Path, capsys: Any) -> None:
     """With both taus if training measured them; what is written is the plain model, which engines load."""
-    target = target_folder(tmp_path / "target")
     draft, output = draft_folder(tmp_path / "draft", target, "parallel", markov=3), tmp_path / "out"
     assert any("markov_head" in problem for problem in check(draft))
     held = {"tau_T1/all/2": 1.75, "tau_without_markov_T1/all/2": 1.5}
     lost = "The Markov head of the draft is left out, since the engine has none."
-    for report, said in ((None, lost), (held, f"{lost} Predicted on held-out texts, tau at 2 drafts is 1.75 with it, "
-                                              "1.50 without it.")):  # fmt: skip
+    for report, said in (
+        (None, lost),
+        (held, f"{lost} Predicted on held-out texts, tau at 2 drafts is 1.75 with it, 1.50 without it."),
+    ):
         if report:
             (draft / REPORT).write_text(json.dumps({"extra": {"held_out": report}}))
         assert main(["export", f"draft.path={draft}", f"output={output}", "engine=vllm", "overwrite=true"]) == 0
@@ -74,8 +88,9 @@ def test_a_parallel_draft_loses_its_markov_head_and_says_so(tmp_path: Path, caps
         assert metadata.origin["export"]["remarks"] == [said]
     stored, written = (load_file(folder / "model.safetensors") for folder in (draft, output))
     assert {name for name in stored if name not in written} == {
-        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-    }  # fmt: skip
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+    }
     assert "markov_rank" not in read_json(output / "config.json") and not check(output)
     assert load(output, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
     plain = draft_folder(tmp_path / "plain", target, "parallel")

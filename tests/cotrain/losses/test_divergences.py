@@ -66,13 +66,6 @@ def test_gradient_is_the_closed_form(loss):
     torch.testing.assert_close(z.grad, CLOSED[loss](logp.exp(), q), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("loss", [f for f in CLOSED if f is not losses.lk], ids=lambda f: f.__name__)
-def test_gradient_is_the_finite_difference(loss):
-    """`lk` holds a factor constant, so its gradient is not that of its value."""
-    logp, z = pair()
-    assert torch.autograd.gradcheck(lambda z: loss(logp, z.log_softmax(-1)), z.requires_grad_(), atol=1e-7)
-
-
 VALUES = {
     losses.kl: math.log(2) / 3,
     losses.tv: 1 / 3,
@@ -96,16 +89,6 @@ def test_lk_takes_an_aggregated_alpha_and_eta():
     kl, tv = losses.kl(logp, logq), losses.tv(logp, logq)
     w = math.exp(-10 * 0.3)
     torch.testing.assert_close(losses.lk(logp, logq, 10.0, torch.tensor(0.3)), w * kl + (1 - w) * tv)
-
-
-def test_identities_and_bounds():
-    logp, z = pair(n=2000, vocab=7, scale=3.0)
-    logq = z.log_softmax(-1)
-    alpha, kl = losses.alpha(logp, logq), losses.kl(logp, logq)
-    torch.testing.assert_close(1 - alpha, (logp.exp() - logq.exp()).abs().sum(-1) / 2)
-    torch.testing.assert_close(losses.nla(logp, logq), -alpha.log())
-    assert (alpha >= 1 - (kl / 2).sqrt()).all()
-    assert (alpha >= 1 - (1 - (-kl).exp()).sqrt()).all()
 
 
 def test_equal_distributions_cost_nothing():
@@ -173,16 +156,7 @@ def test_overlap_below_float32_still_teaches():
         assert grad.abs().max() > 0.4
 
 
-def test_pruned_vocabulary_keeps_the_slope_inside():
-    logp, z = pair()
-    z = z.masked_fill(torch.tensor([False, False, True, False, False]), -torch.inf).requires_grad_()
-    losses.kl(logp, z.log_softmax(-1)).sum().backward()
-    p, q = logp.exp(), z.detach().softmax(-1)
-    mass = 1 - p[:, 2:3]
-    torch.testing.assert_close(z.grad, q * mass - p * (q > 0))
-
-
-@EVERY
+@pytest.mark.parametrize("loss", [losses.nla, losses.lk, losses.greedy_draft], ids=lambda f: f.__name__)
 def test_wide_vocabulary(loss):
     """151,936 tokens in bfloat16 logits agree with float64 to float32's sums."""
     g = torch.Generator().manual_seed(0)

@@ -120,10 +120,7 @@ def test_texts_of_one_token_save_no_calls(target: LlamaForCausalLM) -> None:
     assert value == 0 and bool((slope == 0).all())
 
 
-NAMES = ["kl", "calls", "0.5*calls_block+kl", "calls_tv", "0.1*kl+0.9*calls"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["kl", "0.5*calls_block+kl", "calls_tv"])
 def test_two_ragged_batches_are_the_large_one(target: LlamaForCausalLM, name: str) -> None:
     module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse(name))], 1))
     whole = learnt(module, batch([0, 1, 2, 3]))
@@ -143,15 +140,3 @@ def test_a_nan_loss_raises_with_its_step_and_texts(target: LlamaForCausalLM) -> 
 
 def broken(logp: Tensor, logq: Tensor) -> Tensor:
     return losses.kl(logp, logq) * math.nan
-
-
-def test_logged_terms_add_up(target: LlamaForCausalLM) -> None:
-    module = alone(module_of(target, tiny(layers=1, seed=3), [Stage(1.0, parse("0.1*kl+0.9*calls"))], 100),
-                   steps=100, at=24)  # fmt: skip
-    value, _ = learnt(module, *Grouped([batch([0, 2]), batch([1, 3])], 2))
-    parts = [part for name, part in module.step_figures.items() if name.startswith("loss_")]
-    assert sorted(module.step_figures) == ["acceptance", "acceptance_greedy_draft", "loss", "loss_calls",
-                                    "loss_kl"]  # fmt: skip
-    assert sum(parts) == pytest.approx(module.step_figures["loss"]) and module.step_figures["loss"] == pytest.approx(
-        value
-    )

@@ -17,6 +17,9 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_name_is_the_loss_and_a_sum_is_weighted() -> None:
     logp, logq = distributions()
     assert parse("nla").position is divergences.nla
+    alone = parse("0.25*tv").position
+    assert alone is not None
+    torch.testing.assert_close(alone(logp, logq), 0.25 * divergences.tv(logp, logq))
     parsed = parse(" 0.1*kl + 0.9 * tv")
     assert parsed.position is not None
     torch.testing.assert_close(

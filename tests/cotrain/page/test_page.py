@@ -72,14 +72,6 @@ def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) 
     assert len(derived) == 1  # the share of what costs allow, which the page computes
 
 
-def test_tau_of_checkpoints_says_its_draft_length(tmp_path: Path) -> None:
-    run = marker("finished", policy={"k": 7})
-    page = parsed(folder(tmp_path / "run", full_report(), run=run))
-    assert page.texts["figures"].count("tokens per target call, measured") == 1
-    assert "tau expected on held-out text, before training" in page.texts["figures"]
-    assert "with k = 7" in page.texts["figures"]
-
-
 def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
     runs = load([folder(tmp_path / "run", full_report(), replay=record())])
     text = html_page.page(runs)
@@ -89,9 +81,13 @@ def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
         one = Parsed(figure)
         (block,) = one.blocks.values()
         drawn = [y for trace in block["data"] for y in (sum(trace["z"], []) if "z" in trace else trace["y"])]
-        ends = [trace["y"][i] + sign * away for trace in block["data"] if "error_y" in trace
-                for sign, name in ((-1, "arrayminus"), (1, "array"))
-                for i, away in enumerate(trace["error_y"][name])]  # fmt: skip
+        ends = [
+            trace["y"][i] + sign * away
+            for trace in block["data"]
+            if "error_y" in trace
+            for sign, name in ((-1, "arrayminus"), (1, "array"))
+            for i, away in enumerate(trace["error_y"][name])
+        ]
         tabled = [float(str(attributes["value"])) for _, _, attributes in one.found]
         assert sorted(tabled) == pytest.approx(sorted([*drawn, *ends]))
 
@@ -124,14 +120,6 @@ def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:
     whole = parsed(folder(tmp_path / "whole", full_report(), replay=record()))
     assert "Runs compared: one run" in whole.texts["left-out"]
     assert "Replay" not in whole.texts["left-out"] and "batch" not in whole.texts["left-out"]
-
-
-def test_a_killed_run_gives_a_page_marked_partial(tmp_path: Path) -> None:
-    settings = {"trainer": {"steps": 40}, "regime": {"temperature": 0.5}}
-    page = parsed(folder(tmp_path / "killed", None, run=marker("unfinished", **settings)))
-    assert "partial" in page.texts[""] and "not finished: no step of 40" in page.texts[""]
-    done = parsed(folder(tmp_path / "done", full_report(), run=marker("finished", **settings)))
-    assert "partial" not in done.texts[""]
 
 
 def test_hostile_text_changes_no_markup_and_is_shown(tmp_path: Path) -> None:
@@ -179,9 +167,13 @@ def test_the_file_is_whole_small_and_asks_for_nothing(tmp_path: Path, capsys: py
     ],
 )
 def test_mistakes_are_errors_of_one_line(
-    make: Any, settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    settings: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     if make:
         make()
@@ -223,8 +215,11 @@ def test_the_batch_size_where_drafting_stops_paying(tmp_path: Path) -> None:
     (run,) = load([folder(tmp_path / "run", full_report())])
     cells = run.get("report", "extra", "matrix")
     for t, factor in ((0.0, 1.0), (1.0, 100.0)):
-        lost = [cell["rows"] for cell in cells if cell["temperature"] == t and
-                factor * cell["arms"][cell["speculative"]]["over_plain"]["high"] < 1]  # fmt: skip
+        lost = [
+            cell["rows"]
+            for cell in cells
+            if cell["temperature"] == t and factor * cell["arms"][cell["speculative"]]["over_plain"]["high"] < 1
+        ]
         for cell in cells:
             if cell["temperature"] == t:
                 cell["arms"][cell["speculative"]]["over_plain"]["high"] *= factor

@@ -5,7 +5,6 @@ from pathlib import Path
 from cotrain.page.html_page import floor
 from cotrain.page.loaded_run import load
 from tests import pages
-from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 
 
 def test_the_floor_is_of_the_batch_that_was_timed(tmp_path: Path) -> None:

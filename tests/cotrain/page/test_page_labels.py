@@ -54,14 +54,19 @@ def table(text: str) -> dict[str, dict[str, list[str]]]:
     (inner, *_) = re.findall(r"<table>(.*?)</table>", text, re.DOTALL)
     _, *head = re.findall(r'<th scope="col">(.*?)</th>', inner, re.DOTALL)
     rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', inner, re.DOTALL)
-    return {name: dict(zip(head, map(sources, re.findall(r"<td>(.*?)</td>", cells, re.DOTALL)), strict=True))
-            for name, cells in rows}  # fmt: skip
+    return {
+        name: dict(zip(head, map(sources, re.findall(r"<td>(.*?)</td>", cells, re.DOTALL)), strict=True))
+        for name, cells in rows
+    }
 
 
 def chart(text: str, title: str) -> dict[str, dict[str, list[str]]]:
     """Pointers of a chart's numbers, by place on the x axis and name of the series."""
-    result = [part for part in re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-             if f"<figcaption>{title}</figcaption>" in part]  # fmt: skip
+    result = [
+        part
+        for part in re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
+        if f"<figcaption>{title}</figcaption>" in part
+    ]
     (figure,) = result
     return table(figure)
 

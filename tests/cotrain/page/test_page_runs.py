@@ -13,7 +13,7 @@ from cotrain.evaluation.comparison import compare
 from cotrain.page import html_page
 from cotrain.page.loaded_run import load, read_curves, thinned
 from tests.cotrain.evaluation.test_comparison import run as judged
-from tests.pages import Parsed, folder, full_report, marker
+from tests.pages import Parsed, folder, marker
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +101,6 @@ def _other(tmp_path: Path, first: str) -> str:
     other = judged("rkl", 0, 1.0, [40] * 29 + [41])
     places = [first, folder(tmp_path / "rkl", None, held_out=other, run=marker("finished"))]
     return Parsed(html_page.page(load(places))).texts["runs"]
-
-
-def test_a_folder_of_a_bench_and_its_report_alone_give_the_same_figures(tmp_path: Path) -> None:
-    place = folder(tmp_path / "run", full_report())
-    pages = [Parsed(html_page.page(load([one]))) for one in (place, f"{place}/report.json")]
-    assert pages[0].found == pages[1].found
 
 
 def test_a_report_that_was_changed_is_said(tmp_path: Path) -> None:

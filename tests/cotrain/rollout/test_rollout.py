@@ -1,6 +1,5 @@
 """Texts sampled from the target: prompts, interruption, and which kept sets serve."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +40,9 @@ def target() -> LlamaForCausalLM:
 @pytest.fixture
 def prompts() -> PromptRows:
     """6 prompts of 4 tokens, domains in turn."""
-    return PromptRows([{"domain": "ab"[i % 2], "prompt": list(range(4 * i + 4, 4 * i + 8)), "completion": []}
-                       for i in range(6)])  # fmt: skip
+    return PromptRows(
+        [{"domain": "ab"[i % 2], "prompt": list(range(4 * i + 4, 4 * i + 8)), "completion": []} for i in range(6)]
+    )
 
 
 @pytest.fixture
@@ -192,14 +192,6 @@ def test_sets_are_named_for_their_regime() -> None:
     assert names == ["train_T1", "train_T0.5", "train_T1_k20_p0.95"]
 
 
-def test_a_set_is_sampled_once(sampled: Sampled, prompts: PromptRows) -> None:
-    first = sampled.texts("train", WARM, lambda: prompts, quiet)
-    assert len(first) == 6 and first.prompt.tolist() == [4] * 6
-    again = sampled.texts("train", WARM, lambda: 1 / 0, quiet)
-    assert torch.equal(again.ids, first.ids)
-    assert sorted(file.suffix for file in sampled.folder.iterdir()) == [".json", ".parquet"]
-
-
 def test_more_texts_than_prompts_are_said(
     sampled: Sampled, prompts: PromptRows, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,42 +200,6 @@ def test_more_texts_than_prompts_are_said(
         asked.sample("train", WARM, prompts, quiet, keep=True)
         said = "rollout.texts=7: there are 6 prompts for them, and each is continued once\n"
         assert (said in capsys.readouterr().out) == (texts == 7)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: replace(s, seed=2),
-        lambda s: replace(s, source={"train": "other", "held_out": "own"}),
-        lambda s: replace(s, ask=replace(s.ask, new_tokens=5)),
-        lambda s: replace(s, ask=replace(s.ask, texts={"train": 2, "held_out": 2})),
-        lambda s: replace(s, target=tiny(vocab=VOCABULARY, layers=1, eos=3, seed=1)),
-    ],
-    ids=["seed", "source", "length", "count", "target"],
-)
-def test_a_set_of_other_making_is_not_used(sampled: Sampled, prompts: PromptRows, change: object) -> None:
-    sampled.texts("train", WARM, lambda: prompts, quiet)
-    asked = []
-    other = change(sampled)
-    other.texts("train", WARM, lambda: asked.append(1) or prompts, quiet)
-    assert asked == [1]
-    other.texts("train", WARM, lambda: 1 / 0, quiet)
-
-
-def test_a_set_of_another_regime_under_the_same_name_is_not_used(sampled: Sampled, prompts: PromptRows) -> None:
-    path = sampled.sample("train", WARM, prompts, quiet)
-    file = training_texts.beside(path, "json")
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"regime": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}})
-    )
-    with pytest.raises(ZeroDivisionError):
-        sampled.texts("train", WARM, lambda: 1 / 0, quiet)
-
-
-def test_shipped_sets_come_first(sampled: Sampled, prompts: PromptRows, tmp_path: Path) -> None:
-    replace(sampled, folder=tmp_path / "data" / "rollouts").sample("train", WARM, prompts, quiet)
-    assert len(sampled.texts("train", WARM, lambda: 1 / 0, quiet)) == 6
-    assert not sampled.folder.exists()
 
 
 def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
@@ -276,14 +232,6 @@ def test_every_position_of_a_corpus_block_counts() -> None:
     part = Learnt(of_blocks(blocks))
     assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
     assert part[1]["predicted"].tolist() == [True] * 7
-
-
-def test_progress_is_told(target: LlamaForCausalLM, tmp_path: Path) -> None:
-    said: list[str] = []
-    asked = [("a", [5]), ("a", [6])]
-    collect(Own(Engine(target, rows=1)), asked, WARM, 2, 0, tmp_path / "p.jsonl", said.append)
-    assert [line.split(",")[0] for line in said] == ["rollout T=0.8: 1/2 texts", "rollout T=0.8: 2/2 texts"]
-    assert all("tokens/s" in line for line in said)
 
 
 def test_a_draft_changes_the_speed_and_not_the_distribution(target: LlamaForCausalLM) -> None:
@@ -351,10 +299,3 @@ def test_an_answer_is_encoded_as_the_prompts_continuation() -> None:
     client = Answering(Completion("b b", None, "length"))
     words = PreTrainedTokenizerFast(tokenizer_object=model)
     assert Remote(client, words, 4, frozenset())([[3]], WARM, 6, 1, [3]) == [[2, 4]]  # type: ignore[arg-type]
-
-
-def test_sets_of_a_server_are_not_taken_for_this_engines(sampled: Sampled, prompts: PromptRows) -> None:
-    sampled.sample("train", WARM, prompts, quiet)
-    served = replace(sampled, server="http://127.0.0.1:9", by=lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        served.texts("train", WARM, lambda: prompts, quiet)

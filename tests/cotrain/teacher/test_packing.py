@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from cotrain.data.sources import restarted
-from cotrain.data.texts import Learnt, Texts
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec, parse
@@ -29,9 +29,17 @@ def gemma() -> PreTrainedModel:
     """Sliding windows of 4 in every other layer."""
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, sliding_window=4, max_position_embeddings=64, initializer_range=0.6,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+    )
     return Gemma2ForCausalLM(config).double().eval()
 
 
@@ -86,8 +94,12 @@ def test_rounding_is_not_reading_across_texts() -> None:
 
 def batch(ids: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = len(ids)
-    return {"ids": ids, "predicted": torch.ones(rows, ids.shape[1] - 1, dtype=torch.bool),
-            "key": torch.arange(rows) + 10 * ids.shape[1], "temperature": torch.ones(rows)} | more  # fmt: skip
+    return {
+        "ids": ids,
+        "predicted": torch.ones(rows, ids.shape[1] - 1, dtype=torch.bool),
+        "key": torch.arange(rows) + 10 * ids.shape[1],
+        "temperature": torch.ones(rows),
+    } | more
 
 
 def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
@@ -123,13 +135,7 @@ def test_blocks_are_evaluated_text_by_text() -> None:
     assert torch.equal(many.spread(3).position_ids, POSITIONS.expand(3, 16))
 
 
-def test_only_packed_batches_have_position_ids() -> None:
-    one = torch.tensor([1]), torch.tensor([16]), ["a"]
-    assert torch.equal(Learnt(Texts(IDS, *one, POSITIONS))[0]["position_ids"], POSITIONS[0])
-    assert "position_ids" not in Learnt(Texts(IDS, *one))[0]
-
-
-@pytest.mark.parametrize("name", ["kl", "calls", "0.5*calls_block+kl", "calls_tv"])
+@pytest.mark.parametrize("name", ["0.5*calls_block+kl", "calls_tv"])
 def test_the_mean_gradient_of_two_processes_is_that_of_one(name: str) -> None:
     """Texts of unlike lengths in two halves of a batch: the mean of both losses is the loss of the whole."""
     target, small = tiny(), tiny(layers=1, seed=3)

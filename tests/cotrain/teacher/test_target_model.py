@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,41 +75,50 @@ def test_weights_are_not_packed_for_a_cpu(folder: Path, monkeypatch: pytest.Monk
 
 def gemma() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Gemma2Config(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
-                          num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.5,
-                          initializer_range=0.5)  # fmt: skip
+    config = Gemma2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        final_logit_softcapping=0.5,
+        initializer_range=0.5,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def scaled(family: str, **changed: float) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                  num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, initializer_range=0.5,
-                                  **changed)  # fmt: skip
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        initializer_range=0.5,
+        **changed,
+    )
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-def granite() -> PreTrainedModel:
-    return scaled("granite", logits_scaling=6.0)
-
-
-def granite_of_experts() -> PreTrainedModel:
-    return scaled("granitemoe", logits_scaling=6.0)
-
-
-def cohere() -> PreTrainedModel:
-    return scaled("cohere", logit_scale=0.25)
 
 
 CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")
 
 
-def hyperclova() -> PreTrainedModel:
-    return scaled("hyperclovax", logits_scaling=6.0)
-
-
 @pytest.mark.parametrize(
-    "make", [network, gemma, granite, granite_of_experts, cohere, pytest.param(hyperclova, marks=CLOVA)]
+    "make",
+    [
+        network,
+        gemma,
+        partial(scaled, "granite", logits_scaling=6.0),
+        partial(scaled, "granitemoe", logits_scaling=6.0),
+        partial(scaled, "cohere", logit_scale=0.25),
+        pytest.param(partial(scaled, "hyperclovax", logits_scaling=6.0), marks=CLOVA),
+    ],
 )
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
@@ -141,23 +151,6 @@ def test_a_head_that_does_more_raises() -> None:
         split(model)
 
 
-def test_a_fingerprint_depends_on_every_tensor_and_the_quantisation(folder: Path) -> None:
-    model = load_target(str(folder))
-    first = fingerprint(model)
-    assert first == fingerprint(load_target(str(folder)))
-    for name in ("model.embed_tokens", "model.layers.1.self_attn.v_proj", "model.norm"):
-        weight = model.get_submodule(name).weight
-        before = weight.clone()
-        weight.add_(0.1)
-        assert fingerprint(model) != first, name
-        weight.copy_(before)
-    assert fingerprint(model) == first
-    quantised = load_target(str(folder), "nf4")
-    digest = fingerprint(quantised)
-    logits(quantised)
-    assert digest == fingerprint(quantised) != first
-
-
 def test_a_target_is_frozen_and_in_eval_mode(folder: Path) -> None:
     model, tokenizer = load_pair(str(folder))
     assert not model.training and not any(p.requires_grad for p in model.parameters())
@@ -185,13 +178,6 @@ def test_an_adapter_is_merged_into_the_target(folder: Path, adapter: str) -> Non
     assert torch.allclose(logits(model), logits(expected), atol=1e-4)
     assert not torch.allclose(logits(model), logits(plain), atol=1e-2)
     assert fingerprint(model) != fingerprint(plain)
-
-
-def test_an_adapter_stands_beside_quantised_weights(folder: Path, adapter: str) -> None:
-    plain, model = load_target(str(folder), "nf4"), adapted(load_target(str(folder), "nf4"), adapter)
-    assert not torch.allclose(logits(model), logits(plain), atol=1e-2) and fingerprint(model) != fingerprint(plain)
-    whole = adapted(load_target(str(folder)), adapter)
-    assert (logits(model) - logits(whole)).abs().mean() < (logits(plain) - logits(whole)).abs().mean()
 
 
 @pytest.mark.parametrize("quantisation", ["int8", "nf4"])
