@@ -95,9 +95,15 @@ VARIED = Adaptive({1: (1, 1.3, 1.7, 2.0), 3: (1.1, 1.5, 1.8, 2.4)}, ESTIMATES)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", [
-    Script([0] * 40, stops=False), Script(ended=20, stops=False), Script([0] * 40, stops=False, waits=True),
-], ids=["none", "one", "none, prompt unread"])  # fmt: skip
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script([0] * 40, stops=False),
+        Script(ended=20, stops=False),
+        Script([0] * 40, stops=False, waits=True),
+    ],
+    ids=["none", "one", "none, prompt unread"],
+)
 @pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].drawn])
 def test_rounds_that_end_early_leave_no_gap(kind: str, script: Script) -> None:
     """After rounds without drafts, or that ended after one draft, a row drafts what it would in an engine that has just

@@ -185,10 +185,12 @@ def test_a_stream_passes_on_all_that_it_is_given() -> None:
     def streamed(**settings: Any) -> list[int]:
         return [token for event in engine.stream([1, 2, 3], **settings) for token in event.ids]
 
-    usual: dict[str, Any] = {"max_new_tokens": 24, "seed": next(
-        seed for seed in range(99)
-        if engine.generate([[1, 2, 3]], max_new_tokens=24, seed=seed).finish == ["stop"]
-    )}  # fmt: skip
+    usual: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "seed": next(
+            seed for seed in range(99) if engine.generate([[1, 2, 3]], max_new_tokens=24, seed=seed).finish == ["stop"]
+        ),
+    }
     for name, (given, _) in STREAM_ARGUMENTS.items():
         tokens = streamed(**usual | given)
         assert tokens == engine.generate([[1, 2, 3]], **usual | given).tokens[0] != streamed(**usual), name
@@ -198,6 +200,7 @@ def test_rows_of_one_noise_keep_their_own_settings() -> None:
     """The second text enters the slot of the first one, under the same id."""
     engine, both = Engine(tiny(), rows=1), [Sampling(0.3), Sampling(1.7, repetition_penalty=1.5)]
     together = engine.generate([[3, 5], [3, 5]], max_new_tokens=12, sampling=both, ids=[7, 7], ignore_eos=True).tokens
-    alone = [engine.generate([[3, 5]], max_new_tokens=12, sampling=one, ids=[7], ignore_eos=True).tokens[0]
-             for one in both]  # fmt: skip
+    alone = [
+        engine.generate([[3, 5]], max_new_tokens=12, sampling=one, ids=[7], ignore_eos=True).tokens[0] for one in both
+    ]
     assert together == alone and alone[0] != alone[1]

@@ -94,14 +94,25 @@ def test_a_policy_returns_a_list_of_lengths(given: Any) -> None:
 @pytest.mark.parametrize(
     ("times", "error"), [(0, KeyError("no such state")), (2, KeyboardInterrupt())], ids=["0-KeyError", "2-interrupt"]
 )
-@pytest.mark.parametrize("part", ["policy.lengths", "proposer.admit", "proposer.propose", "proposer.commit",
-                                  "target.forward", "rollback", "slots.leave"])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        "policy.lengths",
+        "proposer.admit",
+        "proposer.propose",
+        "proposer.commit",
+        "target.forward",
+        "rollback",
+        "slots.leave",
+    ],
+)
 def test_an_engine_goes_on_after_an_error_in_a_round(
     part: str, times: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first call of a part of the round, or in a later one, with rows in the slots and rows that wait."""
-    engine = Engine(MODEL, Independent(tiny(seed=1)), policy=SimpleNamespace(lengths=lambda texts: [2] * len(texts)),
-                    rows=2)  # fmt: skip
+    engine = Engine(
+        MODEL, Independent(tiny(seed=1)), policy=SimpleNamespace(lengths=lambda texts: [2] * len(texts)), rows=2
+    )
     prompts: list[list[int]] = [[1, 2], [3], [4, 5, 6], [7], [8]]
     whole: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True}
     plain, calls = engine.generate(prompts, **whole), list[None]()
@@ -177,7 +188,8 @@ WRONG_RESULTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", WRONG_RESULTS)
 def test_what_a_processor_returns_is_not_broadcast(name: str) -> None:
     processor, message = WRONG_RESULTS[name]
-    output = Engine(MODEL).generate([[1, 2], [3, 4]], max_new_tokens=3, ignore_eos=True,
-                                    sampling=[Sampling(processors=(processor,)), Sampling()])  # fmt: skip
+    output = Engine(MODEL).generate(
+        [[1, 2], [3, 4]], max_new_tokens=3, ignore_eos=True, sampling=[Sampling(processors=(processor,)), Sampling()]
+    )
     assert output.finish == ["error", "length"]
     assert re.search(message, output.errors[0] or "") and output.errors[1] is None

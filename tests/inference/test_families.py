@@ -21,8 +21,16 @@ from inference.request import ends_of, pads_of
 from tests.tiny import continued, near
 
 CONTEXT = 24
-PROMPTS = [[3, 5, 7, 3, 5], [1], [2, 9, 4, 4, 0, 4, 31, 8, 1, 2, 3, 9, 9], [7, 7], [30, 1, 2],
-           [4, 0, 4, 0, 4, 0, 4, 0, 4, 0], [12, 13, 14, 15, 16, 17, 18], [9, 8, 7, 6, 5, 4]]  # fmt: skip
+PROMPTS = [
+    [3, 5, 7, 3, 5],
+    [1],
+    [2, 9, 4, 4, 0, 4, 31, 8, 1, 2, 3, 9, 9],
+    [7, 7],
+    [30, 1, 2],
+    [4, 0, 4, 0, 4, 0, 4, 0, 4, 0],
+    [12, 13, 14, 15, 16, 17, 18],
+    [9, 8, 7, 6, 5, 4],
+]
 
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 COMMON = {
@@ -46,26 +54,74 @@ GPT = {
     "initializer_range": 0.6,
     **IDS,
 }
-OPT = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-       "max_position_embeddings": CONTEXT, "word_embed_proj_dim": 16, "init_std": 0.6, **IDS}  # fmt: skip
-LONG = {"max_position_embeddings": 96, "original_max_position_embeddings": CONTEXT, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}}  # fmt: skip
+OPT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "word_embed_proj_dim": 16,
+    "init_std": 0.6,
+    **IDS,
+}
+LONG = {
+    "max_position_embeddings": 96,
+    "original_max_position_embeddings": CONTEXT,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [9.0] * 4,
+    },
+}
 
 WINDOW = {**GROUPED, "sliding_window": 8}
 MIXED = {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 # kernels of experts side by side are for 32 bits and fewer
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-LLAMA4 = {**HEADS, **EXPERTS, "intermediate_size_mlp": 16, "no_rope_layers": [1, 0], "floor_scale": CONTEXT + 1,
-          "attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}  # fmt: skip
+LLAMA4 = {
+    **HEADS,
+    **EXPERTS,
+    "intermediate_size_mlp": 16,
+    "no_rope_layers": [1, 0],
+    "floor_scale": CONTEXT + 1,
+    "attention_chunk_size": 8,
+    "layer_types": ["chunked_attention", "full_attention"],
+}
 GEMMA4 = {**MIXED, "global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32}
 SHARED = {"num_hidden_layers": 4, "layer_types": 2 * MIXED["layer_types"], "num_kv_shared_layers": 2}
 # its config has no pad_token_id
-CODEGEN = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 4,
-           "initializer_range": 0.6, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-SPEECH = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-          "decoder_attention_heads": 2, "input_feat_per_channel": 6, "conv_channels": 16}  # fmt: skip
-MPT = {**IDS, "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": CONTEXT + 1,
-       "initializer_range": 0.6}  # fmt: skip
+CODEGEN = {
+    "vocab_size": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "rotary_dim": 4,
+    "initializer_range": 0.6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SPEECH = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "input_feat_per_channel": 6,
+    "conv_channels": 16,
+}
+MPT = {
+    **IDS,
+    "vocab_size": 32,
+    "d_model": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "max_seq_len": CONTEXT + 1,
+    "initializer_range": 0.6,
+}
 
 SUPPORTED = [
     ("Llama", GROUPED),
@@ -117,7 +173,7 @@ REFUSED = [
             "attention_types": [[["global", "local"], 1]],
         },
         "local",
-    ),  # fmt: skip
+    ),
     ("Bloom", {**IDS, "vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "ALiBi .* 2-d"),
     ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),

@@ -55,8 +55,12 @@ def modules_of(proposer: Any) -> Iterator[nn.Module]:
             yield from modules_of(part)
 
 
-SETTINGS = {"one temperature": Sampling(0.8), "greedy": Sampling(0.0), "cuts": gpu_counts.CUTS,
-            "temperatures": gpu_counts.MIXED}  # fmt: skip
+SETTINGS = {
+    "one temperature": Sampling(0.8),
+    "greedy": Sampling(0.0),
+    "cuts": gpu_counts.CUTS,
+    "temperatures": gpu_counts.MIXED,
+}
 
 
 @pytest.mark.gpu

@@ -13,8 +13,11 @@ from tests.reference import grid, spoken
 from tests.tiny import tiny
 
 ENDS, PLAIN = [9, 6, 1], Sampling(0.75)
-MIXED = [one for number, odd in enumerate(grid(9, seed=8)) for one in
-         (replace(odd, stop=("b.c", "f") if number % 3 == 0 else ()), PLAIN)]  # fmt: skip
+MIXED = [
+    one
+    for number, odd in enumerate(grid(9, seed=8))
+    for one in (replace(odd, stop=("b.c", "f") if number % 3 == 0 else ()), PLAIN)
+]
 PROMPTS = [[1 + i % 7, 2 + i % 5, 3 + i % 11][: 1 + i % 3] for i in range(len(MIXED))]
 LIMITS = [4 + 3 * i % 8 for i in range(len(MIXED))]
 IDS = list(range(100, 100 + len(MIXED)))

@@ -35,8 +35,14 @@ def byte_fallback() -> Tokenizer:
     return model
 
 
-STREAMS = ["\U0001f389" * 200, "\ud55c\uad6d\uc5b4" * 80, "a\U0001f389\ud55c \u00e9" * 60, "aaa a " * 80,
-           "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 30, "\ufffd" * 3 + "a" * 99]  # fmt: skip
+STREAMS = [
+    "\U0001f389" * 200,
+    "\ud55c\uad6d\uc5b4" * 80,
+    "a\U0001f389\ud55c \u00e9" * 60,
+    "aaa a " * 80,
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 30,
+    "\ufffd" * 3 + "a" * 99,
+]
 
 
 @pytest.mark.parametrize("make", [across_characters, byte_fallback])
@@ -65,13 +71,21 @@ PIECES = ["\u2581", "\u2581a", "a", "\u2581\u2581", "b\u2581", "\u2581\u00e9", "
 DECODERS: dict[str, tuple[Any, list[str]]] = {
     "Metaspace": (decoders.Metaspace(), PIECES),
     "Metaspace, never prepended": (decoders.Metaspace(prepend_scheme="never"), PIECES),
-    "Llama": (decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                 decoders.Strip(" ", 1, 0)]), PIECES + BYTES),
-    "Strip first": (decoders.Sequence([decoders.Strip("\u2581", 1, 0), decoders.Replace("\u2581", " "),
-                                       decoders.ByteFallback(), decoders.Fuse()]), [*PIECES[2:3], *PIECES[5:], *BYTES]),
+    "Llama": (
+        decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+        PIECES + BYTES,
+    ),
+    "Strip first": (
+        decoders.Sequence(
+            [decoders.Strip("\u2581", 1, 0), decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        ),
+        [*PIECES[2:3], *PIECES[5:], *BYTES],
+    ),
     "WordPiece": (decoders.WordPiece(), ["do", "##ing", "##s", "##", "a", ".", "n't", "'"]),
     "byte-level": (decoders.ByteLevel(), [*bytes_to_unicode().values()]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -112,8 +112,12 @@ def test_the_answer_that_an_assistant_began_is_continued(engine: Engine, tokeniz
 def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
     wanted = tokens(engine, TEXTS[:1])
     assert tokens(engine, tokenizer(TEXTS[0])) == tokens(engine, tokenizer(TEXTS[0], return_tensors="pt")) == wanted
-    for prompt in (TEXTS[0], tokenizer(TEXTS[0]), tokenizer(TEXTS[0], return_tensors="pt"), torch.tensor(
-        tokenizer(TEXTS[0])["input_ids"])):  # fmt: skip
+    for prompt in (
+        TEXTS[0],
+        tokenizer(TEXTS[0]),
+        tokenizer(TEXTS[0], return_tensors="pt"),
+        torch.tensor(tokenizer(TEXTS[0])["input_ids"]),
+    ):
         events = engine.stream(prompt, max_new_tokens=6, sampling=COLD)
         assert [token for event in events for token in event.ids] == wanted[0]
 
@@ -145,7 +149,7 @@ def test_one_output_of_one_text_is_one_prompt(engine: Engine, tokenizer: PreTrai
         ([{"input_ids": [[1], [2]]}], "prompt 0: 2 rows"),
         ([[]], "prompt 0: the prompt is empty"),
     ],
-)  # fmt: skip
+)
 def test_other_prompts_are_rejected_by_name_before_anything_runs(
     engine: Engine, prompts: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,9 +233,18 @@ def test_a_model_is_neither_moved_nor_cast() -> None:
 
 
 def test_settings_of_a_generation_config() -> None:
-    config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
-                              bad_words_ids=[[1, 2]], min_new_tokens=3, stop_strings=["x"], suppress_tokens=[4, 5],
-                              begin_suppress_tokens=[6])  # fmt: skip
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        bad_words_ids=[[1, 2]],
+        min_new_tokens=3,
+        stop_strings=["x"],
+        suppress_tokens=[4, 5],
+        begin_suppress_tokens=[6],
+    )
     assert Sampling.of(config) == Sampling(
         0.7,
         50,

@@ -13,10 +13,19 @@ from inference.verify.rules import RULES
 
 V = 16
 ALONE: dict[str, Any] = {
-    "temperature": 0.5, "top_k": 2, "top_p": 0.4, "min_p": 0.4, "repetition_penalty": 1.7, "presence_penalty": 1.5,
-    "frequency_penalty": 1.5, "logit_bias": {3: 2.5}, "banned": ((4,), (2, 5)), "min_new_tokens": 9, "stop_ids": (6,),
+    "temperature": 0.5,
+    "top_k": 2,
+    "top_p": 0.4,
+    "min_p": 0.4,
+    "repetition_penalty": 1.7,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "logit_bias": {3: 2.5},
+    "banned": ((4,), (2, 5)),
+    "min_new_tokens": 9,
+    "stop_ids": (6,),
     "banned_first": (3, 8),
-}  # fmt: skip
+}
 TOGETHER = {"min_new_tokens": {"stop_ids": (6,)}}  # what a setting needs to take effect
 ENDS_AND_CODE = {"stop", "stop_ids", "processors"}
 

@@ -116,8 +116,9 @@ def test_padded_vocabulary_rows_have_no_mass_on_either_side(padded, tokenizer):
     cut = near(padded, noise=0)
     cut.resize_token_embeddings(len(tokenizer))
     run = {"prompts": ["the cat", "on"], "max_new_tokens": 30, "ignore_eos": True}
-    whole = Engine(padded, verify="coupled").generate([tokenizer(t)["input_ids"] for t in run["prompts"]],
-                                                      max_new_tokens=30, ignore_eos=True)  # fmt: skip
+    whole = Engine(padded, verify="coupled").generate(
+        [tokenizer(t)["input_ids"] for t in run["prompts"]], max_new_tokens=30, ignore_eos=True
+    )
     assert max(map(max, whole.tokens)) >= len(tokenizer), "no mass to take away"
     wanted = Engine(cut, verify="coupled", tokenizer=tokenizer).generate(**run)
     for rule in ("coupled", "token"):

@@ -18,9 +18,9 @@ WAYS = ("end", "stop_ids", "stop", "limit")
 @pytest.fixture(scope="module")
 def text() -> list[int]:
     """What the target says without an end, all tokens at temperature 0."""
-    (tokens,) = Engine(target(None)).generate(
-        PROMPT, max_new_tokens=LENGTH, sampling=Sampling(0.0), ignore_eos=True
-    ).tokens  # fmt: skip
+    (tokens,) = (
+        Engine(target(None)).generate(PROMPT, max_new_tokens=LENGTH, sampling=Sampling(0.0), ignore_eos=True).tokens
+    )
     return tokens
 
 

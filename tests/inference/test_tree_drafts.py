@@ -70,8 +70,9 @@ def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> N
 def test_accepted_paths_at_the_end_of_the_context() -> None:
     """The accepted child of the last level was never read by the draft: it has no slot there."""
     target = tiny(positions=24)
-    engine = Engine(target, Independent(target, shape=(-1, -1, -1, -1, 0, 1, 2, 3)), verify="tree", policy=Fixed(2),
-                    rows=1)  # fmt: skip
+    engine = Engine(
+        target, Independent(target, shape=(-1, -1, -1, -1, 0, 1, 2, 3)), verify="tree", policy=Fixed(2), rows=1
+    )
     out = engine.generate([[3, 5]], max_new_tokens=22, sampling=Sampling(0))
     assert out.tokens == Engine(target, rows=1).generate([[3, 5]], max_new_tokens=22, sampling=Sampling(0)).tokens
     assert out.stats.target_calls == 8
@@ -122,8 +123,9 @@ def test_each_seed_draws_other_children_to_reject(rule: str) -> None:
 def test_tokens_past_the_end_are_never_accepted() -> None:
     x, inside = torch.tensor([[4, 0]]), torch.tensor([[True, False]])
     offered = {0: torch.tensor([[4, 1]]), 1: torch.tensor([[0]])}
-    reach = reach_along(torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"],
-                        True, 0)  # fmt: skip
+    reach = reach_along(
+        torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"], True, 0
+    )
     assert reach is not None and reach.tolist() == [[1, 1, 0]]
 
 

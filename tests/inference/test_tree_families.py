@@ -13,8 +13,20 @@ from inference.policy import Fixed
 from tests.inference import test_families as families
 from tests.kinds import KINDS
 
-TWELVE = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3", "GPT2", "GPTNeoX", "OPT", "StableLm",
-          "Olmo2"]  # fmt: skip
+TWELVE = [
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Gemma2",
+    "Gemma3Text",
+    "Phi3",
+    "GPT2",
+    "GPTNeoX",
+    "OPT",
+    "StableLm",
+    "Olmo2",
+]
 SETTINGS = {name: settings for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING]}
 PROMPTS = [[3, 5, 7, 3, 5], [7, 7], [1], [12, 13, 14, 15, 16, 17, 18]]
 SHAPE = (-1, -1, 0, 1, 0)

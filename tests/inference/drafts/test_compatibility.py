@@ -14,10 +14,16 @@ from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
 
 
-@pytest.mark.parametrize("change", [
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"hidden_act": "gelu"},
-    {"max_position_embeddings": 128}, {"tie_word_embeddings": True}, {"num_key_value_heads": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"hidden_act": "gelu"},
+        {"max_position_embeddings": 128},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 2},
+    ],
+)
 def test_a_target_that_computes_otherwise_is_another(change: dict[str, Any]) -> None:
     """With the very tensors that the draft was made for: whoever serves it there is warned, or refused."""
     config, other = tiny().config, tiny().config

@@ -73,8 +73,12 @@ class TestReading:
         core = json.loads(words.backend_tokenizer.to_str())
         assert split_name(core) == cuts
         pieces = [piece for piece, _ in words.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 12345 days")]
-        numbers = {"gpt-2": ["Ġ12345"], "smollm": ["1", "2", "3", "4", "5"], "qwen2": ["1", "2", "3", "4", "5"],
-                   "llama-bpe": ["123", "45"]}  # fmt: skip
+        numbers = {
+            "gpt-2": ["Ġ12345"],
+            "smollm": ["1", "2", "3", "4", "5"],
+            "qwen2": ["1", "2", "3", "4", "5"],
+            "llama-bpe": ["123", "45"],
+        }
         assert [piece for piece in pieces if any(one.isdigit() for one in piece)] == numbers[cuts]
         assert core["model"].get("ignore_merges", False) == (cuts == "llama-bpe")
 

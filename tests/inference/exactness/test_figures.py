@@ -47,8 +47,10 @@ def known() -> tuple[Figures, Emitted]:
     near_p, near_q = torch.zeros(2, 6, dtype=torch.bool), torch.zeros(2, 6, dtype=torch.bool)
     near_p[0, 0] = near_p[0, 2] = near_q[0, 3] = near_q[0, 4] = near_q[1, 3] = True
     counts = [Counts(6, 3, [2, 1], [1, 1], [2, 1], [0, 3, 5]), Counts(4, 3, [2], [1], [2], [0, 1, 2])]
-    return (Figures(logp, logq, alpha, near_p, near_q, k, lengths),
-            Emitted([[1], [2]], [0, 1], [[1] * 6, [1] * 4], counts))  # fmt: skip
+    return (
+        Figures(logp, logq, alpha, near_p, near_q, k, lengths),
+        Emitted([[1], [2]], [0, 1], [[1] * 6, [1] * 4], counts),
+    )
 
 
 def test_calls_are_those_that_texts_must_cost() -> None:

@@ -76,9 +76,9 @@ def test_blocks_of_any_length_give_the_same_logits(name: str, monkeypatch: pytes
         monkeypatch.setattr(module, "CELLS", length * 32)
         blocks = list(whole_texts(model, prompts, texts, SETTINGS[name], 32))
         assert len(blocks) == sum(-(-len(text) // length) for text in texts)
-        by_length.append([
-            torch.cat([block.logits[0] for block in blocks if block.rows == [row]]) for row in range(len(texts))
-        ])  # fmt: skip
+        by_length.append(
+            [torch.cat([block.logits[0] for block in blocks if block.rows == [row]]) for row in range(len(texts))]
+        )
     for other in by_length[1:]:
         for ours, whole in zip(other, by_length[0], strict=True):
             torch.testing.assert_close(ours, whole)

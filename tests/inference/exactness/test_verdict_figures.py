@@ -35,9 +35,14 @@ FAILING: dict[str, list[Any]] = {
     "calls": [replace(CALLS, measured=120), replace(CALLS, measured=78), replace(CALLS, rare=14)],
     "depth": [replace(DEPTH, chance=0.0013)],
     "logits": [replace(LOGITS, one=0.31), replace(LOGITS, many=0.31), replace(LOGITS, worst=0.61)],
-    "surprise": [replace(SURPRISE, z=5.1), replace(SURPRISE, z=-5.1), replace(SURPRISE, place_z=5.1),
-                 replace(SURPRISE, place_z=-5.1), replace(SURPRISE, impossible=21)],
-}  # fmt: skip
+    "surprise": [
+        replace(SURPRISE, z=5.1),
+        replace(SURPRISE, z=-5.1),
+        replace(SURPRISE, place_z=5.1),
+        replace(SURPRISE, place_z=-5.1),
+        replace(SURPRISE, impossible=21),
+    ],
+}
 
 
 def test_each_figure_beyond_its_limit_fails_its_check_and_the_verdict() -> None:

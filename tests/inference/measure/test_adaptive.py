@@ -59,9 +59,15 @@ def test_enough_means_a_narrow_interval_over_enough_batches(
 
     each = [[n] for n in range(prompts)]
     _, reached = until_known(
-        alternating(seconds), each, 1, ("ours", "plain"), Wanted(least, 1e-6, until), clock=lambda: now[0],
-        say=lambda done, near: counts.append(done), turned=turned,
-    )  # fmt: skip
+        alternating(seconds),
+        each,
+        1,
+        ("ours", "plain"),
+        Wanted(least, 1e-6, until),
+        clock=lambda: now[0],
+        say=lambda done, near: counts.append(done),
+        turned=turned,
+    )
     assert reached.enough == enough and reached.batches == min(batches, prompts)
     assert counts == [
         n for n in (8, 10, 12, 15, 18, 22, 27) if least <= n <= reached.runs

@@ -169,8 +169,12 @@ def test_no_draft_length_is_extrapolated_to_less_than_no_time(
     pair: Any, seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However noisy the two lengths that were timed, alone or in real rounds."""
-    monkeypatch.setattr("inference.measure.costs.interleaved", lambda tasks, *_: {
-        key: dict(zip((("draft", 2), ("draft", 8)), seconds, strict=True)).get(key, 1.0) for key in tasks})  # fmt: skip
+    monkeypatch.setattr(
+        "inference.measure.costs.interleaved",
+        lambda tasks, *_: {
+            key: dict(zip((("draft", 2), ("draft", 8)), seconds, strict=True)).get(key, 1.0) for key in tasks
+        },
+    )
     alone = measure_costs(LM(pair[0], 1), Independent(pair[1]), 20, context=10)
     real = {k: RealRound(one, 1.0, 1.0) for k, one in zip((2, 8), seconds, strict=True)} | {0: RealRound(0.0, 1.0, 1.0)}
     for costs in (alone, calibrated(alone, real)):

@@ -17,9 +17,7 @@ def test_a_gate_has_the_measured_cost_of_one_column(monkeypatch: pytest.MonkeyPa
     spent = {0: RealRound(0.0, 1.0, 0.25), 4: RealRound(0.5, 1.5, 0.375)}
     monkeypatch.setattr(gating, "of_stats", lambda _, k: spent[k])
     drafting = Engine(tiny(), Independent(near(tiny())), policy=Fixed(4))
-    result = gating.calibrate(
-        drafting, Engine(tiny()), Retrieval(), [[3, 5], [7]], sampling=Sampling(), new_tokens=8
-    )  # fmt: skip
+    result = gating.calibrate(drafting, Engine(tiny()), Retrieval(), [[3, 5], [7]], sampling=Sampling(), new_tokens=8)
     assert (result.step, result.column) == pytest.approx((0.1, 0.125))  # of a plain step of 1.25 s
 
 

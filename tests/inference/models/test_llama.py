@@ -17,19 +17,40 @@ from inference.models.pretrained import quantisation_of
 from tests.tiny import tiny
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.4,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
 FAMILIES = [
-    ("Llama", {}), ("Llama", {"attention_bias": True, "mlp_bias": True}), ("Llama", {"tie_word_embeddings": True}),
-    ("Llama", {"rope_parameters": YARN}), ("Llama", {"rope_parameters": LLAMA3}),
-    ("Mistral", {"sliding_window": None}), ("Qwen2", {}), ("Qwen3", {}), ("Llama", {"num_key_value_heads": 4}),
-]  # fmt: skip
+    ("Llama", {}),
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Llama", {"tie_word_embeddings": True}),
+    ("Llama", {"rope_parameters": YARN}),
+    ("Llama", {"rope_parameters": LLAMA3}),
+    ("Mistral", {"sliding_window": None}),
+    ("Qwen2", {}),
+    ("Qwen3", {}),
+    ("Llama", {"num_key_value_heads": 4}),
+]
 
 
 def build(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.float64):

@@ -26,8 +26,10 @@ BIASED: dict[str, Any] = WIDE | {"attention_bias": True, "mlp_bias": True}
 PROMPTS = [[1, 2, 3, 4], [4, 5]]
 REGIME: dict[str, Any] = {"max_new_tokens": 16, "seed": 5, "ignore_eos": True}
 FEATURES: dict[str, tuple[Any, Any]] = {
-    "eagle": (kinds.eagle, Eagle), "p_eagle": (kinds.p_eagle, PEagle), "block": (kinds.block, Block)
-}  # fmt: skip
+    "eagle": (kinds.eagle, Eagle),
+    "p_eagle": (kinds.p_eagle, PEagle),
+    "block": (kinds.block, Block),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -324,8 +324,11 @@ def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
     model = tiny(dtype=dtype)
     with torch.no_grad():
         for compare, change in (
-            (Probe.logits, logits), (Probe.states, last_states), (Probe.states, first_states), (Probe.trees, logits),
-        ):  # fmt: skip
+            (Probe.logits, logits),
+            (Probe.states, last_states),
+            (Probe.states, first_states),
+            (Probe.trees, logits),
+        ):
             assert compare(Probe(model, 256), lambda c: Lean(model, c)).agrees
             spoilt = wrong(row, change)
             result = compare(Probe(model, 256), lambda c, spoilt=spoilt: spoilt(model, c))  # type: ignore[misc]

@@ -59,12 +59,35 @@ def test_sizes_that_no_head_has_raise() -> None:
     with pytest.raises(ValueError, match="head_rank: 13 is not from 1 to 12"):
         projection(12, 40, 13)
     for config, message in (
-        (PhiConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                   pad_token_id=None, bos_token_id=None, eos_token_id=None), "its head has a bias"),
-        (Gemma2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                      num_key_value_heads=1, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None),
-         "it caps its logits"),
-    ):  # fmt: skip
+        (
+            PhiConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                pad_token_id=None,
+                bos_token_id=None,
+                eos_token_id=None,
+            ),
+            "its head has a bias",
+        ),
+        (
+            Gemma2Config(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                pad_token_id=None,
+                bos_token_id=None,
+                eos_token_id=None,
+            ),
+            "it caps its logits",
+        ),
+    ):
         network = AutoModelForCausalLM.from_config(config)
         network.config.update({VOCABULARY: 8})
         with pytest.raises(ValueError, match=message):
@@ -165,9 +188,12 @@ def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pyt
     """As from its folder, and with its settings of generation: a small head of every form, a Markov head, and a plain
     model."""
     target = tiny(dtype=torch.float32)
-    forms = {"pruned": kinds.small(near(target, 0.2), 16), "low": kinds.small(near(target, 0.2), rank=5),
-             "markov": kinds.chained(kinds.small(kinds.masked(target, 0.2), 16, 5)),
-             "plain": near(target, 0.2)}  # fmt: skip
+    forms = {
+        "pruned": kinds.small(near(target, 0.2), 16),
+        "low": kinds.small(near(target, 0.2), rank=5),
+        "markov": kinds.chained(kinds.small(kinds.masked(target, 0.2), 16, 5)),
+        "plain": near(target, 0.2),
+    }
     for name, network in forms.items():
         network.generation_config.eos_token_id = [5, 7]
         network.save_pretrained(tmp_path / name)

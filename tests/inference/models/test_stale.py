@@ -152,9 +152,23 @@ def views(monkeypatch):
     monkeypatch.setattr(packing, "can_pack", lambda model: False)
 
 
-WAYS = [adapted, lambda model: merged(model), given_data, given_a_parameter, written_behind_torch, written, added,
-        one_value_behind_torch, given_a_layer, hooked, hooked_before, given_a_forward, given_a_buffer, widened,
-        at_training]  # fmt: skip
+WAYS = [
+    adapted,
+    lambda model: merged(model),
+    given_data,
+    given_a_parameter,
+    written_behind_torch,
+    written,
+    added,
+    one_value_behind_torch,
+    given_a_layer,
+    hooked,
+    hooked_before,
+    given_a_forward,
+    given_a_buffer,
+    widened,
+    at_training,
+]
 NAMES = [way.__name__.replace("<lambda>", "merged") for way in WAYS]
 REGIME = {"max_new_tokens": 12, "sampling": Sampling(0.8), "seed": 5, "ignore_eos": True}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]

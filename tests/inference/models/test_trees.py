@@ -108,8 +108,24 @@ def test_in_few_operations_and_in_transformers_own_forward() -> None:
         check(LM(model, 3, stock=stock), LM(model, 3, stock=True), [PARENTS] * 3, Tree(PARENTS), 1e-6)
 
 
-NAMED = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3", "GPT2", "GPTNeoX", "OPT", "StableLm",
-         "Olmo2", "Cohere2", "Gemma4Text", "Llama4Text", "Mpt"}  # fmt: skip
+NAMED = {
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Gemma2",
+    "Gemma3Text",
+    "Phi3",
+    "GPT2",
+    "GPTNeoX",
+    "OPT",
+    "StableLm",
+    "Olmo2",
+    "Cohere2",
+    "Gemma4Text",
+    "Llama4Text",
+    "Mpt",
+}
 EVERY = [(name, settings) for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING] if name in NAMED]
 
 

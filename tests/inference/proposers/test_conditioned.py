@@ -144,8 +144,9 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
         engine = Engine(target, Conditioned(network, compile=compile), policy=Fixed(3), rows=2, compile=compile)
         outputs = []
         for t in (1.0, 0.7, 0.85, 1.0):
-            out = engine.generate(PROMPTS[:2], max_new_tokens=16, sampling=Sampling(t, top_k=cut), seed=3, ids=range(2),
-                                  ignore_eos=True)  # fmt: skip
+            out = engine.generate(
+                PROMPTS[:2], max_new_tokens=16, sampling=Sampling(t, top_k=cut), seed=3, ids=range(2), ignore_eos=True
+            )
             outputs.append((out.tokens, out.stats.accepted))
             if len(outputs) == 3:
                 with torch.no_grad():

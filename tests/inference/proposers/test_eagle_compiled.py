@@ -133,8 +133,12 @@ def test_pairs_that_wait_are_read(calls: list[int], every: int) -> None:
 def test_rounds_are_compiled_with_the_target(calls: list[int]) -> None:
     """compile=None; p_eagle and block drafts run as they are."""
     target = tiny()
-    for kind, compile, wanted in (("eagle", True, True), ("eagle", False, False), ("p_eagle", True, False),
-                                  ("block", True, False)):  # fmt: skip
+    for kind, compile, wanted in (
+        ("eagle", True, True),
+        ("eagle", False, False),
+        ("p_eagle", True, False),
+        ("block", True, False),
+    ):
         calls.clear()
         proposer = kinds.KINDS[kind].proposer(target)
         Engine(target, proposer, rows=1, policy=Fixed(2), compile=compile).generate([[1, 2, 3]], max_new_tokens=6)
@@ -277,12 +281,14 @@ def test_what_is_compiled_is_of_its_temperature_vocabulary_and_target(calls: lis
     for target, tokenizer, temperature in ((0, None, 0.8), (0, None, 0), (0, words, 0.8), (1, None, 0.8)):
         compiled, single = (
             Engine(
-                targets[target], Eagle(network, compile=compile), rows=1, policy=Fixed(3), compile=False,
+                targets[target],
+                Eagle(network, compile=compile),
+                rows=1,
+                policy=Fixed(3),
+                compile=False,
                 tokenizer=tokenizer,  # type: ignore[arg-type]
-            ).generate(
-                [[1, 2, 3, 4]], max_new_tokens=24, sampling=Sampling(temperature), seed=1, ignore_eos=True
-            )
+            ).generate([[1, 2, 3, 4]], max_new_tokens=24, sampling=Sampling(temperature), seed=1, ignore_eos=True)
             for compile in (True, False)
-        )  # fmt: skip
+        )
         assert compiled.tokens == single.tokens and compiled.stats.accepted == single.stats.accepted
     assert set(calls) == {3}

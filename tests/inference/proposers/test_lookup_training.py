@@ -31,8 +31,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(place: Path) -> Path:
     where = place / "store"
-    assert main(["datastore", f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={where}",
-                 "overwrite=true"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "datastore",
+                f"target.path={place / 'target'}",
+                f"data.path={place / 'own.jsonl'}",
+                f"output={where}",
+                "overwrite=true",
+            ]
+        )
+        == 0
+    )
     return where
 
 

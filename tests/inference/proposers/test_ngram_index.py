@@ -25,8 +25,9 @@ def test_a_growing_index_gives_what_a_search_gives(max_n: int) -> None:
         text = [0]
         seen = NGramIndex(text, max_n)
         while len(text) < 120:
-            text += torch.randint(alphabet, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
-                                  ).tolist()  # fmt: skip
+            text += torch.randint(
+                alphabet, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
+            ).tolist()
             assert seen.look_up(4) == slow_look_up(text, 4, max_n) == NGram(max_n).look_up(text, 4)
 
 

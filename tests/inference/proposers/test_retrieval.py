@@ -77,13 +77,20 @@ def test_a_suffix_array_sorts_by_its_depth_then_by_position(depth: int) -> None:
 def continuation(corpus: list[list[int]], text: list[int], k: int, depth: int) -> tuple[int, int, list[int]]:
     """Length, occurrences and drafts by brute force."""
     for length in range(min(len(text), depth), 0, -1):
-        places = [(one, end) for one in corpus for end in range(length, len(one) + 1)
-                  if one[end - length : end] == text[-length:]]  # fmt: skip
+        places = [
+            (one, end)
+            for one in corpus
+            for end in range(length, len(one) + 1)
+            if one[end - length : end] == text[-length:]
+        ]
         if places:
             drafts: list[int] = []
             for _ in range(k):
-                following = [one[end + len(drafts)] for one, end in places
-                             if len(one) > end + len(drafts) and one[end : end + len(drafts)] == drafts]  # fmt: skip
+                following = [
+                    one[end + len(drafts)]
+                    for one, end in places
+                    if len(one) > end + len(drafts) and one[end : end + len(drafts)] == drafts
+                ]
                 if not following:
                     break
                 drafts.append(min(set(following), key=lambda token: (-following.count(token), token)))

@@ -133,8 +133,14 @@ def two_levels(target: Any, **settings: Any) -> TwoLevels:
 
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2)]
-MIXED = [Sampling(0.8), Sampling(1.1, top_k=5), Sampling(0), Sampling(0.9, repetition_penalty=1.2), Sampling(1.0),
-         Sampling(0.7, frequency_penalty=0.3, banned=((3,),))]  # fmt: skip
+MIXED = [
+    Sampling(0.8),
+    Sampling(1.1, top_k=5),
+    Sampling(0),
+    Sampling(0.9, repetition_penalty=1.2),
+    Sampling(1.0),
+    Sampling(0.7, frequency_penalty=0.3, banned=((3,),)),
+]
 
 
 @pytest.mark.thorough

@@ -75,8 +75,10 @@ def test_p_and_q_are_those_of_drafting_and_verification(rule: str) -> None:
         if ids:
             at = torch.arange(len(ids))
             with torch.no_grad():
-                p, q = (model(torch.tensor([text + ids])).logits[0, len(text) - 1 :].div(0.8).softmax(-1)[at, ids]
-                        for model in (TARGET, DRAFT))  # fmt: skip
+                p, q = (
+                    model(torch.tensor([text + ids])).logits[0, len(text) - 1 :].div(0.8).softmax(-1)[at, ids]
+                    for model in (TARGET, DRAFT)
+                )
             for name, probs in (("p", p), ("q", q), ("ratio", p / q)):
                 assert [draft[name] for draft in row["drafts"]] == pytest.approx(probs.tolist(), rel=1e-9)
         text += emitted(row)
@@ -138,8 +140,12 @@ def test_nodes_of_a_tree_are_rejected_before_an_accepted_sibling_and_at_the_end_
         assert [draft["parent"] for draft in one["drafts"]] == parents
         assert [draft["p"] for draft in one["drafts"]] == [float(p[0, on + 1, 10 + i]) for i, on in enumerate(parents)]
         assert [draft["u"] for draft in one["drafts"]] == [float(number) for number in u[0]]
-    assert states == {(1, 3, 5): ("raraua", "bonus"), (1,): ("rarrru", "corrected"),
-                      (): ("rruuuu", "corrected"), (1, 3): ("raraur", "corrected")}  # fmt: skip
+    assert states == {
+        (1, 3, 5): ("raraua", "bonus"),
+        (1,): ("rarrru", "corrected"),
+        (): ("rruuuu", "corrected"),
+        (1, 3): ("raraur", "corrected"),
+    }
 
 
 def test_texts_are_pieces_of_the_whole_text() -> None:
@@ -165,11 +171,15 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
         (lambda one: one["rounds"][0][0]["drafts"][1].update(parent=1), "parent is 1: it must be -1 or an earlier"),
         (lambda one: one["rounds"][0][0]["drafts"][0].update(state="won"), "state is 'won'"),
         (lambda one: one["rounds"][0][0]["last"].update(kind="won"), "kind is 'won'"),
-        (lambda one: [draft.update(state=state) for draft, state in
-                      zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)],
-         "is accepted, but its parent, draft 0, is refused"),
+        (
+            lambda one: [
+                draft.update(state=state)
+                for draft, state in zip(one["rounds"][0][0]["drafts"], ("refused", "accepted"), strict=False)
+            ],
+            "is accepted, but its parent, draft 0, is refused",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_record_is_an_error(change: Any, message: str) -> None:
     replay = deepcopy(recorded()[0])
     change(replay)
@@ -191,8 +201,16 @@ def test_the_recorded_texts_are_drafted_and_sampled_as_those_that_were_timed(tre
     bench: Any = SimpleNamespace(new_tokens=40, seed=5)
     nothing: Any = None
     target: Any = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
-    plan = Known(target, nothing, nothing, SAMPLING, "block", bench, ("target", "draft"),
-                 given=Prompts(((1, 2),), ((3, 4), (5, 6)), "own"))  # fmt: skip
+    plan = Known(
+        target,
+        nothing,
+        nothing,
+        SAMPLING,
+        "block",
+        bench,
+        ("target", "draft"),
+        given=Prompts(((1, 2),), ((3, 4), (5, 6)), "own"),
+    )
     extra = {"planned_k": 3, "planned_shape": tree, "planned_rule": "tree", "planned_likeliest": False}
     measurement.recorded(plan, extra)
     assert (request["sampling"], request["seed"], request["max_new_tokens"]) == (SAMPLING, 5, 40)

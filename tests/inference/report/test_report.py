@@ -141,9 +141,17 @@ def test_figures_of_a_report_are_those_of_the_timing() -> None:
         fewer, decode = sum(one.decode_tokens or 0 for one in results), sum(one.decode_seconds for one in results)
         counted = [one.stats for one in results if one.stats]
         emitted, calls = sum(one.tokens for one in counted), sum(one.target_calls for one in counted)
-        wanted = {"tokens": tokens, "seconds": seconds, "speed": tokens / seconds, "decode_tokens": fewer,
-                  "decode_seconds": decode, "decode_speed": fewer / decode, "tau": emitted / calls,
-                  "target_calls": calls, "rounds": sum(one.times["target"] for one in counted)}  # fmt: skip
+        wanted = {
+            "tokens": tokens,
+            "seconds": seconds,
+            "speed": tokens / seconds,
+            "decode_tokens": fewer,
+            "decode_seconds": decode,
+            "decode_speed": fewer / decode,
+            "tau": emitted / calls,
+            "target_calls": calls,
+            "rounds": sum(one.times["target"] for one in counted),
+        }
         arm = built["arms"][name]
         assert {key: arm[key] for key in wanted} == pytest.approx(wanted)
         for phase in PHASES:

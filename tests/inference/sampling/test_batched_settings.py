@@ -21,9 +21,18 @@ CPU, NOISE = torch.device("cpu"), Uniforms(0, torch.device("cpu"))
 SMALL, ENDS = 10, frozenset({3, 4})  # a vocabulary in which settings meet, and two end tokens
 
 V = 24
-REGIMES = [Sampling(0), Sampling(), Sampling(0.7), Sampling(1.3, top_k=5), Sampling(0.9, top_p=0.8),
-           Sampling(0, top_k=3), Sampling(top_k=7, top_p=0.6, min_p=0.05), Sampling(min_p=0.2),
-           Sampling(top_k=V + 9), Sampling(top_k=1)]  # fmt: skip
+REGIMES = [
+    Sampling(0),
+    Sampling(),
+    Sampling(0.7),
+    Sampling(1.3, top_k=5),
+    Sampling(0.9, top_p=0.8),
+    Sampling(0, top_k=3),
+    Sampling(top_k=7, top_p=0.6, min_p=0.05),
+    Sampling(min_p=0.2),
+    Sampling(top_k=V + 9),
+    Sampling(top_k=1),
+]
 
 
 def requests(settings: list[Sampling], seed: int = 0) -> list[Request]:
@@ -93,7 +102,8 @@ def test_rows_that_differ_in_one_setting_alone(name: str) -> None:
         rows = requests([replace(one, **{name: value}) for value in CHOICES[name]])
         logits = random_logits(len(rows), 1)
         got = DecodingRound(rows, [0] * len(rows), RULES["token"], NOISE, SMALL, CPU).target_probs(
-            logits, torch.empty(len(rows), 0, dtype=torch.int64), [0] * len(rows))  # fmt: skip
+            logits, torch.empty(len(rows), 0, dtype=torch.int64), [0] * len(rows)
+        )
         for row, here, p in zip(rows, logits[:, 0], got[:, 0], strict=True):
             torch.testing.assert_close(p, wanted(here, row, []), rtol=0, atol=1e-12, equal_nan=True)
 

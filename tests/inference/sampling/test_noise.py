@@ -89,8 +89,16 @@ def test_gumbel_noise_is_finite_and_gumbel():
 def test_numbers_of_the_table_are_those_of_each_round():
     """Rows come, go and move on at their own pace, some starts far ahead, draft lengths shrink and grow."""
     noise = Uniforms(5, torch.device("cpu"))
-    visits = [([7], [0], 3), ([7], [2], 3), ([7, 9], [5, 0], 5), ([7, 9], [68, 3], 2), ([7, 9], [69, 66], 2),
-              ([9, 7], [70, 70], 4), ([9], [71], 6), ([9], [40], 6)]  # fmt: skip
+    visits = [
+        ([7], [0], 3),
+        ([7], [2], 3),
+        ([7, 9], [5, 0], 5),
+        ([7, 9], [68, 3], 2),
+        ([7, 9], [69, 66], 2),
+        ([9, 7], [70, 70], 4),
+        ([9], [71], 6),
+        ([9], [40], 6),
+    ]
     for rows, starts, depths in visits:
         key = torch.tensor(rows), torch.tensor(starts), torch.arange(depths)
         wanted = uniforms(5, *key, (DRAFT, ACCEPT, RESIDUAL))

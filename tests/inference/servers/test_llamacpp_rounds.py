@@ -80,8 +80,13 @@ def served(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     (module / "dist" / "index.js").write_text(LOOKALIKE)
 
     def ask(draft: bool = True, temperature: float = 0.0) -> dict[str, Any]:
-        settings = {"modules": str(tmp_path / "modules"), "target": "target.gguf", "k": K, "context": 64,
-                    "draft": "draft.gguf" if draft else None}  # fmt: skip
+        settings = {
+            "modules": str(tmp_path / "modules"),
+            "target": "target.gguf",
+            "k": K,
+            "context": 64,
+            "draft": "draft.gguf" if draft else None,
+        }
         with Worker("llama.cpp", ["node", str(SERVE)], settings, tmp_path / "log") as worker:
             assert worker.version == "b0"
             return worker.ask(prompts=PROMPTS, max_new_tokens=NEW, temperature=temperature, seed=7)

@@ -120,11 +120,34 @@ def test_the_token_that_ended_a_text_is_read(
     assert (result.finish, result.end) == ("stop", end if isinstance(end, int) else None)
 
 
-OPENAI = {"model", "prompt", "n", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
-          "key"}  # fmt: skip
-OTHER = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
-         "frequency_penalty": 0.4, "logit_bias": {3: -1.0}, "banned": ((1,),), "min_new_tokens": 2, "stop": ("a",),
-         "stop_ids": (5,), "processors": (max,), "banned_first": (6,)}  # fmt: skip
+OPENAI = {
+    "model",
+    "prompt",
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "key",
+}
+OTHER = {
+    "temperature": 0.7,
+    "top_k": 7,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {3: -1.0},
+    "banned": ((1,),),
+    "min_new_tokens": 2,
+    "stop": ("a",),
+    "stop_ids": (5,),
+    "processors": (max,),
+    "banned_first": (6,),
+}
 
 
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp", "somebody"])
@@ -211,21 +234,36 @@ def test_the_wait_and_the_key_of_a_server(monkeypatch: pytest.MonkeyPatch) -> No
 COUNTED = 'vllm:spec_decode_num_drafts_total{engine="0"} %s\n'
 WRONG = ("", "{", "<html>", "null", "[]", '"text"', "3", "{}", '{"error": "x"}')
 WRONG_CHOICES = (
-    {}, {"text": None}, {"text": 3}, {"text": "x", "token_ids": "abc"}, {"text": "x", "token_ids": [1.5]},
-    {"text": "x", "token_ids": [None]}, {"text": "x", "token_ids": {}}, {"text": "x", "finish_reason": 3},
-    {"message": {"content": None, "tool_calls": [{}]}}, None, "x", [],
-)  # fmt: skip
+    {},
+    {"text": None},
+    {"text": 3},
+    {"text": "x", "token_ids": "abc"},
+    {"text": "x", "token_ids": [1.5]},
+    {"text": "x", "token_ids": [None]},
+    {"text": "x", "token_ids": {}},
+    {"text": "x", "finish_reason": 3},
+    {"message": {"content": None, "tool_calls": [{}]}},
+    None,
+    "x",
+    [],
+)
 WRONG_BODIES = {
-    "/v1/models": [*WRONG, *(json.dumps({"data": one}) for one in (
-        None, [], {}, "m", [None], ["m"], [[]], [{}], [{"id": None}], [{"id": 3}]))],
+    "/v1/models": [
+        *WRONG,
+        *(
+            json.dumps({"data": one})
+            for one in (None, [], {}, "m", [None], ["m"], [[]], [{}], [{"id": None}], [{"id": 3}])
+        ),
+    ],
     "/v1/completions": [
-        *WRONG, *(json.dumps({"choices": one}) for one in (None, [], {}, "x")),
+        *WRONG,
+        *(json.dumps({"choices": one}) for one in (None, [], {}, "x")),
         *(json.dumps({"choices": [one]}) for one in WRONG_CHOICES),
         *(json.dumps({"choices": [{"text": "x"}], "usage": one}) for one in ([], 3, "x", {"completion_tokens": "2"})),
     ],
     "/completion": [*WRONG[:-2], *(json.dumps({"generation_settings": one}) for one in ([], 3, "top_k", True))],
     "/metrics": [COUNTED % "3", COUNTED % "NaN", COUNTED % "+Inf", COUNTED % "many"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", WRONG_BODIES)
