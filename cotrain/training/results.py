@@ -58,8 +58,8 @@ def export(
         held, provenance = others
         alpha, own = module.on(held)["all"].alpha, module.judged[module.temperature]["all"].alpha
         print(
-            f"acceptance is {alpha:.3f} on the training texts that the target did not sample, and {own:.3f} on texts that "
-            "it sampled"
+            f"acceptance is {alpha:.3f} on the training texts that the target did not sample, and {own:.3f} on "
+            "texts that it sampled"
         )
         given = asdict(provenance) | {"alpha": alpha, "alpha_own": own}
     extra: dict[str, Any] = {

@@ -144,7 +144,7 @@ def test_misfits_raise_by_name(case: str, meta: bool, place: Path, tmp_path: Pat
 def test_other_errors(place: Path, tmp_path: Path) -> None:
     target = load_model(str(place / "target"))
     for kind in TRAINED:
-        with pytest.raises(ValueError, match=r"init.kind: 'pretrained' takes its weights from .* draft.path="):
+        with pytest.raises(ValueError, match=r"init=pretrained: it takes its weights from .* draft.path="):
             initial(kind, None, target)
     with pytest.raises(ValueError, match="draft.path=/nowhere: no such folder; eagle drafts begin"):
         initial("eagle", "/nowhere", target)
