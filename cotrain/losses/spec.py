@@ -1,4 +1,4 @@
-"""Names of losses, and the weighted sums of losses that a configuration may set (`loss.first`, `loss.then`).
+"""Reads the losses that a configuration names in `loss.first` and `loss.then`: a loss, or a weighted sum.
 
     kl                    one loss
     0.1*kl + 0.9*tv       a weighted sum
@@ -24,7 +24,7 @@ Position = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Term:
-    """One loss of a weighted sum."""
+    """One loss of a weighted sum. name: the loss, as the user writes it."""
 
     name: str
     weight: float
@@ -32,7 +32,7 @@ class Term:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """Return its function of `divergences` or `sequence`."""
+        """Return the function that computes the loss, of `divergences` or of `sequence`."""
         function: Callable[..., Any] = getattr(
             sequence if self.loss.sequence else divergences, self.loss.function or self.name
         )
@@ -48,9 +48,11 @@ class Term:
 class LossSpec:
     """A parsed loss expression.
 
-    position: the sum of its losses per position, as a function of (logp, logq), or None if it has no such loss.
-    sequence: its losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance
-    there saves. argmax: whether one of its losses is `LossDefinition.argmax`. terms: the losses that `position` sums.
+    position: the sum of its losses per position, from log p and log q (..., V) to (...); None if it has no such loss.
+    sequence: its losses of whole texts.
+    weighted: whether each position is weighted by the target calls that acceptance there saves.
+    argmax: whether one of its losses has `LossDefinition.argmax`.
+    terms: the losses that `position` sums.
     """
 
     position: Position | None
@@ -61,12 +63,12 @@ class LossSpec:
 
 
 def parse(expression: str) -> LossSpec:
-    """Parse a loss expression. The module's docstring shows the syntax. Raises ValueError, naming the key, if the
-    expression is not a sum of known names, or is a sum that one pass cannot compute."""
+    """Return the losses of an expression, whose syntax is in the docstring of this module. Raises ValueError if it is
+    not a sum of known losses, or a sum that one pass cannot compute."""
     terms = _terms(expression)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
-        raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}")
+        raise ValueError(f"loss: {weighted[0]} cannot be part of a sum, as in {expression!r}: name it alone")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
     argmax = any(term.loss.argmax for term in terms)
@@ -74,7 +76,7 @@ def parse(expression: str) -> LossSpec:
 
 
 def _terms(expression: str) -> list[Term]:
-    """Return the terms of a sum. Weights of terms with the same name are added up."""
+    """Return the terms of a sum. Weights of equal names are added up."""
     weights: dict[str, float] = {}
     for weight, name in map(_weight_and_name, expression.split("+")):
         weights[name] = weights.get(name, 0.0) + weight
