@@ -18,8 +18,8 @@ GENERATOR, PAGE = "cotrain plan", "plan.html"
 
 @dataclass(frozen=True)
 class Planned:
-    """The subject of the page's heading. name: of the recommended draft. partial: whether the page lacks something,
-    which a plan never does."""
+    """The subject of the page's heading. name: of the recommended draft. partial: whether figures may still change,
+    which those of a plan never do."""
 
     name: str
     partial: bool = False

@@ -179,6 +179,7 @@ class Student(Protocol):
         return {}
 
     def save(self, folder: Path) -> None:
+        """Write the network to a folder, from which `load` reads it."""
         self.network.save_pretrained(folder)
 
     @classmethod

@@ -33,7 +33,7 @@ BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
-    """The draft that `inference.proposers.quantised` serves. It is not trained."""
+    """The student of the draft that `inference.proposers.quantised` serves. It is not trained."""
 
     kind = "quantised"
     rounds_target = True
@@ -131,8 +131,9 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
 
 
 class TwoLevelsStudent(Student):
-    """The draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the small draft; the
-    entry `two_levels` of the network's config has the bits and the number of drafts of an inner round."""
+    """The student of the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
+    small draft; the entry `two_levels` of the network's config has the bits and the number of drafts of an inner
+    round."""
 
     kind = "two_levels"
     rounds_target = True

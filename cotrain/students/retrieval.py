@@ -20,7 +20,7 @@ LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
 
 
 class RetrievalStudent(Student):
-    """The draft that `inference.proposers.retrieval` serves. It is not trained."""
+    """The student of the draft that `inference.proposers.retrieval` serves. It is not trained."""
 
     kind = "retrieval"
     sourced = True

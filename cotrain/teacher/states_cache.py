@@ -124,6 +124,7 @@ def stacked(records: Sequence[Record], device: torch.device) -> Record:
 
 
 def nbytes(record: Record) -> int:
+    """Return the size of a record in bytes."""
     return sum(values.nbytes for values in record.values())
 
 

@@ -55,12 +55,12 @@ class MeasuredCheckpoint:
 
 
 class MeasureSpeed(Callback):
-    """Measures the draft with the engine at every validation, logs the figures, and saves the weights.
+    """Callback that measures the draft with the engine at every validation, logs the figures, and saves the weights.
 
     measure: from a draft to figures, one of them "speedup". Few prompts are timed, so the speed-up is noisy.
     tau: returns tau by the latest scores of the held-out texts, an average over thousands of tokens. Checkpoints are
     ranked by it, since a round costs the same in all of them.
-    show: from a draft to a Markdown text to log, which the draft helped to write.
+    folder: for the weights. show: from a draft to a Markdown text that was decoded with it, which is logged.
     patience: training ends after this many validations in a row without a higher tau; 0: never.
     """
 
@@ -85,6 +85,7 @@ class MeasureSpeed(Callback):
             trainer.should_stop = True
 
     def save(self, draft: PreTrainedModel, step: int) -> None:
+        """Write the draft's weights after a step to the folder of checkpoints."""
         with new_folder(self.folder / f"step-{step}", replace=True) as new:
             draft.save_pretrained(new)
 
@@ -167,11 +168,10 @@ def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
 
 
 class Averaged(SwapWeights):
-    """Keeps an exponential moving average of the draft's weights, which is evaluated, measured, saved and exported.
-    Training continues from the weights that are not averaged.
+    """Callback that keeps an exponential moving average of the draft's weights, which is evaluated, measured, saved and
+    exported. Training continues from the weights that are not averaged.
 
-    This callback must come after those that measure, because it restores the draft's weights at the end of a
-    validation.
+    It must come after the callbacks that measure, because it restores the draft's weights at the end of a validation.
     decay: the share of the old average in the new one, at most (1 + t) / (10 + t) at step t, so that the initial
     weights do not dominate the average of a short run.
     """
@@ -215,8 +215,8 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Quantises the projections of the draft, except the head, in every pass, see `students.quantised`. kind: of the
-    quantisation, such as "int8".
+    """Callback that quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
+    kind: of the quantisation, "int8" or "nf4".
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.
@@ -246,8 +246,8 @@ class QuantisationAware(SwapWeights):
 
 
 class Learning(Callback):
-    """Logs the loss and its terms, the learning rate, the gradient norm and tokens per second, every `module.WATCHED`
-    steps. It must come after `Clock`.
+    """Callback that logs the loss and its terms, the learning rate, the gradient norm and tokens per second, every
+    `module.WATCHED` steps. It must come after `Clock`.
 
     Tokens per second count the tokens of the loss in all processes, and the seconds of training without validations.
     The gradient norm is computed before clipping.
@@ -283,8 +283,8 @@ class Learning(Callback):
 
 
 class StandingWeights(Callback):
-    """Prints a line if, after `FIRST` steps, most weights of the draft have not changed: rounding loses an update that
-    is small beside its weight.
+    """Callback that prints a line if, after `FIRST` steps, most weights of the draft have not changed: rounding loses
+    an update that is small beside its weight.
 
     It looks at `LOOKED_AT` weights of each tensor, or of this process's part of it. Weights without a gradient do not
     count, such as embeddings of tokens that no text has.
@@ -345,8 +345,9 @@ def gradient_norm(draft: torch.nn.Module) -> float:
 
 
 class HeldOutPoints(Callback):
-    """Logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts, at every validation
-    and after each 1 / POINTS of the training. At validations it also logs figures of all held-out texts.
+    """Callback that logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts, at
+    every validation and after each 1 / POINTS of the training. At validations it also logs figures of all held-out
+    texts.
 
     A point between validations is skipped if such points would take more than the share MOST_TIME of the training's
     seconds so far, which do not include the points.

@@ -105,8 +105,8 @@ def ends_step(batch: Batch) -> bool:
 
 
 class Grouped:
-    """Yields batches in groups of `number`, one group for each step. Adds to each batch "counts" (2,), those of its
-    step, and "group", its index in the step and the number of batches in the step."""
+    """Iterator over batches in groups of `number`, one group for each step. It adds to each batch "counts" (2,), those
+    of its step, and "group", its index in the step and the number of batches in the step."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

@@ -72,8 +72,9 @@ def listening() -> Iterator[Signals]:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Writes a checkpoint next to the old one and renames it, so that one of the two is always whole. Lightning's own
-    class would write to the temporary directory and, from another file system, copy over the old checkpoint."""
+    """Writer of checkpoints. It writes a checkpoint next to the old one and renames it, so that one of the two is
+    always whole. Lightning's own class would write to the temporary directory and, from another file system, copy over
+    the old checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -96,8 +97,8 @@ def read_saved(path: Path) -> dict[str, Any]:
 
 
 class Keeper(Callback):
-    """Saves a checkpoint every `minutes`, and when a signal ends the run. It must come after the callbacks whose state
-    is saved.
+    """Callback that saves a checkpoint every `minutes`, and when a signal ends the run. It must come after the
+    callbacks whose state is saved.
 
     It saves none after a step with a validation, since the validation saves a checkpoint with its figures.
     """

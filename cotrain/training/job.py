@@ -164,8 +164,8 @@ class Job:
         return self.texts_given[split]
 
     def texts(self, split: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target for a split. They are the user's if data.on_target=true, the data has prompts and
-        the temperature is the regime's; else they are sampled.
+        """Return texts of the target for a split, at a temperature. They are the user's if data.on_target=true, `chats`
+        holds and the temperature is the regime's; else they are sampled.
         part: the part of the prompts that is sampled, one of rollout.rounds.
         by: as in `sampled`."""
         data, regime = self.cfg.data, self.cfg.regime
@@ -180,6 +180,7 @@ class Job:
         return self.sampled(by).texts(split, asked, lambda: SamePrompts(others()), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
+        """Return a plan to measure a draft with the run's prompts."""
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:

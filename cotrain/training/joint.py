@@ -279,8 +279,8 @@ class MovingTeacher(MemoryCache):
 
 
 class JointTraining(Distillation):
-    """Trains a student and the adapter of its target. The loss is that of `Distillation`, with gradients in both, plus
-    the multiplier times KL(original || moved) / epsilon.
+    """Lightning module that trains a student and the adapter of its target. The loss is that of `Distillation`, with
+    gradients in both, plus the multiplier times KL(original || moved) / epsilon.
 
     adapter: the adapter's parameters. settings: see `config.groups.Joint`. parts, options: other arguments of
     `Distillation`.

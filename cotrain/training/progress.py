@@ -69,8 +69,8 @@ class Progress:
 
 
 class Clock(Callback):
-    """Counts the seconds of training in `progress`, without validations. With a time limit, it ends the training when
-    the time is spent, and lets a validation follow each 1 / `validations` of the training."""
+    """Callback that counts the seconds of training in `progress`, without validations. With a time limit, it ends the
+    training when the time is spent, and lets a validation follow each 1 / `validations` of the training."""
 
     def __init__(self, progress: Progress, validations: int) -> None:
         self.progress, self.validations = progress, validations
