@@ -80,7 +80,7 @@ def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
         ) from error
     except (TypeError, AttributeError) as error:
         raise UserError(
-            f"costs={path}: it must be a plan.json, or a JSON object of objects by number of rows, each with "
+            f"costs={path}: it must be a plan.json, or a JSON object with an object for each number of rows, which has "
             f"{', '.join(PARTS)}"
         ) from error
     except (OSError, ValueError, OverflowError) as error:

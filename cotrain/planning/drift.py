@@ -137,7 +137,7 @@ def served(log: Path) -> Served:
     except KeyError as error:
         raise UserError(f"log={log}: it has no counter {error}: {COUNTERS}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"log={log}: it begins like JSON and is none ({error}): {COUNTERS}") from error
+        raise UserError(f"log={log}: it begins like JSON but is not valid JSON ({error}): {COUNTERS}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"log={log}: {error}") from error
     if counters is None or not counters.by_depth:
@@ -190,7 +190,7 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
     if counters.drafted < FIXED * counters.rounds * k:
         raise UserError(
             f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
-            "drift is found where all rounds draft equally many; serve some prompts without a schedule and "
+            "a drift can be found only if all rounds draft equally many: serve some prompts without a schedule and "
             "without an adaptive policy, and save their counters"
         )
     shares = [accepted / counters.rounds for accepted in counters.by_depth]
@@ -229,7 +229,8 @@ def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: f
     gap, left = (abs(sum(profiles[t][:count]) - sum(shares)) for t in (planned, nearest))
     if nearest != planned and left < NEAR * gap:
         return (
-            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another one"
+            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another "
+            "temperature"
         )
     if sum(shares) > sum(expected):
         return (
@@ -244,8 +245,8 @@ def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: f
             "cotrain serve_check"
         )
     return (
-        "all depths lose alike: the served prompts differ from the planned ones; train on texts of these prompts "
-        "(init=pretrained), or plan again with data.path= of them"
+        "fewer drafts are accepted than planned, at all depths alike: the served prompts differ from the planned ones: "
+        "train on texts of these prompts (init=pretrained), or plan again with data.path= of them"
     )
 
 

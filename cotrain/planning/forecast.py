@@ -110,7 +110,7 @@ class TreeForecast:
     def words(self) -> str:
         """Return a description of the tree for the user."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
-        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
+        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels with {kind} children, verify={tree.rule}"
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def table(drafts: Sequence[Drafted]) -> str:
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
     lines.append(
-        "speed-ups are those of the machine whose rounds were timed; their intervals are those of the texts. Rows that "
-        "end are replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`"
+        "speed-ups are for the machine whose rounds were timed, and their intervals say what other texts could give. A "
+        "prompt that waits takes the place of each row that ends; if none waits, see the column `batch alone`"
     )
     return "\n".join([aligned(rows, left=1), *lines])
 

@@ -339,7 +339,7 @@ def choice_line(chosen: Forecast) -> str:
     if tree is None:
         return f"draft length {k}"
     if chosen.serves_tree:
-        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
+        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, {tree.chain:.2f}x with a chain of {k}"
     return f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
 
 

@@ -220,7 +220,9 @@ def sampled(
         write_atomic(_date_file(cfg), f"{written.day}\n")
     source = {kind: prompt_origin(cfg.data, kind) | dated for kind in ("train", "held_out")}
     if rollout.url and draft_path:
-        raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
+        raise ValueError(
+            "rollout.url: the server samples the texts and would not use draft.path=: leave out one of the two"
+        )
     by: Callable[[], Sampler] | None = None
     if rollout.url:
         by = partial(_remote, rollout.url, tokenizer, rollout.rows, ends_of(target))

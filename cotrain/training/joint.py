@@ -186,8 +186,7 @@ def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
         raise UserError(
             f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
             f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
-            "joint.uncertified=true, or certify with more texts: rollout.held_out_texts= and another "
-            "output="
+            "joint.uncertified=true, or raise rollout.held_out_texts=, with another output=, to certify with more texts"
         )
 
 
@@ -469,7 +468,7 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
     if not scale:
         print(
             f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
-            "not moved: sample more texts with rollout.held_out_texts=",
+            "not moved: raise rollout.held_out_texts= to certify with more texts",
             file=sys.stderr,
         )
     with new_folder(place, replace=True) as new:

@@ -368,7 +368,7 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     if wrong := [key for key, used in unsupported.items() if used]:
         raise UserError(
             f"{wrong[0]}: not for {name}: {choice}, with sources from data.path=, texts that this engine samples, and "
-            f"models that are neither quantised nor sharded: leave out {wrong[0].split('=')[0]}="
+            "a draft that is neither quantised nor sharded: change or leave out this setting"
         )
 
 
