@@ -106,8 +106,8 @@ class EagleStudent(Student):
 
     @classmethod
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the last of the target's `layers`, the target's last norm and its head into the network, in place. The
-        copied layer reads the target's highest features and ignores the embedding."""
+        """Copy the last of the target's `layers` and the target's last norm into the network, in place. The copied
+        layer reads the target's highest features and ignores the embedding."""
         norm = copy_layer(network.midlayer, target, layers)
         copy_ends(network, network.midlayer.hidden_norm, norm, target)
 
