@@ -102,8 +102,8 @@ def _rates(plan: Plan, texts: Emitted) -> Acceptance:
 
 
 def domains_of(known: Mapping[tuple[int, ...], str], prompts: Sequence[list[int]]) -> list[str]:
-    """Return the domain of each prompt, for an encoder-decoder of its source; [] if they are not known. known: domains
-    by token ids."""
+    """Return the domain of each prompt; [] if domains are not known. known: the domain of each prompt by its token ids,
+    for an encoder-decoder by those of its source."""
     return [known[tuple(source_ids(prompt) or prompt)] for prompt in prompts] if known else []
 
 

@@ -220,7 +220,7 @@ def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) ->
 
 
 def forecast(rates: Acceptance, costs: Costs) -> Forecast:
-    """Return the forecast of a draft with these costs.
+    """Return the forecast of a draft. rates: its acceptance on texts. costs: of its rounds.
 
     The recommended length is the shortest one whose expected time is at most one standard error of the paired
     difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and

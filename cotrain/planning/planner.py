@@ -70,8 +70,8 @@ class MeasuredCosts:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Return the plan with the parts compiled for which that is faster, and its costs. On a GPU, or if bench.compile is
-    set, real rounds are timed with and without compiling; otherwise nothing is compiled.
+    """Return the plan with each part compiled if that makes it faster, and the costs of rounds. On a GPU, or if
+    bench.compile is set, real rounds are timed with and without compiling; otherwise nothing is compiled.
 
     until: the deadline, by time.perf_counter(). If it leaves too little time for the compiled measurement, nothing is
     compiled.

@@ -183,10 +183,11 @@ def content(policy: Adaptive) -> dict[str, Any]:
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-    """Return weights w (D,) and a bias b () of a logistic regression, by Newton's method with halved steps.
+    """Return the weights w (D,) and the bias b () of a logistic regression, found by Newton's method with halved steps.
 
-    x (N, D), y (N,), in float64. They minimise the mean cross-entropy of sigmoid(x w + b) with labels y in [0, 1], plus
-    ridge / 2 times the sum of the squares of w times the standard deviations of x. The objective is convex.
+    x (N, D), float64: inputs. y (N,), float64: labels in [0, 1].
+    w and b minimise the mean cross-entropy of sigmoid(x w + b) with y, plus ridge / 2 times the sum of the squares of w
+    times the standard deviations of x. This objective is convex.
     """
     mean, deviation = x.mean(0), x.std(0, correction=0)
     scale = torch.where(deviation > 0, deviation, 1.0)
