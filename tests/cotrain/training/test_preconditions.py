@@ -79,7 +79,7 @@ MISTAKES = {
     "init=pretrained": "init=pretrained: it takes its weights",
     "init=pretrained draft.path=PLACE/large": "draft.path=PLACE/large: the draft has ",
     "init=pretrained draft.path=PLACE/other": "draft.path=PLACE/other: a draft must use the target's token ids",
-    "init=pretrained draft.path=PLACE/fewer": "draft.path=PLACE/fewer: the draft has 299 rows",
+    "init=pretrained draft.path=PLACE/fewer": "draft.path=PLACE/fewer: the draft has logits for 299 ids",
     "init.layers=[7]": "init.layers=[7]: the target has 2 layers: name one or more of 0 to 1",
     "init.layers=[0,1,0]": "init.layers=[0, 1, 0]: the draft has ",
     "output=PLACE/foreign": "output=PLACE/foreign has files",
