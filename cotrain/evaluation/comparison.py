@@ -1,5 +1,4 @@
-"""Comparison of runs on the same held-out texts. It gives the tau of each run, and confidence intervals of the paired
-differences."""
+"""Compares runs on the same held-out texts: the tau of each run, and confidence intervals of paired differences."""
 
 import json
 from collections import defaultdict
@@ -26,9 +25,12 @@ RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
-    """Return the figures of one run, by temperature. They are the means in `LIKE`; acceptance at each depth, if
-    distributions depend on the depth; and for each text its hash, that of its prompt, its length and its exact expected
-    calls at k = 4 and 8."""
+    """Return the figures of one run, by temperature, for its file `FIGURES`: the means in `LIKE`; acceptance at each
+    depth, if distributions depend on the depth; and, for each text, the hashes of text and prompt, its length and its
+    exact expected calls at k = 4 and 8.
+
+    scores, held_out: by temperature.
+    """
     return {
         f"{temperature:g}": {
             **{name: getattr(one, name) for name in LIKE},
@@ -44,9 +46,13 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
 
 @dataclass(frozen=True)
 class Gain:
-    """The tau of a label, and its relative gain over the baseline with a 95 % interval from low to high. The runs of
-    the label are pooled. alpha, kl (nats), entropy of q (nats) and calibration error are means over these runs. tau and
-    gain are computed on `texts` texts per seed: the texts that both sides of every pair have."""
+    """The tau of a label's runs, which are pooled, and its relative gain over the baseline, with a 95 % interval from
+    `low` to `high`.
+
+    k: draft length. seeds: number of pairs of runs. texts: the texts per seed that both sides of every pair have, on
+    which tau and gain are computed.
+    alpha, kl (nats), entropy of q (nats), calibration (error): means over the label's runs.
+    """
 
     label: str
     temperature: str
@@ -64,7 +70,8 @@ class Gain:
 
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the runs in a folder by label, in the order of their seeds. Raises UserError if there are none.
+    """Return the figures of the runs in a folder by label, in the order of their seeds. Raises UserError if there are
+    none.
 
     Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
@@ -74,7 +81,7 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
         refuse_unfinished("folder", folder)
         if not folder.exists():
             raise UserError(f"folder={folder} does not exist: name a folder with runs of cotrain train")
-        raise UserError(f"folder={folder}: no run with a {FIGURES} in it")
+        raise UserError(f"folder={folder}: no run in it has a {FIGURES}: name a folder with runs of cotrain train")
     runs = [(read_json(file), _settings_of(file.parent)) for file in files]
     labelled = defaultdict(list)
     for run, settings in sorted(runs, key=lambda run: run[0]["seed"]):
@@ -89,14 +96,14 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_stage(file: Path, folder: Path) -> bool:
-    """Return whether figures are those of a stage of a run in `folder`: of a joint training."""
+    """Return whether a file of figures is that of one stage of a joint training in `folder`, and not of a run."""
     within = [place for place in file.parent.parents if place == folder or folder in place.parents]
     return not (file.parent / MARKER).is_file() and any((place / MARKER).is_file() for place in within)
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings that decide a run's results, by key, without seeds. Return {} for a folder that has no record
-    of them."""
+    """Return the settings that decide a run's results, by key, without seeds; {} for a folder without a record of
+    them."""
     settings = dict(flat((read_marker(folder) or {}).get("settings") or {}))
     draft = DRAFTS.get(str(settings.get("draft.kind")))  # an earlier version stored the settings of all kinds
     return {
@@ -109,7 +116,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Return the labels that `compare` leaves out, each with the reason."""
+    """Return, by label, why `compare` leaves out the runs of that label."""
     baseline = named(baseline, runs)
     base = [run["texts"] for run in runs[baseline]]
     reasons = {}
@@ -135,10 +142,11 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
 
+    runs: as `read` returns them. baseline: see `named`.
     Runs are paired with the baseline's by seed. If the two have no seed in common, they are paired in the order of
     their seeds. A pair is compared on the texts on which both were evaluated, and all pairs have equally many texts.
-    Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Raises UserError if the
-    baseline is missing. Runs without a text of the baseline are left out, see `left_out`.
+    Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Runs without a text of
+    the baseline are left out, see `left_out`. Raises UserError if the baseline is missing.
     """
     baseline = named(baseline, runs)
     gains, apart = [], left_out(runs, baseline)
@@ -153,16 +161,16 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """Return the label that `baseline` names. This is the label itself, or the only label of a sweep with that setting
-    (`loss=kl`) or that value (`kl`). Raises UserError, listing the labels, if no label or several match."""
+    """Return the label that `baseline` names: the label itself, or the only label of a sweep with that setting
+    (`loss=kl`) or that value (`kl`). Raises UserError, which lists the labels, if none or several match."""
     if baseline in labels:
         return baseline
     matches = [label for label in labels if baseline in _settings(label)]
     if len(matches) == 1:
         return matches[0]
     listed = ", ".join(sorted(matches or labels))
-    which = f"it is in {listed}" if matches else f"it is no label of a run, the labels are {listed}"
-    raise UserError(f"baseline={baseline}: {which}")
+    which = f"several labels have it, {listed}" if matches else f"no run has this label; the labels are {listed}"
+    raise UserError(f"baseline={baseline}: {which}: name one of them")
 
 
 def _settings(label: str) -> set[str]:
@@ -195,26 +203,26 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
 def _rows(
     mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str
 ) -> tuple[list[tuple[Any, Any]], list[list[tuple[int, int]]]]:
-    """Return the pairs of figures at a temperature, and the rows of the texts that they have in common."""
+    """Return the pairs of figures at a temperature, and for each pair the rows of the texts that both have."""
     pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in paired(mine, base)]
     return pairs, _aligned(pairs)
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
+    """Return pairs of runs with the same seed. If the two sides have no seed in common, return pairs in order."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
 
 def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
-    """Return runs by seed and by the number of earlier runs with the same seed."""
+    """Return runs by seed and by the number of earlier runs with that seed."""
     seeds = [run.get("seed") for run in runs]
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
 def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
-    """Return for each pair the rows of texts that both sides have, equally many for all pairs. Runs may have different
-    texts because minutes= may leave time for fewer texts in one of them.
+    """Return for each pair the rows of the texts that both sides have, equally many for all pairs. minutes= may leave
+    time for fewer texts in one of the runs.
 
     If some texts are in all pairs, these are returned in one order, since a bootstrap sample draws the same numbers in
     each seed. Otherwise the rows are those of evenly spaced texts of each pair.
@@ -232,8 +240,8 @@ def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[
 
 
 def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return pairs of rows of the texts that two runs have in common. For runs that were saved without hashes, these
-    are all texts if all lengths are the same, and otherwise none of them."""
+    """Return the pairs of rows of the texts that two runs have in common. Runs that were saved without hashes have all
+    texts in common if all lengths are equal, and otherwise none."""
     if "hashes" not in one or "hashes" not in two:
         return [(row, row) for row in range(len(one["lengths"]))] if one["lengths"] == two["lengths"] else []
     rows = {text: row for row, text in enumerate(two["hashes"])}
@@ -241,7 +249,7 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
-    """Return aligned text with a line for each label, temperature and draft length, and for each of `left_out`."""
+    """Return the gains as a table, and a line for each label in `absent`, which is what `left_out` returns."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "

@@ -24,8 +24,10 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 @dataclass
 class HeldOut:
-    """Held-out texts of one regime, with the target's states (N, T, D) by layer. The states are the same for every
-    draft."""
+    """Held-out texts of one regime, with the target's states, which are the same for every draft.
+
+    states: by layer, (N, T, D). truncate: the regime's top-k / top-p cut, see `chunked`.
+    """
 
     texts: Texts
     states: Record
@@ -33,11 +35,11 @@ class HeldOut:
     truncate: Truncate | None = None
 
     def at(self, rows: Tensor, device: torch.device) -> Record:
-        """Return the target's states of some texts, on a device."""
+        """Return the target's states of some texts, on a device. rows: indices of the texts."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
-        """Return `count` texts spread evenly over the domains, see `Texts.evenly`."""
+        """Return `count` of the texts (all, if there are fewer), spread evenly over the domains, see `Texts.evenly`."""
         rows = self.texts.evenly(count)
         states = self.at(torch.tensor(rows), self.states[LAST].device)
         return HeldOut(self.texts.rows(rows), states, self.temperature, self.truncate)
@@ -47,7 +49,7 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """Return the target's last states (N, T-1, D) at the positions that predict a token."""
+        """Return the target's last states (N, T-1, D), at the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
@@ -55,12 +57,14 @@ class HeldOut:
 class Scores:
     """Figures of N texts of at most L sampled tokens. Means are over all tokens.
 
-    l (N, L): log q - log p of each sampled token, 0 past a text's length. r_greedy (N, L): whether the token is the
-    draft's most probable one, which is its acceptance in greedy drafting. confidence (N, L): the draft's probability of
-    its most probable token. lengths (N,): sampled tokens per text. alpha, alpha_greedy = p(argmax q), kl and entropy:
-    means. If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`;
-    the means are for the first draft of a round, and alphas has the mean alpha of each of the K depths, NaN at a depth
-    at which no text is long enough.
+    l (N, L): log q - log p of each sampled token, 0 past a text's length.
+    r_greedy (N, L): whether the token is the draft's most probable one, which is its acceptance in greedy drafting.
+    confidence (N, L): the draft's probability of its most probable token.
+    lengths (N,): sampled tokens per text.
+    alpha, alpha_greedy = p(argmax q), kl and entropy of q (nats): means.
+    alphas: the mean alpha at each of the K depths, if the draft's distribution depends on the depth; NaN at a depth for
+    which no text is long enough. l, r_greedy and confidence are then (N, L, K), see `acceptance`, and the means are for
+    the first draft of a round.
     """
 
     l: Tensor
@@ -81,11 +85,11 @@ class Scores:
 
     @property
     def inside(self) -> Tensor:
-        """Return a mask (N, L) of bool that is True in the columns before each text's length."""
+        """Return (N, L) bool: True in the columns before each text's length."""
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """Return the number of drafts of a round at draft length k. It is k, or the draft's number of depths if that is
+        """Return the number of drafts of a round at draft length k: k, or the draft's number of depths if that is
         smaller."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
@@ -102,12 +106,13 @@ class Scores:
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def accepted(self, k: int) -> tuple[list[float], list[float]]:
-        """Return prefix and conditional acceptance at depths 1 .. k, see `predict_chain.depths_from`."""
+        """Return prefix and conditional acceptance at depths 1 .. k, k values each, see `predict_chain.depths_from`."""
         prefix, conditional = predict_chain.depths_from(predict_chain.reach(self.r, k, self.lengths), k, self.lengths)
         return prefix.tolist(), conditional.tolist()
 
     def tau_greedy(self, k: int) -> float:
-        """Return `tau` for greedy drafting. Drafts are then one-hot, and all rules accept the same tokens."""
+        """Return `tau` at draft length k for greedy drafting. Drafts are then one-hot, and all rules accept the same
+        tokens."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
@@ -121,7 +126,8 @@ class Scores:
 def held_out(
     read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
-    """Compute the target's states on the texts, once for all later evaluations."""
+    """Return the texts with the target's states, computed once for all later evaluations. read_target: from ids to
+    states by layer. batch: texts of a pass."""
     records = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
     states = {layer: torch.cat([record[layer].cpu() for record in records]) for layer in records[0]}
     return HeldOut(texts, states, temperature, truncate)
@@ -130,15 +136,16 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Return the scores of each domain, in alphabetical order, and those of all texts together as "all". scored: a
-    function that is called after each batch with its number of texts."""
+    """Return the scores by domain, in alphabetical order, and at last those of all texts together as "all". scored:
+    called after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """Return a student's guesses on some texts, and the target's states of these texts, on the student's device."""
+    """Return a student's guesses on some texts, and the target's states of these texts on the student's device. rows:
+    indices of the texts."""
     device = student.network.device
     names = "ids", "position_ids", "source"
     batch = {name: value for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None}
@@ -150,11 +157,11 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
     """Return figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
 
-    The quantities over all positions are alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q and
-    calibration_error. At k = 1..8 there are tau under the token rule, tau_block under block verification and
-    tau_greedy_draft for greedy drafting. At depth 1..8 there are conditional and prefix acceptance. alpha/worst is the
-    smallest alpha of a domain. If the draft's distribution depends on the depth, there are only as many depths as the
-    draft has, and alpha_by_depth is added.
+    Quantities over all positions: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error. By
+    draft length 1..8: tau under the token rule, tau_block under block verification, tau_greedy_draft for greedy
+    drafting. By depth 1..8: conditional and prefix acceptance. alpha/worst is the smallest alpha of a domain. If the
+    draft's distribution depends on the depth, there are only as many depths as the draft has, and alpha_by_depth is
+    added.
     """
     alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -170,9 +177,9 @@ def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """Return tau(k) under both rules and for greedy drafting, and conditional and prefix acceptance at depth k. k runs
-    from 1 to 8, or to the number of depths of the draft. If distributions depend on the depth, alpha of each depth is
-    added."""
+    """Return figures by name, each a list over k = 1 .. 8, or up to the draft's number of depths: tau at draft length k
+    under both rules and for greedy drafting, conditional and prefix acceptance at depth k and, if distributions depend
+    on the depth, alpha of each depth."""
     most = scores.drafted(DEPTHS)
     prefix, conditional = scores.accepted(most)
     depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
@@ -194,7 +201,8 @@ def score(
     batch: int = 16,
     scored: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Score the texts of a domain in one teacher-forced pass of the draft. scored: see `evaluate`."""
+    """Return the scores of the texts of a domain, from one teacher-forced pass of the draft. batch: texts of a pass.
+    scored: see `evaluate`."""
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
     parts = []
     for at in rows.split(batch):
@@ -212,16 +220,17 @@ def score(
 
 
 def drafts_by_depth(lengths: Tensor, depths: int) -> Tensor:
-    """Return the number of tokens that rounds can draft at each depth (depths,), in texts of lengths (N,): at depth j,
-    all but the first j of each text."""
+    """Return (depths,): the number of tokens that rounds can draft at each depth, in texts of lengths (N,). At depth j
+    these are all but the first j of each text."""
     return (lengths.unsqueeze(1) - torch.arange(depths)).clamp(min=0).sum(0)
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
-    """Compare draft and target on some texts.
+    """Compare draft and target on the texts with indices `at`.
 
-    Return l, whether the token is the draft's most probable one, and max q. Each has shape (B, T), or (B, T, K) if
-    distributions depend on the depth. Return also the sums of alpha, p(argmax q), KL and entropy by depth (depths, 4).
+    Return a list of three tensors, each (B, T), or (B, T, K) if distributions depend on the depth: l, whether the token
+    is the draft's most probable one, and max q. Return also the sums of alpha, p(argmax q), KL and entropy by depth,
+    (depths, 4).
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
@@ -241,8 +250,8 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
-    """Return l, hit and confidence of guesses. Each comes with its value at positions without a guess, at which nothing
-    is drafted.
+    """Return l, hit and confidence of a comparison. Each comes with its value for positions without a guess, at which
+    nothing is drafted.
 
     A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q. An infinite l would make sums
     undefined.
@@ -252,8 +261,8 @@ def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
-    """Put values (n,) at flat positions `at` (n,) into a grid (B, T) on the CPU. The mask's other positions get
-    `never`, and positions outside the mask get 0."""
+    """Return a grid (B, T), on the CPU, with values (n,) at flat positions `at` (n,), `never` at the mask's other
+    positions, and 0 outside the mask."""
     values = values.cpu()
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape)
@@ -261,22 +270,25 @@ def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
     """Return the expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence -
-    mean hit| (Guo et al. 2017, 1706.04599). confidence (N,): values in [0, 1]. hit (N,): 0 or 1. The error is 0 if N =
-    0."""
+    mean hit| (Guo et al. 2017, 1706.04599); 0 if N = 0.
+
+    confidence (N,): in [0, 1]. hit (N,): 0 or 1. bins: their number, equally wide.
+    """
     at = (confidence * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
     return float(gaps.abs().sum() / max(len(at), 1))
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Shift each row of r (N, T) or (N, T, K) left so that its first sampled token is in column 0. The last position is
-    left out, because it predicts no token; values past a row's length have no meaning."""
+    """Return r, (N, T) or (N, T, K), with each row shifted left so that its first sampled token is in column 0. start
+    (N,): the position that predicts that token. The last position is left out, because it predicts no token; values
+    past a row's length have no meaning."""
     columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
     return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 
 
 def _pooled(parts: list[Scores]) -> Scores:
-    """Combine the scores of all domains."""
+    """Return the scores of all domains together."""
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
     width = max(part.l.shape[1] for part in parts)

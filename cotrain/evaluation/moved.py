@@ -31,9 +31,14 @@ TOP = 12  # tokens that are shown with the largest mean KL
 
 @dataclass(frozen=True)
 class Movement:
-    """Figures of each token (N,). kl: KL(original || moved) in nats. reverse: KL(moved || original). same: whether both
-    have the same most probable token. original, moved: log-probability of the text's token. token: its id. text: the
-    number of its text. domain: of each text (M)."""
+    """How the distributions of a target moved, at each of N tokens.
+
+    kl: KL(original || moved) in nats. reverse: KL(moved || original) in nats.
+    same: 1 if both have the same most probable token, else 0.
+    original, moved: log-probability of the text's token. token: its id.
+    text: the number of its text. All these are (N,).
+    domain: of each of the M texts.
+    """
 
     kl: Tensor
     reverse: Tensor
@@ -45,13 +50,14 @@ class Movement:
     domain: Sequence[str]
 
     def bound(self, confidence: float) -> float:
-        """Return an upper confidence bound of the mean KL, see `upper_bound`."""
+        """Return an upper confidence bound of the mean KL, in nats, see `upper_bound`."""
         return upper_bound(self.kl, self.text, confidence)
 
 
 @torch.no_grad()
 def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: Texts, batch: int = 8) -> Movement:
-    """Compare two targets on texts, each target given as its reader and head. Only tokens after the prompts count."""
+    """Return how the distributions moved on texts. original, moved: each target as two functions, see
+    `target_model.served`. Only tokens after the prompts count."""
     parts: list[list[Tensor]] = []
     for rows in torch.arange(len(texts)).split(batch):
         ids, places, _ = texts.read(rows)
@@ -75,7 +81,8 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
 
 
 def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
-    """Return an upper confidence bound of the mean of values (N,) over tokens, where text (N,) is each token's text.
+    """Return an upper confidence bound of the mean of values (N,) over tokens. text (N,): the text that each token
+    belongs to. confidence: in (.5, 1).
 
     It is the mean of all tokens, plus Student's quantile times the standard error from leaving out one text at a time,
     plus the correction for skewness that Johnson (1978, JASA 73, 536) gives; a negative correction is not used. The KL
@@ -100,7 +107,8 @@ def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """Return Student's quantile at a confidence above .5. P(|t| <= x) is integrated numerically in double precision."""
+    """Return Student's quantile at a confidence above .5, computed by integrating P(|t| <= x) numerically in double
+    precision. freedom: degrees of freedom."""
     angle = torch.linspace(0, math.pi / 2, 200_001, dtype=torch.float64)  # t = sqrt(freedom) * tan(angle)
     density = angle.cos().pow(freedom - 1)
     mass = torch.cumulative_trapezoid(density, angle)
@@ -110,9 +118,11 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 
 def figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """Return the figures of a movement for reports: KL in both directions with the bound and the 99.9th percentile, by
-    domain too, the rate of equal most probable tokens, and the concentration of the KL over tokens. confidence: that of
-    the bound. decode: ids -> text."""
+    """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
+    domain, the rate of equal most probable tokens, and how the KL is spread over tokens.
+
+    confidence: of the bound. decode: from token ids to text.
+    """
     of_text = [one.domain[text] for text in one.text.tolist()]
     domains = {}
     for name in sorted(set(one.domain)):
@@ -140,7 +150,7 @@ def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
 
 
 def _lorenz(kl: Tensor) -> dict[str, float]:
-    """Return, for each share of the tokens, the share of the whole KL that the tokens of the largest KL have."""
+    """Return, for each of SHARES, which share of the whole KL that share of the tokens has, those of the largest KL."""
     ordered = kl.double().sort(descending=True).values.cumsum(0)
     return {
         f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
@@ -149,7 +159,7 @@ def _lorenz(kl: Tensor) -> dict[str, float]:
 
 
 def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Return the tokens with the largest summed KL at the positions that predict them."""
+    """Return the tokens with the largest sum of KL at the positions that predict them."""
     size = int(one.token.max()) + 1
     sums = torch.zeros(size, dtype=torch.float64).index_add_(0, one.token.long(), one.kl.double())
     counts = torch.bincount(one.token.long(), minlength=size)

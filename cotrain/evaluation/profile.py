@@ -1,5 +1,5 @@
-"""Profile of acceptance by draft temperature and by length of context, and a test whether texts were sampled from the
-target."""
+"""A profile of acceptance by draft temperature and by length of context, and a test whether the target sampled some
+texts."""
 
 import math
 from collections import defaultdict
@@ -30,13 +30,13 @@ def profile(
     read: Callable[[int], None] | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
-    """Return alpha = sum_v min(p, q) on the held-out texts of one target temperature. It is given by the temperature of
-    the draft (0: one-hot at its most probable token), and by the number of tokens of context.
+    """Return alpha = sum_v min(p, q) on held-out texts of one temperature of the target: `by_draft_temperature` (0: the
+    draft is one-hot at its most probable token), and `by_context`, the number of tokens of context.
 
-    Buckets of context double in length, and their figures are for a draft at the target's temperature. read: see
-    `positions`. Verification is exact at any temperature of the draft; only acceptance changes. If the draft's
-    distribution depends on the depth, the figures are for the first draft of a round; see `held_out.by_depth` for later
-    ones.
+    Ranges of context double in length, and their figures are for a draft at the target's temperature. Verification is
+    exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends on the depth,
+    the figures are for the first draft of a round; see `held_out.by_depth` for later ones.
+    read: see `positions`. drafting: temperatures of the draft.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
@@ -61,7 +61,7 @@ def profile(
 
 
 def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
-    """Return log probabilities (n, V) as they are served, from logits (n, V)."""
+    """Return log-probabilities (n, V) as they are served, from logits (n, V). held: gives the regime's cut."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served(log_probs(logits, t), t, held.truncate)
 
@@ -69,9 +69,11 @@ def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Yield chunks of the positions that predict sampled tokens. A chunk has the target's states (n, D), the student's
-    guess of the first depth, the number of tokens before each position (n,), and the row of its text (n,). read: a
-    function that is called after each batch of texts with their number."""
+    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess of the
+    first depth, the number of tokens up to each position (n,), and the index of its text (n,).
+
+    read: called after each batch of texts with their number. batch: texts of a pass.
+    """
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
         inside = torch.nn.functional.pad(held.texts.predicted[rows], (0, 1))
@@ -85,23 +87,23 @@ def positions(
 
 
 def line(temperature: float, profile: dict[str, Any]) -> str:
-    """Return one line with the draft temperature of the highest acceptance, and with acceptance at short and long
-    contexts."""
+    """Return a line for the user with acceptance at the target's temperature, at the best temperature of the draft, and
+    at short and long contexts. temperature: the target's."""
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
     ends = ", ".join(f"{alpha:.3f} at {span}" for span, alpha in [*contexts[:1], *contexts[-1:]])
-    drafted = f"acceptance {own:.3f} drafting at that temperature, {by[best]:.3f} at {best}"
-    return f"target at T {temperature:g}: {drafted}; by tokens of context {ends}"
+    drafted = f"acceptance {own:.3f} if the draft has that temperature, {by[best]:.3f} at its best one, {best}"
+    return f"target at temperature {temperature:g}: {drafted}; by tokens of context {ends}"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Evidence on whether the target sampled some texts. Means are over their tokens, in nats.
+    """Evidence on whether the target sampled some texts.
 
-    surprise: the mean of -log p(x). entropy: the mean entropy of p, which is the expected surprise if x was drawn from
-    p. z: their difference divided by its standard deviation. impossible: the share of tokens to which p gives no mass;
-    the means leave them out.
+    tokens: their number. surprise: the mean of -log p(x), in nats. entropy: the mean entropy of p, in nats, which is
+    the expected surprise if x was drawn from p. z: their difference divided by its standard deviation. impossible: the
+    share of tokens to which p gives no mass; the means leave them out.
     """
 
     tokens: int
@@ -125,8 +127,8 @@ class Provenance:
 
 @torch.no_grad()
 def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", batch: int = 16) -> Provenance:
-    """Test whether the target sampled the texts in their regime: compare the mean of -log p(x) with the entropy of p.
-    head: the target's head, on `device`.
+    """Return the evidence on whether the target sampled the texts in their regime: the mean of -log p(x) beside the
+    entropy of p. head: the target's head, on `device`. batch: texts of a chunk.
 
     If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before.
     These differences are uncorrelated. So z has approximately a standard normal distribution.
@@ -147,7 +149,7 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """Return -log p(x), H(p) and the variance of -log p under p (n, 3), for logits (n, V) and tokens x (n,).
+    """Return (n, 3): -log p(x), H(p) and the variance of -log p under p. logits (n, V), tokens x (n,).
 
     At temperature 0 a token within rounding of the highest logit counts as the highest, because another pass may choose
     either. Texts of a very low temperature count as greedy if draws hardly ever differ by more than rounding.

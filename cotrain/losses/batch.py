@@ -1,6 +1,6 @@
-"""Loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
+"""The loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
 
-A student whose distribution at a position is the same at every depth makes one guess (depth ANY), and the acceptance r
+A student whose distribution at a position is the same at every depth makes one guess (depth ANY), and its acceptance r
 has shape (B, L). Other students make one guess for each depth, and r has shape (B, L, K).
 B texts, T tokens, L tokens of the longest completion, K depths.
 """
@@ -25,9 +25,11 @@ DECAY = 0.8  # the weight of depth j is DECAY ** j if the exact one is unknown (
 class LossBatch:
     """The part of a batch that is the same for every guess.
 
-    target: the target's distributions. ids (B, T). On the CPU: temperature (B,), and sampled (B, T-1) bool, whether the
-    target sampled the next token. truncate: the top-k / top-p cut of the regime. chunk: the number of positions whose
-    distributions are in memory at once.
+    target: the target's distributions. ids (B, T).
+    temperature (B,), on the CPU.
+    sampled (B, T-1) bool, on the CPU: whether the target sampled the next token.
+    truncate: the top-k / top-p cut of the regime, see `chunked`.
+    chunk: the number of positions whose distributions are in memory at once.
     """
 
     target: TargetDistributions
@@ -48,9 +50,9 @@ class LossBatch:
         return sent(self.sampled.sum(1), self.ids.device)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
-        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each, with every completion starting in column 0.
+        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each. Every completion starts in column 0.
 
-        If the student makes one guess for each depth, the shape is (B, L, K). The last axis is then the depth at which
+        If the student makes one guess for each depth, the shape is (B, L, K), and the last axis is the depth at which
         the token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
         """
         mask, at = pad(self.sampled, (0, 1)), sent(columns(self.sampled), self.ids.device)
@@ -68,24 +70,26 @@ class LossBatch:
         return logp, logq
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return the weighted sum of a sequence loss over the texts. logs: as `logs` returns them."""
+        """Return a sequence loss, summed over the texts and multiplied by the weight of its term. logs: from
+        `LossBatch.logs`. k: draft length."""
         value: Tensor = term.function(*logs, _draft_length(logs[0], k), self.lengths)
         # texts of one token depend on no draft, and a step needs a gradient all the same
         return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return the number of target calls that a unit of acceptance saves at each sampled token. It is detached and
-        has the shape of logs."""
+        """Return how many target calls a unit of acceptance saves at each sampled token, in the shape of `logs`,
+        without gradient, see `acceptance.call_weights`. k: draft length."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
     def weight(self, saved: Tensor, depth: int) -> Tensor:
-        """Return `saved` of a depth at the positions (B, T) to which it belongs, and 0 at the others."""
+        """Return (B, T): the weights of a depth at the positions that predict the sampled tokens, and 0 elsewhere.
+        saved: from `LossBatch.saved`."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """Return the sum of a loss over positions, each with its weight (B, T), and the acceptance statistics, see
-        `chunked`."""
+        """Return the sum of a loss over the positions of a guess, a scalar, and acceptance statistics, see `chunked`.
+        weight (B, T): of each position. measured: whether the statistics are computed."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
@@ -102,11 +106,11 @@ class LossBatch:
 
 
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
-    """Return the weight of each guess in the mean over depths (K,). The weights sum to 1.
+    """Return the weight of each guess in the mean over depths, (K,). The weights sum to 1.
 
-    decay: the weight of depth j is proportional to decay ** j. If it is None, the weight is proportional to saved[j].
-    This is the number of target calls that a unit of acceptance at depth j saves, summed over all sampled tokens
-    (`acceptance.call_weights`). DECAY ** j is used if saved is None or 0. Then no token was sampled from the target.
+    decay: the weight of depth j is proportional to decay ** j; None: to saved[j].
+    saved (K,): how many target calls a unit of acceptance at each depth saves, summed over all sampled tokens
+    (`acceptance.call_weights`). If it is None or all 0, since no token was sampled from the target, DECAY ** j is used.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:
@@ -118,11 +122,11 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
 
 def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Complete log p(x) and log q(x), (B, T), of a guess that was made at a random share of its positions. mask (B, T):
-    the positions that count.
+    """Return log p(x) and log q(x), (B, T), of a guess with values at all positions of the mask, although it was made
+    at a random share of them. mask (B, T) bool: the positions that count.
 
-    Positions without a guess get the mean acceptance of the positions with a guess. The guess's gradient is divided by
-    the share, so that it stands for all positions.
+    Positions without a guess get the mean acceptance of the others. The guess's gradient is divided by the share, so
+    that it stands for all positions.
     """
     if guess.share == 1:
         return logp, logq
@@ -138,5 +142,5 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tup
 
 
 def _draft_length(logs: Tensor, k: int) -> int:
-    """Return k, or the number of depths of the student if that is smaller."""
+    """Return k, or the student's number of depths if that is smaller."""
     return k if logs.ndim == 2 else min(k, logs.shape[2])

@@ -1,5 +1,5 @@
-"""Losses computed from states, one chunk of guesses at a time, so that distributions of all positions (B, T, V) are
-never in memory at once.
+"""Losses computed from states, one chunk of positions at a time, so that the distributions of all positions (B, T, V)
+are never in memory at once.
 
 For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
 parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`).
@@ -10,8 +10,8 @@ If the draft has a pruned vocabulary, all other tokens share one column. p has t
 Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
 Losses that read argmax p need all columns, see `names.LossDefinition.argmax`.
 
-B rows, T positions, V vocabulary, N guesses, n guesses of a chunk, Vd tokens of a pruned vocabulary, C columns of a
-distribution: Vd + 1 if the guess is pruned, else V.
+B rows, T positions, V vocabulary, N positions of a guess, n positions of a chunk, Vd tokens of a pruned vocabulary, C
+columns of a distribution: Vd + 1 if the guess is pruned, else V.
 """
 
 import math
@@ -35,30 +35,38 @@ VALUES, FEWEST = {"cpu": 2**21, "cuda": 2**25}, 192
 
 
 def positions(vocabulary: int, device: str) -> int:
-    """Return the number of positions in a chunk on a type of device, at least 192 for efficient matrix products. 192
-    distributions over 151,936 tokens take 111 MiB."""
+    """Return the number of positions in a chunk. vocabulary: V. device: its type, "cpu" or "cuda".
+
+    It is at least 192, for efficient matrix products; 192 distributions over 151,936 tokens take 111 MiB.
+    """
     return max(VALUES.get(device, VALUES["cuda"]) // vocabulary, FEWEST)
 
 
 class TargetDistributions(Protocol):
-    """The distributions of the target for a batch of texts, see `cotrain.teacher.target_distributions`. trained:
-    whether losses have gradients in the target too, see `cotrain.training.joint`."""
+    """The target's distributions for a batch of texts, see `cotrain.teacher.target_distributions`.
+
+    trained: whether losses have gradients in the target too, see `cotrain.training.joint`.
+    """
 
     @property
     def trained(self) -> bool: ...
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        """Return log p as served (n,C) at flat positions (n,), given temperature (n,), both on the CPU. pruned: the
-        pruned head of the guess; the last column is then the mass of all tokens outside `pruned.ids`."""
+        """Return log p as served, (n, C).
+
+        at (n,): flat positions, on the CPU. temperature (n,), on the CPU. truncate: see `chunked`. pruned: the pruned
+        head of the guess; the last column is then the mass of all tokens outside `pruned.ids`.
+        """
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return log softmax(logits / temperature) (n,V), in float32 or better. temperature (n,): 0 counts as 1."""
+    """Return log softmax(logits / temperature), (n, V), in float32 or better. temperature (n,): 0 counts as 1."""
     return log_probs_at(wide(logits), sent(temperature.masked_fill(temperature == 0, 1.0), logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """Return log distributions (n,V), made one-hot at the first maximum in rows of temperature 0 (n,)."""
+    """Return the log distributions `logs` (n, V), with rows of temperature 0 made one-hot at their first maximum.
+    temperature (n,)."""
     zero = temperature == 0
     if not bool(zero.any()):
         return logs
@@ -66,18 +74,19 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log distributions (n,V) that the engine samples from, given the output of `log_probs`."""
+    """Return the log distributions (n, V) that the engine samples from. logs (n, V): from `log_probs`. temperature
+    (n,). truncate: see `chunked`."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Unweighted means over the guesses that count, without gradient; 0 if no guess counts.
+    """Unweighted means over the positions that count, without gradient; 0 if none counts.
 
-    alpha: sum_v min(p, q), both distributions as served. alpha_greedy: p(argmax q).
-    alphas (B,T): alpha at each position, 0 where no guess counts. terms (m,): the sum of each requested term of the
-    loss, with the weights of the loss.
+    positions: how many count. alpha: of sum_v min(p, q), both distributions as served. alpha_greedy: of p(argmax q).
+    alphas (B, T): alpha at each position, 0 at those that do not count.
+    terms (m,): the sum of each requested term of the loss, with the weights of the loss.
     """
 
     positions: int
@@ -99,20 +108,22 @@ def chunked(
     measured: bool = True,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """Return the sum of a loss over guesses (a scalar), and the acceptance statistics of these guesses.
+    """Return the sum of a loss over the positions of a guess, a scalar, and acceptance statistics.
 
-    loss: a function of `cotrain.losses`.
-    mask (B,T): positions that count (bool), or weights >= 0 of their losses. Guesses of weight 0 are never computed.
-    temperature: a number, (B,) or (B,T); it divides the logits of both sides. At temperature 0 the loss compares q at
-        temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
+    loss: a function of `cotrain.losses`, from log p and log q (n, C) to (n,).
+    mask (B, T): the positions that count (bool), or weights >= 0 of their losses. Positions of weight 0 are never
+    computed.
+    temperature: a number, (B,) or (B, T); it divides the logits of both sides. At temperature 0 the loss compares q at
+    temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
+    chunk: n.
     truncate: a function that sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
-        `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
-        nucleus. The reported alpha truncates both.
+    `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
+    nucleus. The reported alpha truncates both.
     measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
     terms: parts of the loss, called with the same arguments. Their sums are reported separately.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
-    shapes that do not fit.
+    a temperature that is negative or has another shape.
     """
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
     weight = chosen(mask, guess.at)  # (N,)
@@ -144,9 +155,11 @@ class EagerSum(torch.autograd.Function):
     stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu et al. 2024,
     2410.10989, do the same for cross-entropy).
 
-    part: a function of positions (n,) and the states there (n, D). It returns the values (n,) to sum, and figures (n,
-    F). A value may depend on its own row of the states (N, D) and on the parameters, and on nothing else that needs a
-    gradient. The sum is differentiable once in states and parameters. The figures are not differentiable.
+    part: a function of indices (n,) and the states there (n, D). It returns the values (n,) to sum, and figures (n, F).
+    A value may depend on its own row of the states and on the parameters, and on nothing else that needs a gradient.
+    chunks: the indices of each chunk. states (N, D). parameters: of the head.
+    The result is the sum, which is differentiable once in states and parameters, and the figures of all chunks, which
+    are not differentiable.
     """
 
     @staticmethod
@@ -193,12 +206,12 @@ def token_logs(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x) of the text's tokens x (B,T), (B,T) each. `r_from` and `l_from` of the sequence
+    """Return log p(x) and log q(x) of the text's tokens x (B, T), (B, T) each. `r_from` and `l_from` of the sequence
     losses read them.
 
-    Temperature and truncation are as in `chunked`, and q is not truncated. A distribution without mass at x gives -inf.
-    If x is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside. Positions
-    outside mask (B,T) and positions without a guess get 0 and -inf, like a token that is never drafted. The result is
+    temperature, chunk, truncate: as in `chunked`; q is not truncated. A distribution without mass at x gives -inf. If x
+    is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside. Positions outside
+    mask (B, T) and positions without a guess get 0 and -inf, like a token that is never drafted. The result is
     differentiable in the guess.
     """
     rows = _Rows(target, guess, over_positions(temperature, x.shape, guess.states), truncate)
@@ -218,11 +231,13 @@ def token_logs(
 
 
 class Comparison(NamedTuple):
-    """Figures of the n guesses that `compared` counts. x is the text's token. q is not truncated unless stated.
+    """Figures of the n positions that `compared` counts. x is the text's token. q is not truncated unless stated.
 
-    at (n,): flat positions. logp, logq: log p(x) and log q(x), with q as served; -inf if there is no mass. kl: KL(p ||
-    q). alpha: sum_v min(p, q), both as served. alpha_greedy: p(argmax q). entropy: the entropy of q, in nats. hit: 1 if
-    x = argmax q, else 0. confidence: max q, which is the hit rate that q predicts.
+    at (n,): flat positions. All others are (n,) too.
+    logp, logq: log p(x) and log q(x), with q as served; -inf if there is no mass.
+    kl: KL(p || q) in nats. alpha: sum_v min(p, q), both as served. alpha_greedy: p(argmax q).
+    entropy: of q, in nats. hit: 1 if x = argmax q, else 0.
+    confidence: max q, which is the hit rate that q predicts.
     """
 
     at: Tensor
@@ -247,11 +262,11 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """Return the figures of the guesses at positions in mask (B,T), from one pass through both heads. They serve
-    evaluation.
+    """Return, for evaluation, the figures of a guess at the positions in mask (B, T) bool, from one pass through both
+    heads.
 
-    x (B,T): the text's tokens. Shapes, temperature and truncation are as in `chunked`. If the guess is pruned, kl is
-    that of the columns, and log p of a token outside the vocabulary is that of all such tokens.
+    x (B, T): the text's tokens. temperature, chunk, truncate: as in `chunked`. If the guess is pruned, kl is that of
+    the columns, and log p of a token outside the vocabulary is that of all such tokens.
     """
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
 
@@ -269,14 +284,14 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """Return the values of the distributions (n,C) in columns x (n,). The result has shape (n, number of
+    """Return the values of each of the distributions (n, C) in the columns x (n,), as one tensor (n, number of
     distributions)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """Return part(chunk) of every chunk. Backward recomputes the chunks. If there is only one chunk, it stays in memory
-    instead. Recomputation does not restore random states, so heads must have no dropout."""
+    """Return part(chunk) of every chunk. Backward recomputes them, except a single chunk, which stays in memory.
+    Recomputation does not restore random states, so heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -290,9 +305,9 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p as served, and log q, not truncated, of guesses i (n,). Both have shape (n,C). log p has no
-        gradient unless the target is trained. states (n,Dq): the draft's states of these guesses, if they have already
-        been indexed."""
+        """Return log p as served, and log q, not truncated, (n, C) each, at indices i (n,) of the guess. log p has no
+        gradient unless the target is trained. states (n, Dq): the draft's states there, if they have already been
+        indexed."""
         states = picked(self.guess.states, i) if states is None else states
         at, pruned = self.guess.at[i], self.guess.pruned
         logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
@@ -303,7 +318,7 @@ class _Rows:
         return logp, logq
 
     def columns(self, x: Tensor) -> Tensor:
-        """Return the columns (n,) of tokens x (n,)."""
+        """Return the column (n,) of each token x (n,)."""
         pruned = self.guess.pruned
         if pruned is None:
             return x
@@ -312,7 +327,7 @@ class _Rows:
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """Return alpha, p(argmax q), and terms of the loss, (n,) each, stacked to (n,2+m)."""
+        """Return alpha, p(argmax q) and the terms of the loss, (n,) each, stacked to (n, 2 + m)."""
         alpha = divergences.alpha(logp, self.served(logq, i))
         return torch.stack([alpha, divergences.alpha_greedy(logp, logq), *terms], -1)
 
@@ -321,15 +336,15 @@ class _Rows:
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
-    """Sum up figures (n,2+m) of guesses at flat positions (n,)."""
+    """Return the statistics of figures (n, 2 + m) at flat positions `at` (n,). mask (B, T)."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, sent(at, figures.device), figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], alphas, figures[:, 2:].sum(0))
 
 
 def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """Expand a temperature to (B*T,). It may be a number, (B,) or (B,T). Raises ValueError for other shapes or values <
-    0."""
+    """Return a temperature for each position, (B*T,). temperature: a number, (B,) or (B, T). shape: (B, T). like: a
+    tensor of the dtype to use. Raises ValueError for other shapes or values < 0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")

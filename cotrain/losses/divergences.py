@@ -25,8 +25,8 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return the acceptance p(argmax q) in an engine that drafts the most probable token: `alpha` of p and a one-hot
-    q."""
+    """Return p(argmax q), the acceptance in an engine that drafts the most probable token. It is `alpha` of p and a
+    one-hot q."""
     return _at(wide(logp), logq.argmax(-1)).exp()
 
 
@@ -37,7 +37,7 @@ def entropy(logp: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return KL(p || q) = sum_v p log(p / q) (Kullback and Leibler 1951). dL/dz = q - p.
+    """Return KL(p || q) = sum_v p log(p / q), in nats (Kullback and Leibler 1951). dL/dz = q - p.
 
     Use: it is convex in z, with a bounded gradient that vanishes only at q = p, so training starts stably. It is also
     the baseline. It fails for a small draft, because it rewards covering all of p, while acceptance depends on the
@@ -72,8 +72,9 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
     """Return w KL + (1 - w) TV with w = exp(-eta alpha) (LK, arXiv 2602.23881).
 
     Use: it is near `kl` at low overlap and near `tv` at high overlap, without a schedule. Its gradient treats w as a
-    constant, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves. alpha: an aggregated
-    acceptance that broadcasts to (...,); by default it is that of each position. eta: 3, or 10 for Medusa heads.
+    constant, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves.
+    alpha: an aggregated acceptance that broadcasts to (...,); None: that of each position. eta: 3, or 10 for Medusa
+    heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
@@ -91,11 +92,11 @@ def greedy(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
-    """Return 1 - sum_v p q' with q' = softmax(sharp log q). It is a smooth form of 1 - p(argmax q), to which it tends
-    as sharp grows.
+    """Return 1 - sum_v p q' with q' = softmax(sharp log q), a smooth form of 1 - p(argmax q), to which it tends as
+    `sharp` grows. dL/dz = -sharp q' (p - sum_v p q').
 
-    Use: it is for engines that draft argmax q and accept it with probability p. It trains only the maximum of q, not
-    the distribution. dL/dz = -sharp q' (p - sum_v p q').
+    Use: it is for engines that draft argmax q and accept it with probability p. It fails for engines that sample from
+    q, because it trains only the maximum of q, not the distribution.
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 

@@ -1,4 +1,4 @@
-"""Names of losses, and the weighted sums of losses that a configuration may set (`loss.first`, `loss.then`).
+"""Reads the losses that a configuration names in `loss.first` and `loss.then`: a loss, or a weighted sum.
 
     kl                    one loss
     0.1*kl + 0.9*tv       a weighted sum
@@ -24,7 +24,7 @@ Position = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Term:
-    """One loss of a weighted sum."""
+    """One loss of a weighted sum. name: the loss, as the user writes it."""
 
     name: str
     weight: float
@@ -41,9 +41,11 @@ class Term:
 class LossSpec:
     """A parsed loss expression.
 
-    position: the sum of its losses per position, as a function of (logp, logq), or None if it has no such loss.
-    sequence: its losses of whole texts. weighted: whether each position is weighted by the target calls that acceptance
-    there saves. argmax: whether one of its losses is `LossDefinition.argmax`. terms: the losses that `position` sums.
+    position: the sum of its losses per position, from log p and log q (..., V) to (...); None if it has no such loss.
+    sequence: its losses of whole texts.
+    weighted: whether each position is weighted by the target calls that acceptance there saves.
+    argmax: whether one of its losses has `LossDefinition.argmax`.
+    terms: the losses that `position` sums.
     """
 
     position: Position | None
@@ -59,7 +61,7 @@ def parse(expression: str, key: str = "loss.first") -> LossSpec:
     terms = _terms(expression, key)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
-        raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}")
+        raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}: name it alone")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
     argmax = any(term.loss.argmax for term in terms)

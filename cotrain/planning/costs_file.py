@@ -17,8 +17,9 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, Any]]:
-    """Return, for each draft in a file and number of rows, the speed-up over plain decoding at each of `ACCEPTANCES`,
-    the same at every depth, with its best draft length of at most `longest`. Raises the errors of `read_costs`."""
+    """Return, for each draft in a file and each number of rows, the costs, the break-even acceptance, and the speed-up
+    over plain decoding at each of `ACCEPTANCES`, the same at every depth, with the best draft length of at most
+    `longest`. rows: the numbers of rows. Raises the errors of `read_costs`."""
     with _readable(path, rows):
         content = _content(path)
         drafts = {
@@ -37,7 +38,7 @@ def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, 
 
 
 def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the speed-ups of `speedups_of` as a table, with the draft length in brackets."""
+    """Return what `speedups_of` returns as a table for the user, with draft lengths in brackets."""
     rows = [["draft", "rows", *(f"acceptance {acceptance:g}" for acceptance in ACCEPTANCES), "break-even"]]
     for one in speedups:
         cells = (f"{speedup:.2f}x ({k})" for speedup, k in one["speedups"].values())
@@ -47,10 +48,11 @@ def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict[int, Costs]:
-    """Return the costs by number of rows in a file: the plan.json of another machine, or JSON with `PARTS` in seconds,
-    as in `Costs`, by number of rows. draft: the draft folder, by which a plan of several drafts is read. longest: the
-    longest draft length that is forecast.
+    """Return the costs of rounds in a file, by number of rows.
 
+    path: the plan.json of another machine, or JSON with an object for each number of rows, which has `PARTS` in
+    seconds, as in `Costs`. draft: the draft folder, whose costs are read from a plan of several drafts. rows: the
+    numbers of rows. longest: the longest draft length that is forecast.
     Raises UserError for other files, for missing rows, for fewer draft lengths and for numbers that are no seconds.
     """
     with _readable(path, rows):
@@ -59,23 +61,26 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
             of_drafts = given["costs"]
             given = of_drafts.get(draft) or next(iter(of_drafts.values()), {})
             if len(of_drafts) > 1 and given is not of_drafts.get(draft):
-                raise UserError(f"costs={path}: it has costs of {', '.join(of_drafts)}, and none of {draft}")
+                raise UserError(
+                    f"costs={path}: it has costs of {', '.join(of_drafts)}, and none of {draft}: set draft.path= to "
+                    "one of them"
+                )
         return _by_rows(given, rows, longest)
 
 
 @contextmanager
 def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
-    """Turn the errors of reading a file of costs into UserError."""
+    """Turn errors of reading a file of costs, within the block, into UserError."""
     try:
         yield
     except KeyError as error:
         raise UserError(
-            f"costs={path}: there is no entry {error}; costs of {', '.join(map(str, rows))} rows are "
-            f"needed, each with {', '.join(PARTS)}"
+            f"costs={path}: it has no entry {error}: add costs of {', '.join(map(str, rows))} rows, each with "
+            f"{', '.join(PARTS)}"
         ) from error
     except (TypeError, AttributeError) as error:
         raise UserError(
-            f"costs={path}: it must be a plan.json, or a JSON object of objects by number of rows, each with "
+            f"costs={path}: it must be a plan.json, or a JSON object with an object for each number of rows, which has "
             f"{', '.join(PARTS)}"
         ) from error
     except (OSError, ValueError, OverflowError) as error:
@@ -92,7 +97,8 @@ def _by_rows(given: Mapping[str, Any], rows: Sequence[int], longest: int) -> dic
 
 
 def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
-    """Return the costs of a number of rows. Raises KeyError, TypeError and ValueError."""
+    """Return the costs of rounds with this many rows. given: an object of the file. Raises KeyError, TypeError and
+    ValueError."""
     target, rest = (tuple(map(float, given[part])) for part in ("target", "rest"))
     draft, first = float(given["draft"]), float(given["first"])
     if not longest < len(target) == len(rest):

@@ -1,4 +1,5 @@
-"""The forecasts of one draft: figures of texts of the target, costs of rounds here, and what follows from both."""
+"""The forecasts of one draft: acceptance on texts of the target, costs of rounds on this machine, and what follows from
+both."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,13 @@ OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitte
 
 @dataclass(frozen=True)
 class Drafted:
-    """The forecasts of one draft. plan: the draft with its target. cells: by (temperature, rows). acceptance: by
-    temperature; its by_depth has that of each domain too, if there are several. costs: by number of rows. policy: the
-    adaptive one."""
+    """The forecasts of one draft.
+
+    path: its folder. plan: the draft with its target.
+    cells: forecasts by (temperature, rows).
+    acceptance: by temperature; its `by_depth` also has that of each domain, if there are several.
+    costs: of rounds, by number of rows. policy: the adaptive one.
+    """
 
     path: str
     plan: Plan
@@ -47,8 +52,11 @@ class Drafted:
 
 
 def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted:
-    """Forecast one draft. plan: the draft with its target. texts: those of the target by temperature; missing ones are
-    sampled here, so that all drafts are forecast on the same ones."""
+    """Return the forecasts of one draft.
+
+    plan: the draft with its target. texts: the target's, by temperature. Missing ones are sampled here and added to
+    `texts`, so that all drafts are forecast on the same ones.
+    """
     rows, longest = sorted({1, *cfg.batches}), max(plan.depths)
     costs = (
         read_costs(cfg.costs, plan.names[1], rows, longest)
@@ -80,7 +88,7 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
 
 
 def costs_at(plan: Plan, rows: int) -> Costs:
-    """Return the costs of rounds of this many rows."""
+    """Return the costs of rounds with this many rows, timed on this machine."""
     print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
     return measured(plan.batched(rows), time.perf_counter() + SECONDS).costs
 
@@ -94,13 +102,14 @@ def _rates(plan: Plan, texts: Emitted) -> Acceptance:
 
 
 def domains_of(known: Mapping[tuple[int, ...], str], prompts: Sequence[list[int]]) -> list[str]:
-    """Return the domain of each prompt, of an encoder-decoder by its source; empty if they are not known."""
+    """Return the domain of each prompt; [] if domains are not known. known: the domain of each prompt by its token ids,
+    for an encoder-decoder by those of its source."""
     return [known[tuple(source_ids(prompt) or prompt)] for prompt in prompts] if known else []
 
 
 def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verify: str) -> dict[str, Any]:
-    """Return for each domain, if there are several: texts, mean acceptance, acceptance by depth, and tau by draft
-    length 0 .. K. domains: of each text of `figures`."""
+    """Return figures of each domain, if there are several, else {}: number of texts, mean acceptance, conditional
+    acceptance by depth, and tau by draft length 0 .. K. rates: of all texts. domains: of each text of `figures`."""
     parts = {one: [i for i, name in enumerate(domains) if name == one] for one in sorted({*domains})}
     if len(parts) < 2:
         return {}
@@ -113,7 +122,8 @@ def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verif
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
-    """Return the forecast of the best tree by number of rows, where there is one."""
+    """Return the forecast of the best tree, by number of rows, for those for which there is one. chains: forecasts by
+    number of rows."""
     distributions = plain_distributions(plan, texts) if plan.bench.trees else None
     if distributions is None:
         return {}

@@ -31,9 +31,12 @@ NEAR = 0.25  # of the difference: what is left of it at another temperature, if 
 
 @dataclass(frozen=True)
 class Drift:
-    """A comparison. temperature: of the plan's profile that is nearest to the served acceptance. tau, forecast: tokens
-    per round served and forecast for these depths; at one draft length, their ratio is that of the speeds. z: standard
-    score of the difference. cause: the likely cause in words, None for no drift."""
+    """The served acceptance of a draft, compared with its plan.
+
+    temperature: that of the plan's profile which is nearest to the served acceptance. depths: draft length.
+    tau, forecast: tokens per round at this draft length, served and forecast; their ratio is that of the speeds.
+    z: standard score of the difference. cause: the likely cause in words; None: no drift.
+    """
 
     draft: str
     temperature: float
@@ -45,7 +48,7 @@ class Drift:
 
     @property
     def line(self) -> str:
-        """Return the comparison in words."""
+        """Return the comparison as a line for the user."""
         change = f"tau {self.tau:.3f} served, {self.forecast:.3f} forecast for {self.depths} drafts (z {self.z:+.1f})"
         speed = f"speed {100 * (self.tau / self.forecast - 1):+.0f} %"
         return f"{self.draft}: {change}, {speed}: " + (f"drift: {self.cause}" if self.cause else "as forecast")
@@ -53,9 +56,11 @@ class Drift:
 
 @dataclass(frozen=True)
 class PlannedTau:
-    """What a plan forecast for its recommended draft. profiles: the share of rounds that accept each depth, by
-    temperature, that of serving first. tau, errors: tokens per round at that temperature with their standard errors, by
-    draft length."""
+    """What a plan forecast for its recommended draft.
+
+    profiles: the share of rounds that accept each depth, by temperature. The first temperature is that of serving.
+    tau, errors: tokens per round at the first temperature, and their standard errors, by draft length from 0 on.
+    """
 
     draft: str
     profiles: Mapping[float, Sequence[float]]
@@ -64,9 +69,11 @@ class PlannedTau:
 
 
 def planned(file: Path) -> PlannedTau:
-    """Return what a plan.json forecast. Raises UserError for files that are missing or something else."""
+    """Return what a plan.json forecast. Raises UserError if the file is missing or is no plan."""
     if not file.is_file():
-        raise UserError(f"output: there is no {file}: make it with cotrain plan draft.path= of the served draft")
+        raise UserError(
+            f"output={file.parent}: it has no {file.name}: make one with cotrain plan draft.path= of the served draft"
+        )
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
         draft = _entry(plan, "recommended", kind=str)
@@ -82,25 +89,30 @@ def planned(file: Path) -> PlannedTau:
                 )
                 if len(errors) == len(tau) > max(map(len, profiles.values())):
                     return PlannedTau(draft, profiles, tau, errors)
-        raise ValueError(f"no cell has tau and tau_errors of {draft} at the first temperature, for every draft length")
+        raise ValueError(
+            f"its cells have no tau and tau_errors of {draft} at temperature {next(iter(profiles), math.nan):g} for "
+            "all draft lengths"
+        )
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(
-            f"output: {file} is no plan of a draft: {error}; make it again with cotrain plan draft.path= "
-            "of the served draft"
+            f"output={file.parent}: {file.name} is no plan of a draft: {error}; make it again with cotrain plan "
+            "draft.path= of the served draft"
         ) from error
 
 
 def _entry(given: Any, *keys: str, kind: type = object) -> Any:
-    """Return an entry of nested objects. Raises ValueError if there is none, or one of another type than `kind`."""
+    """Return the entry of nested objects at the path `keys`. Raises ValueError if it is missing or not of type
+    `kind`."""
     for key in keys:
         given = given.get(key) if isinstance(given, dict) else None
     if given is None or not isinstance(given, kind):
-        raise ValueError(f"{'.'.join(keys)} must be there, not {given!r:.20}")
+        raise ValueError(f"its entry {'.'.join(keys)} is missing or of a wrong type: {given!r:.20}")
     return given
 
 
 def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tuple[float, ...]:
-    """Return finite numbers from `least` to `most`. Raises ValueError if that is not what is given."""
+    """Return `given` as a tuple. Raises ValueError unless it is a list of finite numbers from `least` to `most`. name:
+    of the entry, for the message."""
     if not isinstance(given, list) or not given:
         raise ValueError(f"{name} must be a list of numbers, not {given!r:.20}")
     for one in given:
@@ -111,8 +123,8 @@ def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tup
 
 def served(log: Path) -> Served:
     """Return the counters in a file: a Prometheus page of vLLM (`curl URL/metrics`), or JSON with `rounds`,
-    `accepted_by_depth` and, if not every round drafted as many, `drafted`. Raises UserError for other files, and for
-    counters that no server can have."""
+    `accepted_by_depth` and, if not every round drafted equally many, `drafted`. Raises UserError for other files, and
+    for counters that no server can have."""
     try:
         text = log.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
@@ -125,7 +137,7 @@ def served(log: Path) -> Served:
     except KeyError as error:
         raise UserError(f"log={log}: it has no counter {error}: {COUNTERS}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"log={log}: it begins like JSON and is none ({error}): {COUNTERS}") from error
+        raise UserError(f"log={log}: it begins like JSON but is not valid JSON ({error}): {COUNTERS}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"log={log}: {error}") from error
     if counters is None or not counters.by_depth:
@@ -136,8 +148,8 @@ def served(log: Path) -> Served:
 
 
 def _counters(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return a counter, or a list of them, as a tuple. Raises KeyError, and ValueError for numbers that count
-    nothing."""
+    """Return an entry that is a counter, or a list of counters, as a tuple. Raises KeyError if it is missing, and
+    ValueError for numbers that are not whole or below 0."""
     value = given[name]
     numbers = _numbers(value if name == "accepted_by_depth" else [value], name, 0)
     if any(one != int(one) for one in numbers):
@@ -146,7 +158,7 @@ def _counters(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _impossible(one: Served) -> str | None:
-    """Return why no server has these counters, or None."""
+    """Return why no server can have these counters, or None if one can."""
     depths, accepted = list(one.by_depth), sum(one.by_depth)
     if one.rounds < 1:
         return "no round drafted: serve some prompts with the draft, and save the counters again"
@@ -163,19 +175,22 @@ def _impossible(one: Served) -> str | None:
 
 
 def drift(plan: PlannedTau, counters: Served) -> Drift:
-    """Compare counters with the recommended draft of a plan, at the plan's first temperature. Raises UserError if the
-    server drafts more tokens than the plan forecast, or not equally many in all rounds, since the plan has no forecast
-    for a mixture of lengths."""
+    """Return how the counters of a server compare with the plan's recommended draft at the plan's first temperature.
+
+    Raises UserError if the server drafts more tokens than the plan forecast, or not equally many in all rounds, since
+    the plan has no forecast for a mixture of lengths.
+    """
     profiles, k = plan.profiles, len(counters.by_depth)
     longest = min(map(len, profiles.values()))
     if k > longest:
         raise UserError(
-            f"log: the server drafts {k} tokens, and the plan has {longest}: plan again with bench.depths up to {k}"
+            f"log: the server drafts {k} tokens per round, and the plan forecasts at most {longest}: plan again with "
+            f"bench.depths=[{k}]"
         )
     if counters.drafted < FIXED * counters.rounds * k:
         raise UserError(
             f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
-            "drift is found where all rounds draft equally many; serve some prompts without a schedule and "
+            "a drift can be found only if all rounds draft equally many: serve some prompts without a schedule and "
             "without an adaptive policy, and save their counters"
         )
     shares = [accepted / counters.rounds for accepted in counters.by_depth]
@@ -192,15 +207,16 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
 
 
 def _error(shares: Sequence[float], rounds: int) -> float:
-    """Return the standard error of the mean number of accepted drafts, of which each round has 0 .. K: its variance is
-    sum_d (2 d - 1) P(at least d) - mean^2."""
+    """Return the standard error of the mean number of accepted drafts over `rounds` rounds. Each round accepts 0 .. K;
+    the variance is sum_d (2 d - 1) P(at least d) - mean^2. shares (K,): P(at least d) for d = 1 .. K."""
     mean = sum(shares)
     square = sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1))
     return math.sqrt(max(square - mean**2, 0.0) / rounds)
 
 
 def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:
-    """Return the likely cause of a difference."""
+    """Return the likely cause of a difference, in words. planned, nearest: temperatures of `profiles`, that of serving
+    and the one nearest to the served acceptance. shares: of rounds that accept each depth, as served."""
     count, expected = len(shares), profiles[planned][: len(shares)]
     first = shares[0] / expected[0] if expected[0] else 1.0
     if first < LOST and shares[0] < LOST * min(one[0] for one in profiles.values()):
@@ -213,7 +229,8 @@ def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: f
     gap, left = (abs(sum(profiles[t][:count]) - sum(shares)) for t in (planned, nearest))
     if nearest != planned and left < NEAR * gap:
         return (
-            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another one"
+            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another "
+            "temperature"
         )
     if sum(shares) > sum(expected):
         return (
@@ -228,8 +245,8 @@ def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: f
             "cotrain serve_check"
         )
     return (
-        "all depths lose alike: the served prompts differ from the planned ones; train on texts of these prompts "
-        "(init=pretrained), or plan again with data.path= of them"
+        "fewer drafts are accepted than planned, at all depths alike: the served prompts differ from the planned ones: "
+        "train on texts of these prompts (init=pretrained), or plan again with data.path= of them"
     )
 
 

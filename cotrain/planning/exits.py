@@ -65,17 +65,20 @@ class TrainingJob(Protocol):
 
 
 class TextStates(NamedTuple):
-    """One text and the states that predict it: its tokens x (n,), and per layer the normed states (n, D). The key LAST
-    has the states that the target's head reads."""
+    """One text with the states that predict it. x (n,): its tokens. states: by layer, the normed states (n, D); LAST:
+    those that the target's head reads."""
 
     x: Tensor
     states: Mapping[int, Tensor]
 
 
 def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -> dict[str, Any]:
-    """Return the rating of an exit at its best draft length. layers: how many decoder layers draft. alpha: mean
-    acceptance of the linear exit. k, tau: the draft length and its tokens per target call. cost: of one draft, in plain
-    steps. speedup: the expected one over plain decoding."""
+    """Return the rating of an exit, at its best draft length among 1 and `depths`, as an entry of the exit plan.
+
+    layers: how many decoder layers draft. rates: acceptance of the linear exit. costs: of rounds.
+    Entries of the result: layers. alpha: mean acceptance of the linear exit. k, tau: the draft length and its tokens
+    per target call. cost: of one draft, in plain steps. speedup: the expected one over plain decoding.
+    """
     chains = forecast(rates, costs).among(sorted({1, *depths}))
     return {
         "layers": layers,
@@ -88,25 +91,25 @@ def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
-    """Return the costs of an exit, interpolated between those of two others. share: its position between them, from 0
-    to 1."""
+    """Return costs interpolated between those of two exits. share: from 0 (low) to 1 (high)."""
     return replace(
         low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
     )
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """Return the linear map W (D + 1, D) for which f + [f, 1] W is the best approximation of s; f, s (N, D).
+    """Return the linear map W (D + 1, D), float64, for which f + [f, 1] W approximates s best. f, s (N, D).
 
     It is fitted by ridge regression. The regularisation weight is the mean square norm of the rows [f, 1], so W stays
-    small if N is small."""
+    small if N is small.
+    """
     x = _with_one(f)
     ridge = x.square().sum() / len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve(x.T @ x + ridge, x.T @ (s - f).double())
 
 
 def moved(f: Tensor, w: Tensor) -> Tensor:
-    """Return f + [f, 1] W (N, D), in the dtype of f."""
+    """Return f + [f, 1] W, (N, D), in the dtype of f. w: W (D + 1, D)."""
     return (f.double() + _with_one(f) @ w).to(f.dtype)
 
 
@@ -116,8 +119,8 @@ def _with_one(f: Tensor) -> Tensor:
 
 
 def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
-    """Return the probabilities of the target and of the linear exit after `layer`. The exit is fitted on every second
-    text, and the figures are those of the other texts."""
+    """Return the probabilities of the target and of the linear exit after `layer`, on every second text. The exit is
+    fitted on the other texts. head: from the target's last states to logits."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
@@ -140,7 +143,7 @@ def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> 
 def read(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
-    """Return the normed states of the texts after `layers`, and the target's head."""
+    """Return each text with its normed states after `layers`, and the target's head. vocabulary: V."""
     reader, head = served(target, vocabulary, layers)
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
@@ -153,8 +156,8 @@ def read(
 
 
 def plan_of(job: TrainingJob, layers: int) -> Plan:
-    """Return the plan that measures an untrained exit on ranking prompts. On a GPU the models are compiled, as in
-    serving."""
+    """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU the models are
+    compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -168,7 +171,7 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:
-    """Return the ratings of the exits after each number of layers in `candidates`."""
+    """Return the rating of each exit in `candidates`, see `rated`."""
     layers = candidates(len(decoder_layers(job.target)))
     ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
@@ -182,11 +185,13 @@ def exits(job: TrainingJob) -> list[dict[str, Any]]:
 
 
 def planned(job: TrainingJob) -> dict[str, Any] | None:
-    """Set draft.layers if it is null, print the table of candidates, and return it. Return None for kinds of which it
-    is not chosen, if draft.layers is set, and for init=pretrained, which fixes the exit.
+    """Choose draft.layers if it is null: set it in the job's settings, print the ratings of the exits, and return them
+    with the choice. Return None if there is nothing to choose: for other kinds, if draft.layers is set, and for
+    init=pretrained, which fixes the exit.
 
-    Of exits of equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's folder. A
-    resumed run and the other processes of the run read it there."""
+    Of exits of equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's folder,
+    where a resumed run and the other processes of the run read it.
+    """
     draft = job.cfg.draft
     if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":
         return None
@@ -204,7 +209,7 @@ def planned(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def lines(plan: Mapping[str, Any]) -> list[str]:
-    """Return the table of candidates and the choice, as lines of text."""
+    """Return the ratings of the exits and the choice as lines for the user. plan: from `planned`."""
     rows = [
         f"{one['layers']:6} {one['alpha']:10.3f} {one['cost']:6.3f} {one['k']:3} {one['tau']:5.2f} "
         f"{one['speedup']:7.2f}x"

@@ -29,11 +29,15 @@ WORTH = 0.02  # the gain of speed for which more texts are asked for
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What texts say of a draft under a rule, at draft lengths 0 .. K. calls (K+1, N) float64: expected target calls of
-    each text; row 0 is plain decoding, one call per token. lengths (N,): tokens of each text. samples (K+1, S, N)
-    int64: numbers of calls in S runs. alpha: mean acceptance of each round's first draft over the tokens. by_depth: at
-    the longest length, `prefix` and `conditional` acceptance at depths 1 .. K, and `histogram`, the probability that a
-    round accepts 0 .. K drafts; all over the expected rounds."""
+    """What texts say of a draft under a rule, at draft lengths 0 .. K.
+
+    calls (K+1, N) float64: expected target calls of each text; row 0 is plain decoding, one call per token.
+    lengths (N,): tokens of each text.
+    samples (K+1, S, N) int64: numbers of calls in S runs.
+    alpha: mean acceptance of each round's first draft over the tokens.
+    by_depth: at draft length K, over the expected rounds: `prefix` and `conditional`, acceptance at depths 1 .. K;
+    `histogram`, the probability that a round accepts 0 .. K drafts.
+    """
 
     calls: Tensor
     lengths: Tensor
@@ -51,8 +55,8 @@ class Acceptance:
 
 
 def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Acceptance:
-    """Return the acceptance of the texts of `figures` for draft lengths 0 .. longest under a rule, see
-    `predictable_reach`. seed: of the samples."""
+    """Return what the texts of `figures` say of the draft at lengths 0 .. longest. verify: the rule, see
+    `predictable_reach`. seed: of the sampled numbers of calls."""
     reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
     generator = torch.Generator().manual_seed(seed)
@@ -65,8 +69,8 @@ def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Ac
 
 
 def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-    """Return how many rounds texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
-    `predict_chain`."""
+    """Return how many rounds the texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
+    `predict_chain`. lengths (N,): tokens of each text."""
     texts = torch.arange(len(lengths)).expand(SAMPLES, -1)
     at, rounds = torch.zeros_like(texts), torch.zeros_like(texts)
     while bool((inside := at < lengths).any()):
@@ -78,9 +82,12 @@ def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tenso
 
 @dataclass(frozen=True)
 class TreeForecast:
-    """The forecast of a tree in full batches. tau: expected tokens per target call. seconds: of a round, all rows
-    together. speedup: over plain decoding. gain: over the chain of the forecast, as a share of its speed; error: the
-    standard error of the gain that the texts leave."""
+    """The forecast of a tree in full batches.
+
+    tau: expected tokens per target call. seconds: of a round, all rows together. speedup: over plain decoding.
+    gain: over the chain of the forecast, as a share of its speed. error: the standard error of the gain that the texts
+    leave.
+    """
 
     tree: PlannedTree
     tau: float
@@ -91,7 +98,7 @@ class TreeForecast:
 
     @property
     def recommended(self) -> bool:
-        """Return whether the texts can tell that the tree is faster. Otherwise the chain, which is simpler, is
+        """Return whether the texts show that the tree is faster. Otherwise the chain, which is simpler, is
         recommended."""
         return self.gain > self.error
 
@@ -101,20 +108,24 @@ class TreeForecast:
         return self.speedup / (1 + self.gain)
 
     def words(self) -> str:
-        """Return a description of the tree."""
+        """Return a description of the tree for the user."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
-        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels, {kind} children, {tree.rule}"
+        return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels with {kind} children, verify={tree.rule}"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one draft, at one temperature and batch size. seconds[k]: of a round that drafts k, all rows
-    together. k: the recommended length of chains, 0 for plain decoding. fastest: the length of the least expected time,
-    which the texts may not tell apart from k. speedups[k], errors[k]: over plain decoding, with the standard error that
-    the texts leave. gain: by how much, at most, `fastest` may beat k (upper end of a 95 % interval), as a share of the
-    speed. alone[k]: speed-ups of batches that are decoded alone, see `alone`; empty if they are not known. tree: that
-    of the best tree, None if none was asked for or the kind drafts none. serves_tree: whether the tree is drafted
-    instead of the chain."""
+    """The forecast of one draft, at one temperature and batch size.
+
+    seconds[k]: of a round that drafts k tokens, all rows together.
+    k: the recommended length of chains; 0: plain decoding.
+    fastest: the length of the least expected time, which the texts may not tell apart from k.
+    speedups[k], errors[k]: over plain decoding, and the standard error that the texts leave.
+    gain: how much faster than k `fastest` may be at most (upper end of a 95 % interval), as a share of the speed.
+    alone[k]: speed-ups of batches that are decoded alone, see `alone`; empty: not known.
+    tree: the best tree; None: no tree was asked for, or the kind drafts none.
+    serves_tree: whether the tree is drafted instead of the chain.
+    """
 
     acceptance: Acceptance
     seconds: Sequence[float]
@@ -129,7 +140,7 @@ class Forecast:
 
     @property
     def served(self) -> TreeForecast | None:
-        """Return the tree if it is drafted."""
+        """Return the tree if it is drafted, else None."""
         return self.tree if self.serves_tree else None
 
     @property
@@ -148,36 +159,36 @@ class Forecast:
         return self.served.tau if self.served else self.acceptance.tau(self.k)
 
     def among(self, lengths: Iterable[int]) -> "Forecast":
-        """Return the forecast whose k is the fastest of these lengths."""
+        """Return the same forecast with k set to the fastest of these lengths."""
         return replace(self, k=max(lengths, key=self.speedups.__getitem__))
 
     @property
     def undecided(self) -> bool:
-        """Return whether more texts could show a gain that is worth them."""
+        """Return whether more texts could show that another length gains more than WORTH."""
         return self.fastest != self.k and self.gain > WORTH
 
     @property
     def perfect(self) -> float:
-        """Return the speed-up of a draft whose tokens are all accepted: the most that these costs allow."""
+        """Return the speed-up of a draft whose tokens are all accepted, which is the most that these costs allow."""
         return at_acceptance(self.seconds, 1.0)[0]
 
     @property
     def break_even(self) -> float | None:
-        """Return `break_even` of these seconds."""
+        """Return the acceptance above which a draft pays at these costs, see `break_even`."""
         return break_even(self.seconds)
 
 
 def at_acceptance(seconds: Sequence[float], acceptance: float) -> tuple[float, int]:
-    """Return the speed-up over plain decoding at the best draft length, and this length, of a draft with the same
-    acceptance at every depth. seconds: of a round, by draft length."""
+    """Return the speed-up over plain decoding at the best draft length, and this length. acceptance: the same at every
+    depth. seconds: of a round, by draft length from 0 on."""
     speedups = [seconds[0] * iid_tau(acceptance, k) / one for k, one in enumerate(seconds)]
     k = max(range(len(speedups)), key=speedups.__getitem__)
     return speedups[k], k
 
 
 def break_even(seconds: Sequence[float]) -> float | None:
-    """Return the acceptance, the same at every depth, above which some draft length beats plain decoding. Return None
-    if none does. seconds: of a round, by draft length."""
+    """Return the acceptance, the same at every depth, above which some draft length beats plain decoding; None if none
+    does. seconds: of a round, by draft length from 0 on."""
     if not at_acceptance(seconds, 1.0)[1]:
         return None
     low, high = 0.0, 1.0
@@ -188,10 +199,11 @@ def break_even(seconds: Sequence[float]) -> float | None:
 
 
 def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
-    """Return the speed-up at each draft length of batches of `rows` texts that are decoded alone: no other prompts wait
-    for the slots of rows that have ended, so the last rounds have fewer rows. table: see `seconds_of`.
+    """Return, by draft length, the speed-up of batches of `rows` texts that are decoded alone: no other prompts wait
+    for the slots of rows that have ended, so the last rounds have fewer rows. Return () for fewer texts than rows.
 
-    Texts are put into batches in the order of a permutation for each sample. Texts that fill no batch are left out.
+    table: seconds of rounds by number of rows, see `seconds_of`. In each sample, texts are put into batches in a random
+    order. Texts that fill no batch are left out.
     """
     samples, count = rates.samples, rates.samples.shape[-1] // rows * rows
     if not count:
@@ -208,7 +220,7 @@ def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) ->
 
 
 def forecast(rates: Acceptance, costs: Costs) -> Forecast:
-    """Return the forecast of a draft with these costs.
+    """Return the forecast of a draft. rates: its acceptance on texts. costs: of its rounds.
 
     The recommended length is the shortest one whose expected time is at most one standard error of the paired
     difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
@@ -230,13 +242,14 @@ def forecast(rates: Acceptance, costs: Costs) -> Forecast:
 
 
 def error_of_sum(values: Tensor) -> float:
-    """Return the standard error of the sum of values (N,), each of one text. It is infinite for one text."""
+    """Return the standard error of the sum of values (N,), one of each text; infinite for one text."""
     count = len(values)
     return math.inf if count < 2 else float(values.std() * math.sqrt(count))
 
 
 def error_of_tau(tokens: Tensor, calls: Tensor) -> float:
-    """Return the standard error of tokens per call, from the differences between texts. Both arguments are (N,)."""
+    """Return the standard error of tokens per call, from the differences between texts. tokens, calls (N,): of each
+    text."""
     total = float(calls.sum())
     return error_of_sum(tokens - float(tokens.sum()) / total * calls) / total
 
@@ -248,16 +261,16 @@ def mean_acceptance(figures: Figures) -> float:
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:
-    """Return the smallest batch size from which on no draft length is recommended, or None if drafts still pay at the
-    largest one. forecasts: by batch size."""
+    """Return the smallest batch size from which on no draft length is recommended; None if one still is at the largest
+    size. forecasts: by batch size."""
     sizes = sorted(forecasts)
     never = [rows for rows in sizes if all(forecasts[more].k == 0 for more in sizes if more >= rows)]
     return never[0] if never else None
 
 
 def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
-    """Return draft lengths by number of rows as ranges [first, last, k], for 1 .. most rows, in the form of vLLM's
-    schedules. lengths: the recommended length by batch size; between two sizes the nearer one counts, in ratio."""
+    """Return draft lengths for 1 .. most rows as ranges [first, last, k], in the form of vLLM's schedules. lengths: the
+    recommended length by batch size. Between two sizes, the nearer one counts, by their ratio."""
     sizes = sorted(lengths)
     ranges: list[list[int]] = []
     for rows in range(1, most + 1):

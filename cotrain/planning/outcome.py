@@ -29,8 +29,8 @@ def entries(drafts: Sequence[Drafted], best: Drafted) -> dict[str, Any]:
 
 
 def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
-    """Return the entry of a cell. iid: tau by the formula of equal acceptance at all depths, from the mean acceptance,
-    beside the exact expectation."""
+    """Return the entry of plan.json for one draft, temperature `t` and number of rows. Its iid is tau by the formula of
+    equal acceptance at all depths, from the mean acceptance, beside the exact expectation."""
     rates, lengths = cell.acceptance, range(len(cell.seconds))
     tree = cell.tree and asdict(cell.tree) | {"recommended": cell.tree.recommended}
     return {
@@ -60,8 +60,8 @@ def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
 
 def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
-    first temperature, the acceptance of the recommended draft, and its adaptive policy. plan: the content of
-    plan.json."""
+    first temperature, the acceptance of the recommended draft, and its adaptive policy. best: the recommended draft.
+    batches: sizes. plan: the content of plan.json."""
     t = next(iter(best.acceptance))
     lengths = {rows: best.cells[t, rows].k for rows in batches}
     return {
@@ -72,9 +72,13 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
 
 
 def profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. Rates are
-    by draft position. A histogram is over tokens that a round emits, the one after the accepted drafts included; its
-    counts are expected ones. Tokens past a text's end count in it, and not in `accept_length_by_k`, which is tau."""
+    """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. best: the
+    draft. t: the temperature. plan: the content of plan.json.
+
+    Rates are by draft position. The histogram is over tokens that a round emits, the one after the accepted drafts
+    included; its counts are expected ones. Tokens past a text's end count in it, and not in `accept_length_by_k`, which
+    is tau.
+    """
     rates = best.acceptance[t]
     histogram = rates.by_depth["histogram"]
     k = len(histogram) - 1
@@ -127,15 +131,18 @@ def profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _id(path: str) -> str:
-    """Return the last two parts of a path: a profile is published, and the rest is of this machine."""
+    """Return the last two parts of a path. A profile is published, and the rest of the path is of this machine."""
     return "/".join(Path(path).parts[-2:])
 
 
 def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
-    """Return the draft lengths by number of rows, and the settings that give them to other engines. Each engine's are
-    for its speculative configuration, beside those of the draft; they are null if no draft is recommended at any number
-    of rows. TensorRT-LLM (1.3 and later) names the largest batch of each length, and drafts nothing above the last.
-    lengths: the recommended length by number of rows."""
+    """Return the draft lengths by number of rows, and the settings that give them to other engines. lengths: the
+    recommended length by number of rows.
+
+    Each engine's settings are for its speculative configuration, beside those of the draft; they are null if no draft
+    is recommended at any number of rows. TensorRT-LLM (1.3 and later) names the largest batch of each length, and
+    drafts nothing above the last.
+    """
     ranges = schedule(lengths, max(lengths))
     longest = max(k for _, _, k in ranges)
     vllm = {"num_speculative_tokens": longest, "num_speculative_tokens_per_batch_size": ranges}
@@ -144,7 +151,7 @@ def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
 
 
 def table(drafts: Sequence[Drafted]) -> str:
-    """Return the forecasts as a table, and a line for each thing that a reader must know before using them."""
+    """Return the forecasts as a table, with lines for what a reader must know before using them."""
     rows = [
         [
             "draft",
@@ -171,14 +178,15 @@ def table(drafts: Sequence[Drafted]) -> str:
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
     lines.append(
-        "speed-ups are those of the machine whose rounds were timed; their intervals are those of the texts. Rows that "
-        "end are replaced by prompts that wait; if none wait, the speed-up is that of `batch alone`"
+        "speed-ups are for the machine whose rounds were timed, and their intervals say what other texts could give. A "
+        "prompt that waits takes the place of each row that ends; if none waits, see the column `batch alone`"
     )
     return "\n".join([aligned(rows, left=1), *lines])
 
 
 def by_domain(domains: Mapping[str, Any]) -> list[str]:
-    """Return a line with the acceptance of each domain, none if they are not known."""
+    """Return a line for the user with the acceptance of each domain; [] if domains are not known. domains: see
+    `drafted.by_domain`."""
     parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
     return [f"acceptance by domain: {parts}"] if parts else []
 
@@ -197,7 +205,8 @@ def _columns(cell: Forecast) -> list[str]:
 
 
 def remarks(cell: Forecast) -> list[str]:
-    """Return what the numbers of a cell do not say: what more texts could show, and whether a tree is faster."""
+    """Return lines for the user that the table lacks: whether more texts could show a faster length, and whether a tree
+    is faster."""
     tree, lines = cell.tree, []
     if cell.undecided:
         lines.append(

@@ -18,14 +18,15 @@ GENERATOR, PAGE = "cotrain plan", "plan.html"
 
 @dataclass(frozen=True)
 class Planned:
-    """The subject of the page: a plan, by the recommended draft."""
+    """The subject of the page's heading. name: of the recommended draft. partial: whether figures may still change,
+    which those of a plan never do."""
 
     name: str
     partial: bool = False
 
 
 def page(plan: Mapping[str, Any]) -> str:
-    """Return the HTML document of a plan. plan: the content of plan.json."""
+    """Return the HTML page of a plan. plan: the content of plan.json."""
     cells, best = plan["cells"], plan["recommended"]
     names = _names([cell["draft"] for cell in cells])
     sections = [
@@ -46,14 +47,15 @@ def page(plan: Mapping[str, Any]) -> str:
 
 
 def _names(paths: Sequence[str]) -> dict[str, str]:
-    """Return a short name of each draft: the last part of its path that tells it from the others, `draft` left out."""
+    """Return a short name of each draft by path: the last part that is not `draft`, or the whole path if two would be
+    equal."""
     parts = {path: [part for part in Path(path).parts if part != "draft"] or [path] for path in paths}
     short = {path: some[-1] for path, some in parts.items()}
     return short if len(set(short.values())) == len(short) else {path: path for path in parts}
 
 
 def _headline(cells: Sequence[Mapping[str, Any]], best: str) -> Markup:
-    """Return the recommendation of the first cell of the best draft in one line."""
+    """Return in one line what is recommended for the draft `best`, at its first temperature and number of rows."""
     cell = next(one for one in cells if one["draft"] == best)
     where = f"at temperature {cell['temperature']:g}, {cell['rows']} row{'s' * (cell['rows'] > 1)}"
     if cell["tree"] and cell["tree"]["recommended"]:

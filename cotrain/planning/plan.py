@@ -1,4 +1,4 @@
-"""Plan of a measurement. It joins target and draft, regime, verification rule, and the sizes of the benchmark."""
+"""What a measurement measures: target and draft, regime, verification rule, and the sizes of the benchmark."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,7 @@ from inference.source import SourcedText
 
 
 class CompiledParts(NamedTuple):
-    """Three flags that say which models are compiled: the target in plain decoding, the target in speculative rounds,
-    and the draft."""
+    """Which models are compiled: the target in plain decoding, the target in speculative rounds, the draft."""
 
     plain: bool = False
     target: bool = False
@@ -57,9 +56,9 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """Return the draft in evaluation mode and in the dtype of bench.draft_dtype. It is a copy if that dtype is not
-        the draft's. A draft that has the target's encoder keeps its own dtype if the other would round the encoder,
-        since the encoder of the target could not be read instead."""
+        """Return the draft in eval mode and in the dtype bench.draft_dtype, as a copy unless it is so already. A draft
+        that has the target's encoder keeps its own dtype if the other would round the encoder, since it could then not
+        use the target's."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -75,12 +74,12 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """Return the served draft as this machine runs it. It is cast to float32 if its dtype would be emulated and no
-        8-bit kernel is used."""
+        """Return the served draft as this machine runs it: in float32 if its dtype would be emulated and no 8-bit
+        kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
-        """Return the plan for another number of rows. It shares the served draft."""
+        """Return the plan for another number of rows, with the same served draft."""
         bench = copy.copy(self.bench)
         bench.rows = rows
         return replace(self, draft=self.served, bench=bench)
@@ -90,8 +89,8 @@ class Plan:
         return student_class(self.kind)(network, self.target)
 
     def proposer(self, counted: bool = False) -> Proposer:
-        """Return the proposer that serves the draft. counted: only tokens are counted and nothing is timed, so the
-        proposer is not compiled on a CPU."""
+        """Return the proposer that serves the draft. counted: whether tokens are only counted and nothing is timed; the
+        proposer is then not compiled on a CPU."""
         compile = None if counted else self.compiled.draft
         greedy, shape = self.objective == "greedy", {}
         if self.tree is not None:
@@ -100,22 +99,24 @@ class Plan:
 
     @property
     def rule(self) -> str:
-        """Return the verification rule of the draft: that of the tree, if one is drafted."""
+        """Return the verification rule: that of the tree, if one is drafted."""
         return self.tree.rule if self.tree else self.verify
 
     @cached_property
     def depths(self) -> list[int]:
-        """Return the draft lengths to choose from: those of bench.depths that the draft supports. If it supports none
-        of them, return its longest. For a planned draft, return only the planned length."""
+        """Return the draft lengths to choose from: those of bench.depths that the draft supports, or its longest if it
+        supports none of them. If a length is planned, return only that."""
         most = self.proposer(counted=True).depths or inf
         if self.planned:
             return [int(min(self.planned, most))]
         return [k for k in self.bench.depths if k <= most] or [int(most)]
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
-        """Return the speculative engine. k: draft length, or the number of levels of a tree. rows: number of texts
-        decoded at once; set it only when tokens are counted and nothing is timed. proposer: replaces the draft's
-        proposer and drafts chains."""
+        """Return the speculative engine.
+
+        k: draft length, or the number of levels of a tree. rows: how many texts are decoded at once; set it only when
+        tokens are counted and nothing is timed. proposer: drafts chains in place of the draft's proposer.
+        """
         rule = self.rule if proposer is None else self.verify
         return Engine(
             self.target,
@@ -133,7 +134,7 @@ class Plan:
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
-        """Return the arms of a timing, by name. sampling: replaces the plan's."""
+        """Return what a timing runs, one arm for each engine by name. sampling: replaces the plan's."""
         new_tokens = self.bench.new_tokens
         return [engine_arm(name, engine, sampling or self.sampling, new_tokens) for name, engine in engines.items()]
 
@@ -145,13 +146,14 @@ class Plan:
         return apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` ranking prompts from number `first` on. The first prompt follows the last one. For an
-        encoder-decoder they are the ids that its texts begin with, and carry their sources."""
+        """Return `count` prompts of those that rank checkpoints and drafts, from number `first` on; the first one
+        follows the last one. For an encoder-decoder they are the ids that its texts begin with, and carry their
+        sources."""
         return self._read(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` final prompts from number `first` on, with the same order as in `ranking`. The exported draft
-        is timed and checked on them."""
+        """Return `count` prompts of those on which the exported draft is timed and checked, in the order of
+        `ranking`."""
         return self._read(self.prompts.final, first, count)
 
     def _read(self, prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:

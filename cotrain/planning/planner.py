@@ -50,15 +50,18 @@ CANDIDATES = 2  # how many trees are run
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Costs of the plan's parts and of whole rounds. alone: the costs of each part, timed separately. rounds: real
-    rounds by draft length. costs: `alone`, scaled to the real rounds (`calibrated`)."""
+    """Costs of the plan's rounds.
+
+    alone: the costs of each part, timed separately. rounds: timed real rounds, by draft length. costs: `alone`, scaled
+    to the real rounds (`calibrated`).
+    """
 
     costs: Costs
     alone: Costs
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """Return the costs scaled to these rounds as well, which were timed later."""
+        """Return the costs scaled also to these rounds, which were timed later. rounds: by draft length."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
@@ -67,11 +70,11 @@ class MeasuredCosts:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Choose which parts are compiled. On a GPU, or if bench.compile is set, real rounds are timed with and without
-    compiling.
+    """Return the plan with each part compiled if that makes it faster, and the costs of rounds. On a GPU, or if
+    bench.compile is set, real rounds are timed with and without compiling; otherwise nothing is compiled.
 
-    Return the plan with these parts, and its costs. until: the deadline. If there is too little time for the compiled
-    measurement, nothing is compiled.
+    until: the deadline, by time.perf_counter(). If it leaves too little time for the compiled measurement, nothing is
+    compiled.
     """
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
     eager, now = measured(plan, until), time.perf_counter()
@@ -96,15 +99,16 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
 
 
 def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """Return the costs of the parts, scaled to real rounds of the plan's engines."""
+    """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: as in
+    `choose_compiled`."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
     """Return the costs of each part, timed separately at the mean context length of the benchmark, for an
-    encoder-decoder after sources of their mean length. most: the longest draft that is timed; by default it is the
-    longest of the plan's depths."""
+    encoder-decoder after sources of their mean length. most: the longest draft that is timed; None: the longest of the
+    plan's depths."""
     prompts, start = plan.prompts.ranking, start_of(plan.target)
     mean = sum(map(len, prompts)) // len(prompts)
     context = (mean if start is None else len(start)) + plan.bench.new_tokens // 2
@@ -116,8 +120,8 @@ def costs_of(plan: Plan, most: int | None = None) -> Costs:
 
 
 def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict[Drafts, RealRound]:
-    """Time rounds of these trees and chains in turn on ranking prompts. An int is the length of a chain, and 0 is plain
-    decoding."""
+    """Return rounds of these trees and chains, timed in turn on ranking prompts. drafted: trees, or lengths of chains;
+    0 is plain decoding. until: as in `choose_compiled`."""
     size, chains = plan.bench, [one for one in drafted if isinstance(one, int) and one]
     chain_engine = plan.engine(max(chains)) if chains else None
     engines: dict[Drafts, tuple[Engine, int]] = {}
@@ -136,8 +140,8 @@ def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict
 
 
 def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
-    """Continue ranking prompts by plain decoding. Predictions are computed on these texts, and nothing is timed on
-    them."""
+    """Return `count` texts, ranking prompts continued by plain decoding. Predictions are computed on them, and nothing
+    is timed."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
     return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
@@ -145,14 +149,14 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
     """Return the probabilities of both models on texts, at draft length k, computed in large batches. noise: the
-    numerical noise of the differences between the target's logits, from a verdict on exactness."""
+    numerical noise of differences between the target's logits, from a verdict on exactness."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
-    """Return the acceptance of the plan's drafts at lengths up to the longest of its depths, on `texts`. By default
-    these are new `plain_texts`."""
+    """Return the acceptance of the plan's draft at lengths up to the longest of its depths. texts: None: new
+    `plain_texts`."""
     longest = max(plan.depths)
     return acceptance(text_figures(plan, texts or plain_texts(plan), longest), plan.verify, longest)
 
@@ -163,12 +167,15 @@ def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
 def plan_draft(
     plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf
 ) -> tuple[Plan, MeasuredCosts, Forecast]:
-    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others. texts:
-    `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds.
+    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others; a
+    planned tree is drafted in any case.
 
+    texts: `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds, as in
+    `choose_compiled`.
     Return the plan that drafts the choice, the costs of chains, scaled to the rounds that were timed, and the forecast.
-    At several rows the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
-    timed. Those of trees are of full batches. A planned tree is drafted in any case."""
+    At several rows, the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
+    timed; those of trees are of full batches.
+    """
     given, plan, rows = plan, replace(plan, tree=None), plan.bench.rows
     rates = measure_acceptance(plan, texts)
     chains, costs = plan_length(plan, costs, rates, until)
@@ -184,9 +191,13 @@ def plan_draft(
 def plan_length(
     plan: Plan, costs: MeasuredCosts, rates: Acceptance, until: float = inf, one_row: Sequence[float] = ()
 ) -> tuple[Forecast, MeasuredCosts]:
-    """Choose the fastest draft length among 1 and bench.depths. If no rounds at the chosen length were timed, time
-    some, and choose again with the costs scaled to them. A planned length is not chosen. one_row: seconds of rounds of
-    one row by draft length, for batches that are decoded alone."""
+    """Return the forecast with the fastest draft length among 1 and bench.depths, or with the planned length, and the
+    costs. If no rounds at the chosen length were timed, some are timed, and the length is chosen again with the costs
+    scaled to them.
+
+    rates: acceptance. until: as in `choose_compiled`. one_row: seconds of rounds of one row by draft length, for
+    batches that are decoded alone.
+    """
     lengths = plan.depths if plan.planned else sorted({1, *plan.depths})
 
     def rated() -> Forecast:
@@ -207,10 +218,11 @@ def plan_length(
 
 
 def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) -> TreeForecast | None:
-    """Return the fastest tree, by its timed rounds, among trees of at most bench.trees nodes and the plan's own tree.
+    """Return the tree that is fastest by its timed rounds, among trees of at most bench.trees nodes and the plan's own
+    tree.
 
     Return None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no
-    candidates. chains: the forecast of chains on the same texts, `plain_texts`.
+    candidates. chains: the forecast of chains on the same texts, `plain_texts`. until: as in `choose_compiled`.
     """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
@@ -236,10 +248,13 @@ def fastest_tree(
     until: float = inf,
     in_turn: bool = False,
 ) -> TreeForecast | None:
-    """Return the fastest of these trees, None if there are none. Their rounds are timed in turn with plain decoding and
-    the chain. chains: the forecast of chains at the plan's temperature and rows. distributions: on the first of its
-    texts. in_turn: compare with the chain's seconds in these rounds; otherwise all seconds are scaled to those of
-    `chains`."""
+    """Return the fastest of these trees, or None if there are none. Their rounds are timed in turn with plain decoding
+    and the chain.
+
+    chains: the forecast of chains at the plan's temperature and rows. distributions: on the first of its texts. until:
+    as in `choose_compiled`. in_turn: whether speed-ups are over the chain's seconds in these rounds; otherwise all
+    seconds are scaled to those of `chains`.
+    """
     if not trees:
         return None
     k = chains.k
@@ -261,11 +276,12 @@ def fastest_tree(
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
-    """Return the distributions of both models on the texts, or on as many of them as `ENTRIES` allows. Return None for
-    kinds that draft no trees.
+    """Return the distributions of both models on the texts, or on as many of them as `ENTRIES` allows; None for kinds
+    that draft no trees.
 
-    A draft that is no language model has another distribution at each depth. These distributions come from forced
-    rounds of chains. The chains are as deep as the longest of bench.depths, and have at least `levels` drafts."""
+    A draft that is no language model has another distribution at each depth. Its distributions come from forced rounds
+    of chains, which are as deep as the longest of bench.depths and have at least `levels` drafts.
+    """
     if not kind_of(plan.kind).drafts_trees:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
@@ -282,7 +298,8 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
-    """Return a model of the costs of rounds with trees of up to bench.trees nodes, fitted to rounds of a few trees."""
+    """Return a model of the seconds of rounds with trees of up to bench.trees nodes, fitted to timed rounds of a few
+    trees."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_of(plan, trees, until)
@@ -290,15 +307,15 @@ def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
 
 
 def tree_search(plan: Plan, distributions: Distributions) -> Search:
-    """Rate trees of at most bench.trees nodes, with sampled children and with the likeliest tokens as children. With
-    greedy drafting, and at temperature 0, all children are the likeliest tokens."""
+    """Return the search among trees of at most bench.trees nodes, whose children are sampled or the likeliest tokens.
+    With greedy drafting, and at temperature 0, all children are the likeliest tokens."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     children = min(CHILDREN, most, distributions.p.shape[-1])
     return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
 
 
 def candidates(search: Search, seconds: Seconds) -> list[PlannedTree]:
-    """Return the best tree for each rule and sort of children, in the order of seconds per token."""
+    """Return the best tree for each rule and way to choose children, the one of the fewest seconds per token first."""
     return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 
 
@@ -308,7 +325,7 @@ def _likeliest_only(plan: Plan) -> bool:
 
 
 def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
-    """Return the expected target calls of each text, see `reach_under`."""
+    """Return the expected target calls of each text, (N,), with a tree, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     return predict_chain.calls_from(reach, distributions.lengths)
 
@@ -317,12 +334,12 @@ def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
 
 
 def choice_line(chosen: Forecast) -> str:
-    """Return a line of text about the choice between chain and tree."""
+    """Return a line for the user about the choice between chain and tree."""
     k, tree = chosen.k, chosen.tree
     if tree is None:
         return f"draft length {k}"
     if chosen.serves_tree:
-        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, with a chain of {k} {tree.chain:.2f}x"
+        return f"{tree.words()}: {tree.speedup:.2f}x is expected with it, {tree.chain:.2f}x with a chain of {k}"
     return f"draft length {k}: {tree.speedup:.2f}x is expected with trees, {tree.chain:.2f}x with the chain"
 
 
@@ -342,25 +359,25 @@ def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """Return the tree that was drafted according to a report's `extra`, or None if chains were drafted."""
+    """Return the tree that was drafted by a report's `extra`; None if chains were drafted."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(chosen: Forecast, speedup: Interval) -> str | None:
-    """Return a sentence for the user if no speed-up was measured, else None. speedup: the measured speed-up over plain
-    decoding, of what is drafted."""
+    """Return a sentence for the user if no speed-up was measured, else None. speedup: measured, of what is drafted over
+    plain decoding."""
     drafted = f"{speedup.value:.2f}x " + (f"with {chosen.served.words()}" if chosen.served else f"at k = {chosen.k}")
     if speedup.faster is False:
         return (
             f"plain decoding is faster here: {drafted}, {chosen.speedup:.2f}x predicted, and no "
-            "draft length does better; serve without this draft, or train a smaller or better one"
+            "draft length does better: serve without this draft, or train a smaller or better one"
         )
     if speedup.faster is None:
         better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
         return (
-            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and no interval lies above 1; time "
-            f"more prompts (bench.minutes=){better}"
+            f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and its interval does not lie above 1: "
+            f"raise bench.minutes= to time more prompts{better}"
         )
     return None

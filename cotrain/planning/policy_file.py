@@ -2,8 +2,8 @@
 the draft's acceptance, fitted to real rounds on ranking texts.
 
 The rounds draft the longest chains, and every draft whose predecessors were all accepted is one observation. So the
-estimates see what they will see when they decide. Whether deciding after each draft pays is replayed on these rounds,
-for each number of rows: where many rows share a round it may gain less than it costs.
+estimates are fitted to what they read when they decide. Whether it pays to decide after each draft is computed on these
+rounds, for each number of rows: if many rows share a round, it may gain less than it costs.
 """
 
 import time
@@ -31,8 +31,9 @@ STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
 
 @dataclass(frozen=True)
 class RowRound:
-    """A round of one row. recent: of the row before the round. top (drafted,): the probability of the likeliest token
-    of each draft, empty for drafts that are not asked (`Proposer.asks`). accepted: how many of `drafted` were."""
+    """A round of one row. recent: acceptance of the row before the round. top (drafted,): the probability of the
+    likeliest token of each draft; empty for drafts that are not asked (`Proposer.asks`). accepted: how many of the
+    `drafted` tokens were accepted."""
 
     recent: Recent
     top: Numbers
@@ -41,13 +42,13 @@ class RowRound:
 
     @property
     def seen(self) -> int:
-        """Return the number of drafts whose predecessors were all accepted, and whose distribution is known."""
+        """Return the number of drafts whose predecessors were all accepted and whose distribution is known."""
         return min(len(self.top), self.accepted + 1)
 
 
 @dataclass
 class Observed(CallDecisions):
-    """Decisions of a call whose rounds all draft the longest chains, with these rounds."""
+    """The decisions of one call whose rounds all draft the longest chain. rounds: these rounds, row by row."""
 
     rounds: list[RowRound] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ class Observed(CallDecisions):
 
 @dataclass(frozen=True)
 class Observing(Adaptive):
-    """A policy that drafts the longest chain in every round, and collects the rounds."""
+    """A policy that drafts the longest chain in every round and collects the rounds in `calls`."""
 
     calls: list[Observed] = field(default_factory=list)
 
@@ -75,7 +76,7 @@ def observed(
     engine: Engine, longest: int, prompts: Sequence[list[int]], sampling: Sampling, new_tokens: int, seed: int
 ) -> list[RowRound]:
     """Return the rounds of `engine` with chains of `longest` drafts, in the order of time. The engine's policy is
-    replaced and restored."""
+    replaced meanwhile."""
     policy = Observing({1: (1.0,) * (longest + 1)}, UNKNOWN)  # more drafts cost nothing, so none stops
     with drafting_by(engine, policy):
         engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed).whole()
@@ -83,14 +84,14 @@ def observed(
 
 
 def share(rounds: Sequence[RowRound]) -> float:
-    """Return the share of accepted drafts, of those whose predecessors were all accepted."""
+    """Return the share of drafts that were accepted, of those whose predecessors were all accepted."""
     tried = sum(min(one.drafted, one.accepted + 1) for one in rounds)
     return sum(one.accepted for one in rounds) / tried if tried else 0.0
 
 
 def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
-    """Return the estimates that fit the rounds best. mean: the share of accepted drafts. With fewer than `FEWEST`
-    observations, as for drafts that are not asked, they are the row's recent acceptance."""
+    """Return the estimates of acceptance that fit the rounds best. mean: the share of accepted drafts. With fewer than
+    `FEWEST` observations, as for drafts that are not asked, a row's estimate is its recent acceptance."""
     later = [(one, depth) for one in rounds for depth in range(1, one.seen)]
     if len(later) < FEWEST:
         return Estimates(mean, BY_RATE, BY_RATE)
@@ -98,7 +99,7 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
     rates = {id(one): CallDecisions(unsure, {0: one.recent}).rate(0) for one in rounds}
 
     def fitted(drafts: Sequence[tuple[RowRound, int]], before: int) -> tuple[float, ...]:
-        """Fit the acceptance of drafts (round, depth) to the distributions so many drafts before them."""
+        """Fit the acceptance of drafts (round, depth) to the distribution that is `before` drafts earlier."""
         top = np.array([one.top[depth - before] for one, depth in drafts])
         given = inputs(np.array([rates[id(one)] for one, _ in drafts]), top)
         accepted = torch.tensor([float(depth < one.accepted) for one, depth in drafts]).double()
@@ -111,8 +112,9 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
 def policy_of(
     costs: Mapping[int, Costs], fit: Estimates, rounds: Sequence[RowRound], vocabulary: int, device: torch.device
 ) -> Adaptive:
-    """Return the policy for these costs by number of rows. rounds: to replay it on. vocabulary, device: of the logits
-    that it reads."""
+    """Return the policy for these costs. It decides after each draft at those numbers of rows at which that pays on
+    `rounds`.
+    costs: by number of rows. fit: the estimates of acceptance. vocabulary, device: of the logits that it reads."""
     policy = Adaptive({rows: one.rounds for rows, one in sorted(costs.items())}, fit, {})
     deciding = {rows: decision_seconds(policy, rows, vocabulary, device) for rows in policy.seconds}
     paying = {}
@@ -124,7 +126,8 @@ def policy_of(
 
 
 def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch.device) -> float:
-    """Return the median seconds in which the distribution of a draft is read and decided about."""
+    """Return the median seconds to read the distribution of a draft, (rows, vocabulary) logits, and to decide about the
+    next."""
     decisions, seconds = replace(policy, deciding=None).begin(), []
     logits, temperature = torch.randn(rows, vocabulary, device=device), torch.ones(rows, device=device)
     for _ in range(REPEATS):
@@ -138,9 +141,12 @@ def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch
 
 
 def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
-    """Return tokens per second of the policy by its own seconds, on observed rounds, so many rows at a time. Rounds
-    that drafted less than the longest chain, at the end of a text, are left out. A row that accepted n of the longest
-    chain is taken to accept min(n, k) of k drafts. Return 0 for too few rounds."""
+    """Return tokens per second that the policy would have on observed rounds, `rows` rows at a time, by the policy's
+    own seconds; 0 for too few rounds.
+
+    Rounds that drafted less than the longest chain, at the end of a text, are left out. A row that accepted n of the
+    longest chain is taken to accept min(n, k) of k drafts.
+    """
     whole = [one for one in rounds if len(one.top) == policy.longest]
     tokens, seconds = 0, 0.0
     for first in range(0, len(whole) - rows + 1, rows):
@@ -155,7 +161,8 @@ def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
 
 
 def _decided(decisions: CallDecisions, tops: Numbers) -> int:
-    """Return the number of drafts after which a round ends. tops (A, K)."""
+    """Return the number of drafts after which a round ends. tops (A, K): probability of the likeliest token, by row and
+    draft."""
     rows, longest = tops.shape
     for depth in range(longest):
         decisions.note(tops[:, depth])
@@ -165,7 +172,7 @@ def _decided(decisions: CallDecisions, tops: Numbers) -> int:
 
 
 def content(policy: Adaptive) -> dict[str, Any]:
-    """Return the content of the file that `Adaptive.load` reads."""
+    """Return the content of the policy's file, which `Adaptive.load` reads."""
     deciding = dict.fromkeys(policy.seconds, 0.0) if policy.deciding is None else policy.deciding
     return {
         "seconds": {str(rows): list(one) for rows, one in policy.seconds.items()},
@@ -176,11 +183,11 @@ def content(policy: Adaptive) -> dict[str, Any]:
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-    """Return weights w (D,) and a bias b () of a logistic regression. They minimise the mean cross-entropy of sigmoid(x
-    w + b) with labels y in [0, 1], plus ridge / 2 times the sum of the squares of w times the standard deviations of x.
-    x (N, D), y (N,), in float64.
+    """Return the weights w (D,) and the bias b () of a logistic regression, found by Newton's method with halved steps.
 
-    Newton's method with halved steps finds the minimum, because the objective is convex.
+    x (N, D), float64: inputs. y (N,), float64: labels in [0, 1].
+    w and b minimise the mean cross-entropy of sigmoid(x w + b) with y, plus ridge / 2 times the sum of the squares of w
+    times the standard deviations of x. This objective is convex.
     """
     mean, deviation = x.mean(0), x.std(0, correction=0)
     scale = torch.where(deviation > 0, deviation, 1.0)

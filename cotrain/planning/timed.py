@@ -20,11 +20,15 @@ PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 
 def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Forecast], policy: Adaptive) -> list[dict[str, Any]]:
-    """Time each cell (temperature, rows) on final prompts, for bench.minutes or until the interval is bench.interval
-    wide. Return an entry per cell: arms with the measured speed-up over plain decoding (`_ratios`: value, low, high)
-    and tau, and the forecast of each draft length, and of the recommended tree. Batches are decoded alone, so for more
-    than one row the forecast of a length is `Forecast.alone`; that of a tree is of full batches. For these, the
-    recommended length is timed again with prompts that wait (`full_batches`)."""
+    """Return an entry for each forecast, timed on final prompts for bench.minutes or until the interval is
+    bench.interval wide.
+
+    cells: forecasts by (temperature, rows). policy: the adaptive one.
+    Entries of the result: the measured speed-up over plain decoding (`_ratios`: value, low, high) and tau of each arm,
+    which is a draft length, the adaptive policy or the recommended tree, with its forecast. Batches are decoded alone,
+    so for more than one row the forecast of a length is `Forecast.alone`; that of a tree is of full batches. For more
+    than one row, the recommended length is also timed with prompts that wait (`full_batches`).
+    """
     measured = []
     for (t, rows), cell in cells.items():
         print(f"plan: timing at temperature {t:g}, {rows} row{'s' * (rows > 1)}")
@@ -75,8 +79,8 @@ def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
 
 
 def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Return the speed-up of the draft length `best` where `QUEUE` prompts come for each row, so that others wait for
-    the slots of rows that have ended; with its forecast."""
+    """Return the measured and forecast speed-up of the draft length `best` with `QUEUE` prompts for each row, so that
+    prompts wait for the slots of rows that have ended."""
     size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
     arms = plan.arms({one: engines[one] for one in (PLAIN, name)})
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
@@ -85,27 +89,28 @@ def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) 
 
 
 def _ratios(timing: Timing, name: str) -> dict[str, Any]:
-    """Return an arm's speed over that of plain decoding: `speedup` with the reading of prompts, and `decode` without
-    it, which is what is forecast."""
+    """Return the speed of an arm over that of plain decoding: `speedup` with the time to read prompts, and `decode`
+    without it, which is what is forecast."""
     return {"speedup": timing.ratio(name, PLAIN)._asdict(), "decode": timing.ratio(name, PLAIN, decode=True)._asdict()}
 
 
 def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
-    """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after this
-    share of bench.minutes; with bench.minutes=0 after these batches. Fewer than FEWEST give no interval."""
+    """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after
+    `share` of bench.minutes; with bench.minutes=0 after these batches. There are at least FEWEST, since fewer give no
+    interval."""
     batches = max(batches, FEWEST)
     until = time.perf_counter() + 60 * share * size.minutes
     return batches, Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
 
 
 def arms_of(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arms of a measured cell by name, with that of full batches if there is one."""
+    """Return the arms of an entry of `timed_cells` by name, with that of full batches if there is one."""
     full = cell.get("full_batches")
     return {**cell["arms"], **({f"k = {full['k']}, others wait": full} if full else {})}
 
 
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return the measured cells as a table."""
+    """Return the entries of `timed_cells` as a table for the user."""
     rows = [["temperature", "rows", "drafts", "tau", "speed-up", "decoding alone", "95 % interval", "forecast"]]
     for cell in cells:
         for name, arm in arms_of(cell).items():

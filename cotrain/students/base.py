@@ -1,8 +1,7 @@
-"""The interface of a draft while it trains. It says which states the draft reads, what its guesses are, and which
-proposer serves it.
+"""The interface of a draft while it trains: which states it reads, what it predicts, and which proposer serves it.
 
-B texts, T tokens of a text, D width of the target's states, V vocabulary, N guesses. Position t of a text predicts
-token t + 1 from tokens 0 .. t; its flat position is b * T + t.
+B texts, T tokens of a text, D width of the target's states, V vocabulary, N predicted positions. Position t of a text
+predicts token t + 1 from tokens 0 .. t; its flat position is b * T + t.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +52,9 @@ SHAPE = ("width", "layers", "intermediate", "head_dim", "kv_heads")  # of draft.
 class Trials:
     """Engines and prompts that a benchmark provides for `Student.calibrate`, before the draft is measured.
 
-    drafting, plain: functions that return an engine, compiled as it will be served. `drafting` takes a proposer, which
-    it uses at the longest draft length; `plain` decodes without one. prompts: ids of prompts that no measurement uses.
+    drafting: from a proposer to an engine that drafts with it at the longest draft length. plain: returns an engine
+    without a proposer. Both engines are compiled as they will be served.
+    prompts: token ids of prompts that no measurement uses. new_tokens: how many each prompt is continued by.
     """
 
     drafting: Callable[[Proposer], Engine]
@@ -68,10 +68,9 @@ class Trials:
 class Student(Protocol):
     """A kind of draft while it trains. Subclasses inherit the methods that have a body here.
 
-    The constructor takes the network, the target and `vocabulary`. The target's head, layers or embeddings may be
-    shared with the draft. `vocabulary` is the number of ids that can have mass (None: all ids of the head).
-
-    reads: the layers of the target's states that it reads. LAST is always available, because losses read it.
+    network: the draft's model. target: its head, layers or embeddings may be shared with the draft.
+    vocabulary: the number of ids that can have mass (None: all ids of the head).
+    reads: the layers of the target's states that the draft reads. LAST is always available, because losses read it.
     open_layers: whether draft.layers may be null. Measurements before training then choose the layers.
     calibrated: whether `calibrate` must run before the draft is measured.
     rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
@@ -81,8 +80,8 @@ class Student(Protocol):
     none.
     parallel: whether one pass drafts all tokens of a round.
     sourced: whether it can draft for an encoder-decoder.
-    layouts: for each serving engine that loads this kind, the module of cotrain/export that writes its files. None:
-        every engine loads it, in the plain Hugging Face layout.
+    layouts: by serving engine that loads this kind, the module of cotrain/export that writes its files. None: every
+    engine loads it, in the plain Hugging Face layout.
     """
 
     kind: str
@@ -108,11 +107,13 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training. Raises ValueError naming the key to change."""
+        """Return the network before training, as the settings `draft` and `init` describe it. Raises ValueError naming
+        the key to change."""
         raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
 
     def of(self, network: PreTrainedModel) -> Self:
-        """Return the same student with other weights, for example sharded, rounded, or cast for serving."""
+        """Return the same student with another network, for example one whose weights are sharded, rounded, or cast for
+        serving."""
         return type(self)(network, self.target, self.vocabulary)
 
     def refuse(self) -> None:
@@ -121,31 +122,33 @@ class Student(Protocol):
 
     def keeps_apart(self) -> bool:
         """Return whether attention stays within a text if several are packed into one row, see
-        `target_model.keeps_apart`. Return True for a student that reads texts only through the target."""
+        `target_model.keeps_apart`. A student that reads texts only through the target returns True."""
         return True
 
     @property
     def known(self) -> Tensor:
-        """Return the ids that the student can draft, as a mask (V,) of bool."""
+        """Return which ids the student can draft, (V,) bool."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
 
     @property
     def undecided(self) -> bool:
-        """Return whether `know` must still choose the tokens of a pruned vocabulary, although other weights come from a
-        folder."""
+        """Return whether `know` must still choose the tokens of the draft's vocabulary, although its other weights come
+        from a folder."""
         return False
 
     def pruned_to(self, ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-        """Return the part of a head with finite logits. ids (Vd,): its tokens. size: the number of ids that can have
-        mass. Return None if one of the tokens can have no mass, as in the padding of a target's head."""
+        """Return the part of a head that has finite logits. Return None if a token of the head can have no mass, as in
+        the padding of a target's head.
+        ids (Vd,): the tokens of the head. head: from states (n, D) to logits (n, Vd). size: the number of ids that can
+        have mass."""
         if self.largest is None:
             self.largest = int(ids.max())
         return Pruned(ids, head, size) if self.largest < size else None
 
     def know(self, counts: Tensor) -> None:
-        """Choose the `draft.vocabulary` most frequent ids as the pruned vocabulary. counts (V,): how often each id is
-        in texts."""
+        """Choose the `draft.vocabulary` most frequent ids as the draft's vocabulary, in place. counts (V,): how often
+        each id occurs in the texts."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -172,7 +175,7 @@ class Student(Protocol):
         return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Measure settings of the network's config on the prompts of `trials`, and return them."""
+        """Measure settings of the network's config on the prompts of `trials`, and return these settings by name."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -187,7 +190,7 @@ class Student(Protocol):
 
 
 def student_class(kind: str) -> type[Student]:
-    """Return the class of a kind. Raises ValueError for a kind that is not registered."""
+    """Return the class of a kind of draft. Raises ValueError for a kind that is not in KINDS."""
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is not one of {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
@@ -196,14 +199,15 @@ def student_class(kind: str) -> type[Student]:
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
-    """Raise ValueError if any of these settings is set. The draft does not have them with this target or init=."""
+    """Raise ValueError if any of these settings of `draft` is set. keys: settings that the draft does not have with
+    this target or this init=."""
     for key in keys:
         if value := getattr(draft, key):
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it; draft.{key}=null")
+            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it here: set draft.{key}=null")
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:
-    """Raise ValueError unless there is one guess of depth ANY, or one of each depth 0, 1, ... in order."""
+    """Raise ValueError unless there is one guess of depth ANY, or one for each depth 0, 1, ... in order."""
     depths = [guess.depth for guess in guesses]
     if depths not in ([ANY], list(range(len(depths)))) or not depths:
         raise ValueError(

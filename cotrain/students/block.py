@@ -3,9 +3,9 @@ is the text's last token when the block's round begins.
 
 A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess of depth j,
 made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads one block in some, and fewer guesses of later depths. The number of guesses is then about the number
-of tokens of the text, whatever K is. A Markov head reads the token before each guess. In training this is the text's
-own token, as if the previous draft had been accepted.
+training step reads only some of the blocks, and makes fewer guesses of later depths. The number of guesses is then
+about the number of tokens of the text, whatever K is. A Markov head reads the token before each guess. In training this
+is the text's own token, as if the previous draft had been accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -40,14 +40,15 @@ class BlockStudent(EagleStudent):
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the number of layers, the attention within a block and the rank of the Markov head."""
+        """Return the number of layers, the attention within a block and the rank of the Markov head, as entries of the
+        network's config. None: not set."""
         causal = None if draft.mask is None else draft.mask == "causal"
         return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the sizes that draft.* sets. If a size is null, there are as many heads of keys as of queries, and the
-        intermediate size is the target's."""
+        """Return the sizes that draft.* sets, as entries of the network's config. If a size is null, there are as many
+        heads of keys as of queries, and the intermediate size is the target's."""
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
         heads, inner = draft.kv_heads or max(theirs.hidden_size // size, 1), draft.intermediate or inner_width(theirs)
@@ -57,9 +58,10 @@ class BlockStudent(EagleStudent):
     @classmethod
     @torch.no_grad()
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm and its head. No layer is copied, since the keys of the target's layers are not its
-        states. New layers begin by passing on what they attend to. In one trial of 400 steps without a report, this
-        gave acceptance .46, and layers copied from the target gave .42."""
+        """Copy the target's last norm into the network, in place. No layer is copied: the draft computes its keys from
+        the target's states, and the target's layers do not. New layers begin by passing on what they attend to. In one
+        trial of 400 steps without a report, this gave acceptance .46, and layers copied from the target gave .42.
+        layers: not used."""
         for layer in network.layers:
             for part in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
                 part.copy_(torch.eye(*part.shape))
@@ -68,9 +70,8 @@ class BlockStudent(EagleStudent):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return one guess for each depth.
 
-        A training step gives `uniforms` (B, T). Then only some of the blocks with tokens to learn are read. They are at
-        a distance of `apart` from each other, and the first one is random. Of the guesses of depth j, the share KEEP **
-        j is made.
+        In a training step, which has `uniforms` (B, T), only some of the blocks with tokens to learn are read: every
+        `apart`-th one, from a random one on. Of the guesses of depth j, a random share KEEP ** j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch), 1
@@ -100,9 +101,9 @@ class BlockStudent(EagleStudent):
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows and columns (N,) of the blocks that make a guess of a depth. In these, the token before the
-        anchor (the block's token of the text) is in the same text as the guess's position. anchors (S,), texts (B, T).
-        """
+        """Return the rows and columns, (N,) each, of the blocks that make a guess of a depth. In these, the token
+        before the anchor is in the same text as the guess's position. anchors (S,): positions. texts (B, T): see
+        `segments`."""
         length = texts.shape[1]
         same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
         rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
@@ -111,7 +112,8 @@ class BlockStudent(EagleStudent):
     def _states(
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the states (B, S, K, H) of the masks of some blocks."""
+        """Return the states (B, S, K, H) of the masks of the blocks with these anchors (S,). ids, positions, texts (B,
+        T). context: keys and values of the text for each layer."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
@@ -135,9 +137,10 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Attend with the queries of blocks, in one softmax over two parts: the text's tokens that a block sees (B, S, T),
-    and the block's own queries, own (n, n). keys, values (B, T, G, D): those of the text. groups: query heads for each
-    of the G heads."""
+    """Return attention for the queries of blocks. One softmax goes over the text's tokens that a block sees and over
+    the block's own queries.
+    keys, values (B, T, G, D): of the text's tokens. sees (B, S, T) bool: the tokens that each block sees. own (n, n)
+    bool: the queries that each query of a block sees. groups: query heads for each of the G heads."""
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""A draft that depends on the temperature. Each text is learnt at its own temperature.
+"""A draft that depends on the temperature. It learns each text at that text's own temperature.
 
-B texts, T tokens, D width."""
+B texts, T tokens, D width.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +18,9 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, co
 
 
 class ConditionedStudent(IndependentStudent):
-    """Trains the draft that `inference.proposers.conditioned` serves. It is an independent draft whose
-    states are multiplied by a scale before the head reads them. The scale depends on the temperature and is learnt at
-    draft.temperatures."""
+    """Trains the draft that `inference.proposers.conditioned` serves: an independent draft whose states are
+    multiplied by a scale before the head reads them. The scale depends on the temperature, and is learnt at
+    draft.temperatures=."""
 
     kind = "conditioned"
     sourced = False
@@ -47,8 +48,8 @@ class ConditionedStudent(IndependentStudent):
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale. Temperatures (B,), one per text, give (B, 1, D). Temperatures (B, T), one per token, give
-        (B, T, D)."""
+        """Return the scale of the states: (B, 1, D) for a temperature of each text, (B,); (B, T, D) for one of each
+        token, (B, T)."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

@@ -46,7 +46,8 @@ JUDGED = 8  # evaluate at least this many depths, since served rounds may be lon
 
 
 class EagleStudent(Student):
-    """Trains the draft that `inference.proposers.eagle` serves."""
+    """Trains the draft that `inference.proposers.eagle` serves. Raises ValueError for a missing target, and for a
+    network of another class."""
 
     kind = "eagle"
     features: tuple[str, ...] = ("eagle3", "speculators")
@@ -72,8 +73,9 @@ class EagleStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network before training. Raises ValueError naming the key to change.
 
-        init=scratch gives random weights. init=target_layers copies the last of init.layers, so that it reads the
-        highest features, and the target's norm and head. init=pretrained loads the EAGLE-3 folder draft.path.
+        init=scratch: random weights. init=target_layers: the last of init.layers is copied, so that the draft reads the
+        target's highest features, and so are the target's norm and head. init=pretrained: the EAGLE-3 folder draft.path
+        is loaded.
         """
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
@@ -93,26 +95,26 @@ class EagleStudent(Student):
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the arguments of the config that are common to all kinds that read the target's states."""
+        """Return the entries of the network's config that all kinds have that read the target's states."""
         return sizes_of(draft, target, init.kind == "target_layers")
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the settings of the config that only this kind has. A setting that is not set in draft.* is None.
-        Raises ValueError naming the wrong key."""
+        """Return the entries of the network's config that only this kind has; None: not set in draft.*. Raises
+        ValueError naming the wrong key."""
         return {}
 
     @classmethod
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's norm, its head, and the last of the target's `layers`. The copied layer reads the target's
-        highest features and ignores the embedding."""
+        """Copy the last of the target's `layers` and the target's last norm into the network, in place. The copied
+        layer reads the target's highest features and ignores the embedding."""
         norm = copy_layer(network.midlayer, target, layers)
         copy_ends(network, network.midlayer.hidden_norm, norm, target)
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
         """Return the network of draft.path. A whole head is replaced by the nearest head of rank draft.head_rank.
-        Raises ValueError if its vocabulary has another size than draft.vocabulary, or its head another rank."""
+        Raises ValueError if the folder's vocabulary differs in size from draft.vocabulary, or its head in rank."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
@@ -132,7 +134,7 @@ class EagleStudent(Student):
         return network
 
     def refuse(self) -> None:
-        """Raise ValueError if the network was made for another width or for layers that the target lacks."""
+        """Raise ValueError if the network was made for another width, or for layers that the target lacks."""
         self.network.fits(self.target, "draft")
 
     @property
@@ -143,13 +145,14 @@ class EagleStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
+        """Return the part of a pruned head that has finite logits, or None for a whole vocabulary."""
         network = self.network
         size = self.vocabulary or network.config.vocab_size
         return self.pruned_to(network.known, network.lm_head, size) if network.pruned else None
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens, by counts (V,), as the pruned vocabulary, with their rows of the head."""
+        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows of the target's head, in
+        place. counts (V,): of each id in the texts."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.largest = None
@@ -179,7 +182,8 @@ class EagleStudent(Student):
         return embedded.to(self.network.fc.weight.dtype)
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
-        """Return the guesses with the term of the Markov head, if the network has one, see `markov.after_tokens`."""
+        """Return the guesses with the term of the Markov head, see `markov.after_tokens`; unchanged if the network has
+        no such head."""
         markov = self.network.markov_head
         if markov is None:
             return guesses
@@ -205,10 +209,12 @@ class EagleStudent(Student):
 
 
 class EagleRounds:
-    """The rounds of texts ids (B, T), one for each position m except the last. position_ids (B, T): given if texts are
-    packed; a round then reads and drafts only its own text. Both are on the CPU, what networks read is on `device`.
+    """The rounds of texts, one for each position m except the last.
 
-    positions (B, T-1): the position of each pair in its text. text (B, T), on the CPU: see `segments`.
+    ids (B, T). position_ids (B, T): only if texts are packed; a round then reads and drafts only its own text. Both are
+    on the CPU; tensors for networks are on `device`.
+    positions (B, T-1): the position of each pair in its text.
+    text (B, T), on the CPU: see `segments`.
     sees (B, T-1, T-1) bool: entry [b, m, s] says whether round m reads the target's pair s.
     """
 
@@ -220,8 +226,8 @@ class EagleRounds:
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return the flat positions (N,) of a depth's guesses, and the flat numbers (N,), among B * (T-1-depth), of the
-        rounds that make one. These are the rounds whose drafts stay within their text; None: all of them."""
+        """Return the flat positions (N,) of the guesses of a depth, and the indices (N,), among B * (T-1-depth) rounds,
+        of the rounds that make these guesses: those whose drafts stay within their text. None: all rounds do."""
         T = self.text.shape[1]
         at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
         inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
@@ -229,21 +235,26 @@ class EagleRounds:
 
 
 def segments(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's text in its row (B, T), from position_ids (B, T) of packed texts."""
+    """Return (B, T): the number, within its row, of the text that each token belongs to. position_ids (B, T): of packed
+    texts."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return pad(begins.cumsum(1), (1, 0))
 
 
 class RoundAttention:
-    """Attention of all rounds of a batch. At each depth a round attends to its pairs of the target and to the pairs
-    that it has drafted so far."""
+    """Attention of all rounds of a batch. At each depth, a round attends to the target's pairs before it and to the
+    pairs that it has drafted so far.
+
+    groups: query heads for each head of keys. scale: of the scores.
+    """
 
     def __init__(self, groups: int, scale: float) -> None:
         self.groups, self.scale = groups, scale
         self.cache: list[tuple[Tensor, Tensor]] = []  # for each depth, keys and values (B, heads, n, D)
 
     def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention function of a depth. sees (B, n, T-1): the target's pairs that each round reads."""
+        """Return the attention of a depth, a function of queries, keys and values (B, n, heads, D). sees (B, n, T-1)
+        bool: the target's pairs that each round reads."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -253,11 +264,12 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Repeat the entry of each group for all heads of the group."""
+        """Repeat each head of keys for all query heads of its group."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Attend with queries q (B, heads, n, D): one softmax over the target's pairs and the round's own."""
+        """Return the output for queries q (B, heads, n, D), with one softmax over the target's pairs and the round's
+        own."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
@@ -273,14 +285,15 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
         raise ValueError(
-            "draft.depths: set how many drafts per round an eagle is trained for, for example draft.depths=6"
+            f"draft.depths=null: set how many drafts per round the {draft.kind} draft is trained for, for example "
+            "draft.depths=6"
         )
     refuse_sizes(draft, size, target.config.get_text_config().hidden_size)
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings differ from those of the network of draft.path. A setting that is not set is
-    None."""
+    """Raise ValueError if a setting differs from the config of the network that draft.path holds. settings: by the name
+    of the config's entry; None: not set."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
@@ -292,11 +305,13 @@ def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, 
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
-    """Return the arguments of the config. like: whether the draft's layer has the shape of the target's layers."""
+    """Return sizes and special ids as entries of the network's config. like: whether the draft's layer has the shape of
+    the target's layers, or that of draft.*. Raises ValueError for a size that is null."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
         raise ValueError(
-            "draft.intermediate, head_dim, kv_heads: an eagle needs all three, for example draft.head_dim=64"
+            f"draft.intermediate, draft.head_dim, draft.kv_heads: {draft.kind} drafts need all three: set those "
+            "that are null, for example draft.intermediate=512 draft.head_dim=64 draft.kv_heads=2"
         )
     width, rope = theirs.hidden_size, theirs.to_dict().get("rope_parameters") or {}
     heads = theirs.num_attention_heads if like else max(width // draft.head_dim, 1)
@@ -322,35 +337,41 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
 
 
 def inner_width(config: PretrainedConfig) -> int:
-    """Return the width inside a target's feed-forward layers, or 4 times its width if its config does not state one."""
+    """Return the width inside a target's feed-forward layers; 4 times its width if the config does not state it."""
     widths = [getattr(config, key, None) for key in INNER_WIDTHS]
     return int(next((width for width in widths if width), 4 * config.hidden_size))
 
 
 @torch.no_grad()
 def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> Tensor:
-    """Copy the last of the target's `layers`. If a projection of the draft's layer has a wider input, the copied
-    weights are its last columns, and its other columns are 0. Return the weight of the target layer's first norm.
-    Raises ValueError for a layer that the target lacks or that does not fit."""
+    """Copy the last of the target's `layers` into the draft's `layer`, in place. If a projection of the draft's layer
+    has a wider input, the copied weights are its last columns, and its other columns are 0. Return the weight of the
+    first norm of the copied layer. Raises ValueError for a layer that the target lacks or that does not fit."""
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
-        raise ValueError(f"init.layers: {list(layers)}: the last one is not one of the target's {count} layers")
+        raise ValueError(
+            f"init.layers={list(layers)}: the last one is not one of the target's {count} layers: set it from 0 to "
+            f"{count - 1}, for example init.layers=[{count - 1}]"
+        )
     source, prefix = plain(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:
         ours, theirs = layer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
         if theirs is None or theirs.shape[0] != ours.shape[0]:
-            raise ValueError(f"init=target_layers: the target's {prefix} has no {part} that fits; set init=scratch")
+            raise ValueError(
+                f"init=target_layers: the target has no weight {prefix}{part} that fits the draft's layer: "
+                "set init=scratch"
+            )
         ours.zero_()[..., -theirs.shape[-1] :] = theirs
     if "input_layernorm.weight" not in named:
-        raise ValueError(f"init=target_layers: the target's {prefix} has no input_layernorm; set init=scratch")
+        raise ValueError(f"init=target_layers: the target has no weight {prefix}input_layernorm: set init=scratch")
     return named["input_layernorm.weight"]
 
 
 @torch.no_grad()
 def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, target: PreTrainedModel) -> None:
-    """Copy the target's last norm and its head. Set `fc` so that it returns the highest features. The norm of the
-    features scales them by the weight `norm`."""
+    """Copy the target's last norm into the network, in place, and set `fc` so that it returns the highest features.
+    norm: the weight for `hidden_norm`, which scales these features."""
     source, width = plain(target), network.config.hidden_size
     hidden_norm.get_parameter("weight").copy_(norm)
     network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)

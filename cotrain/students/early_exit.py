@@ -31,8 +31,11 @@ ROUNDS = "cotrain_rounds"  # transformers' name for `attention`
 
 
 class EarlyExitStudent(Student):
-    """Trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each
-    depth. At rank 0 only the norm differs from the target, so a single guess holds for all depths."""
+    """Trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each depth. At rank 0 only
+    the norm differs from the target, so a single guess holds for all depths.
+
+    rounds: the text length and the model that `_with_rounds` has cached.
+    """
 
     kind = "early_exit"
     open_layers = True
@@ -42,12 +45,12 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the exit that draft.layers, draft.rank and draft.depths describe. With init=pretrained, return the
-        exit in the folder draft.path. If draft.layers is null, the exit is the last of `candidates`, which is the
-        largest draft. Raises ValueError naming the key to change."""
+        """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
+        the folder draft.path. If draft.layers is null, it is the last of `candidates`, the largest draft. Raises
+        ValueError naming the key to change."""
         if draft.depths is None:
             raise ValueError(
-                "draft.depths: set how many drafts per round the exit is trained for, for example draft.depths=4"
+                "draft.depths=null: set how many drafts per round the exit is trained for, for example draft.depths=4"
             )
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
@@ -63,7 +66,7 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return the target with the exit's layers, as one model."""
+        """Return the target up to the exit, with the exit's changed layers, as one model."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
 
@@ -72,8 +75,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless rank is 0, because the masks of training rounds
-        support no window."""
+        """Raise ValueError for a target with sliding windows, unless the rank is 0, because the masks of training
+        rounds support no window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -91,7 +94,8 @@ class EarlyExitStudent(Student):
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
-        """Return the states (B, T, width) of each depth."""
+        """Return the states (B, T, width) of each depth. ids, within (B, T): tokens, and their positions in their
+        texts."""
         copies, T = self.network.config.depths + 1, ids.shape[1]
         ids, within = (sent(one, self.model.device) for one in (ids, within))
         model = self._with_rounds(T)
@@ -104,7 +108,8 @@ class EarlyExitStudent(Student):
         return list(states.view(len(ids), copies, T, -1).unbind(1)[1:])
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
-        """Return the model that reads its first T columns as the target does. The model of the latest T is cached."""
+        """Return the model that reads its first T columns as the target does, and all later ones with the exit's
+        changed layers. The model of the last T is cached."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attention)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -120,17 +125,19 @@ class EarlyExitStudent(Student):
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> EarlyExit:
-        """Return the proposer. int8 has no effect, because the draft's layers are the target's."""
+        """Return the proposer. int8 has no effect, because the draft's layers are the target's own."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
 
 
 def candidates(total: int) -> list[int]:
-    """Return the exits to choose from in a target of `total` decoder layers: one after each layer but the last. If
-    these are more than MOST, return MOST exits that are evenly spread. Raises ValueError for a target of one layer."""
+    """Return the exits to choose from in a target of `total` decoder layers, as numbers of layers below the exit: one
+    after each layer but the last, or MOST that are evenly spread, if there are more. Raises ValueError for a target of
+    one layer."""
     if total < 2:
         raise ValueError(
-            "draft.layers: the target has one decoder layer, so no exit before its end exists: set draft.layers=1"
+            "draft.layers=null: it chooses an exit before the target's last layer, but the target has one layer: set "
+            "draft.layers=1, with which the draft is the whole target"
         )
     if total - 1 <= MOST:
         return list(range(1, total))
@@ -146,7 +153,7 @@ def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return each token's position in its own text (B, T); a row may hold several texts."""
+    """Return (B, T): each token's position in its own text. A row may hold several texts."""
     every = torch.arange(ids.shape[1]).expand(ids.shape)
     if position_ids is None:
         return every
@@ -156,14 +163,15 @@ def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 def _visible(within: Tensor) -> Tensor:
-    """Return a mask (B, T, T): entry [b, t, s] is True if token s belongs to the text of token t and s <= t."""
+    """Return (B, T, T) bool: entry [b, t, s] says whether token s belongs to the text of token t, and s <= t. within
+    (B, T): each token's position in its text."""
     every = torch.arange(within.shape[1], device=within.device)
     back = every.unsqueeze(1) - every
     return (back >= 0) & (back <= within.unsqueeze(2))
 
 
 class _Copies(NamedTuple):
-    """Queries, keys and values of all copies of the text, each (B, H, K + 1, T, D)."""
+    """The queries, keys and values of all copies of the text, each (B, H, K + 1, T, D)."""
 
     q: Tensor
     k: Tensor
@@ -179,10 +187,11 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of all rounds, with the interface of transformers.
+    """Return the attention output of all rounds (B, (K + 1) T, H, D), and None for the weights. transformers calls this
+    function in place of its own attention.
 
-    query (B, H, (K + 1) T, D); key and value have one entry for each group of heads; attention_mask (B, 1, T, T) is the
-    result of `_visible`. Returns the output (B, (K + 1) T, H, D), and None for the attention weights.
+    query (B, H, (K + 1) T, D); key, value: the same, with fewer heads if several query heads share one. attention_mask
+    (B, 1, T, T) bool: see `_visible`. scaling: of the scores; None: D ** -0.5.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     copies = _Copies(
@@ -201,11 +210,11 @@ def attention(
 
 
 def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention output (B, H, T, D) of a depth. It attends to the text before the round's anchor (the last
-    token of its text), and to one token of each depth up to this one.
+    """Return the attention output (B, H, T, D) of a depth. Each draft attends to the text before its round's anchor,
+    which is the last token of that text, and to one token of each depth up to its own.
 
-    before (B, 1, T, T): which tokens are in that text. visible: see `_visible`; its diagonal -i says at which positions
-    the token i places earlier belongs to the same text.
+    before (B, 1, T, T) bool: whether a token is in that text. visible (B, 1, T, T) bool: see `_visible`; its diagonal
+    -i says at which positions the token i places earlier belongs to the same text.
     """
     q = copies.q[:, :, depth + 1]
     same_text = [_shift(visible.diagonal(-back, 2, 3), back, -1) for back in range(depth + 1)]

@@ -4,7 +4,7 @@ It starts with random weights (init=scratch), layers of the target (init=target_
 Face model (init=pretrained). Drafts of other kinds start with a draft folder through `pretrained_network`.
 
 For an encoder-decoder, init=target_layers gives a draft with some layers of the decoder. Its encoder is the target's,
-which is frozen and reads no source again, or a part of the target's that learns (draft.encoder_layers=). With
+which is frozen and has read the source already, or a trainable copy of its first layers (draft.encoder_layers=). With
 init=scratch the draft has no encoder and reads the decoder's text alone.
 """
 
@@ -69,8 +69,8 @@ COPIES = {"embed_tokens.weight"}  # a copy of the target's tensor, which other p
 
 
 class IndependentStudent(Student):
-    """Trains the draft that `inference.proposers.independent` serves. It makes one guess, whose
-    distribution is the same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Trains the draft that `inference.proposers.independent` serves. It makes one guess, whose distribution is the
+    same at every depth (Leviathan et al. 2023, arXiv 2211.17192)."""
 
     kind = DEFAULT
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
@@ -114,7 +114,7 @@ class IndependentStudent(Student):
 
     @property
     def small(self) -> SmallHead | None:
-        """Return the network's head if it is a small one, else None."""
+        """Return the network's head if it is a small one (of a lower rank or a pruned vocabulary), else None."""
         head = self.network.get_output_embeddings()
         return head if isinstance(head, SmallHead) else None
 
@@ -128,7 +128,7 @@ class IndependentStudent(Student):
 
     @property
     def pruned(self) -> Pruned | None:
-        """Return the part of a pruned head with finite logits, or None for a whole vocabulary."""
+        """Return the part of a pruned head that has finite logits, or None for a whole vocabulary."""
         if self.small is None or self.small.known is None:
             return None
         return self.pruned_to(self.small.known, self.small.projection, self.vocabulary or self.small.size)
@@ -138,8 +138,8 @@ class IndependentStudent(Student):
         return self.small is not None and self.small.undecided
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens by counts (V,) as the pruned vocabulary. Their rows of the head that the
-        draft begins with are copied."""
+        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows of the head that the draft
+        begins with, in place. counts (V,): of each id in the texts."""
         if self.small is not None and self.small.known is not None:
             top = counts[: self.vocabulary].topk(len(self.small.known)).indices
             self.largest = None
@@ -152,7 +152,8 @@ class IndependentStudent(Student):
         return [self.everywhere(self.read(batch["ids"], source=batch["source"], encoder=encoder))]
 
     def everywhere(self, states: Tensor, depth: int = ANY) -> Guess:
-        """Return the guess that the head makes from states (B, T, D)."""
+        """Return the guess that the head makes at every position, from states (B, T, D). depth: of the guess; ANY: the
+        same at every depth."""
         parameters = tuple(self.network.get_output_embeddings().parameters())
         return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
 
@@ -168,11 +169,14 @@ class IndependentStudent(Student):
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
-    """Return the size arguments of `scratch`. Raises ValueError for a size that is not set."""
+    """Return the sizes that `scratch` needs, in its order. Raises ValueError for a size that is null."""
     sizes = {key: getattr(draft, key) for key in SHAPE}
     for key, size in sizes.items():
         if size is None:
-            raise ValueError(f"draft.{key}: a draft with random weights needs it, for example draft.width=128")
+            raise ValueError(
+                f"draft.{key}=null: a draft with random weights needs a number, for example "
+                f"draft.{key}={type(draft).model_fields[key].default}"
+            )
     width, layers, intermediate, head_dim, kv_heads = sizes.values()
     return width, layers, intermediate, head_dim, kv_heads
 
@@ -180,15 +184,19 @@ def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
 def scratch(
     target: PreTrainedModel, width: int, layers: int, intermediate: int, head_dim: int, kv_heads: int
 ) -> PreTrainedModel:
-    """Return a Llama of random weights with the target's vocabulary, positions, rotary settings and special ids.
+    """Return a Llama of random weights with the target's vocabulary, context length, rotary settings and special ids.
 
+    width, intermediate, head_dim: of states, of feed-forward layers and of a head. kv_heads: number of heads of keys.
     Rotary settings are dropped if they fit only one head size (lists of factors) or differ between layers. Raises
     ValueError if head_dim does not divide width, or if kv_heads does not divide the number of heads.
     """
     if width % head_dim:
-        raise ValueError(f"draft.width: {width} is not a multiple of draft.head_dim = {head_dim}")
+        raise ValueError(f"draft.width={width}: it is not a multiple of draft.head_dim={head_dim}: change one of them")
     if width // head_dim % kv_heads:
-        raise ValueError(f"draft.kv_heads: {kv_heads} does not divide width / head_dim = {width // head_dim} heads")
+        raise ValueError(
+            f"draft.kv_heads={kv_heads}: it does not divide the number of heads, draft.width / draft.head_dim = "
+            f"{width // head_dim}: set draft.kv_heads=1 or another divisor"
+        )
     theirs = target.config.get_text_config()
     rope = theirs.to_dict().get("rope_parameters") or {}
     config = LlamaConfig(
@@ -210,12 +218,12 @@ def scratch(
 
 
 def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
-    """Return the causal LM with the head that draft.vocabulary and draft.head_rank describe. Without these settings the
-    model is unchanged.
+    """Put the head that draft.vocabulary and draft.head_rank describe on the causal LM, in place, and return the model.
+    Without these settings it stays as it is.
 
-    rows (V, D): the whole head that it starts from, cut to the vocabulary and then decomposed. If they are not as wide
-    as the draft, the head starts at random. Raises ValueError naming the key for sizes that the head lacks, and for a
-    folder with another small head. It also raises the errors of `put_small_head`.
+    rows (V, D): the whole head that the new one starts from, cut to the vocabulary and then decomposed. If they are not
+    as wide as the draft, the head starts at random. Raises ValueError naming the key for sizes that exceed the head's,
+    and for a folder with another small head; also the errors of `put_small_head`.
     """
     config = network.config.get_text_config()
     refuse_sizes(draft, config.vocab_size, config.hidden_size)
@@ -241,34 +249,39 @@ def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> Pre
 
 
 def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
-    """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of a head (vocabulary, width)."""
+    """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of a head, whose weight is (vocabulary,
+    width)."""
     if draft.vocabulary and draft.vocabulary > vocabulary:
-        raise ValueError(f"draft.vocabulary: {draft.vocabulary} of {vocabulary} tokens; set null for all")
+        raise ValueError(
+            f"draft.vocabulary={draft.vocabulary}: the vocabulary has only {vocabulary} tokens: set "
+            "draft.vocabulary=null for all of them"
+        )
     most = min(draft.vocabulary or vocabulary, width)
     if draft.head_rank and draft.head_rank > most:
         raise ValueError(
-            f"draft.head_rank: {draft.head_rank} exceeds {most}, the smaller size of the head; null for a whole one"
+            f"draft.head_rank={draft.head_rank}: it exceeds {most}, the smaller size of the head: set "
+            "draft.head_rank=null for a whole head"
         )
 
 
 @torch.no_grad()
 def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Return whether the draft's encoder has the numbers of the target's, whatever their dtypes."""
+    """Return whether the draft's encoder has the same weights as the target's, up to their dtypes."""
     return same_encoder(draft, target, as_run=False)
 
 
 def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: int | None = None) -> PreTrainedModel:
-    """Return a copy of the target with only some of its decoder layers, and with its embeddings, final norm and head
-    (depth pruning).
+    """Return a copy of the target in float32 with only some of its decoder layers, and with its embeddings, final norm
+    and head (depth pruning).
 
-    layers: indices; negative ones count from the end. encoder_layers: of an encoder-decoder, the number of its first
-    encoder layers that are copied; None for all. Raises ValueError for a missing index, and for an architecture whose
-    layers are not named `layers.N`, `h.N` or `block.N`.
+    layers: indices of decoder layers; negative ones count from the end. encoder_layers: for an encoder-decoder, the
+    number of its first encoder layers that are copied; None: all. Raises ValueError for a missing index, and for an
+    architecture whose layers are not named `layers.N`, `h.N` or `block.N`.
     """
     total, encodes = layers_of(target.config), target.config.is_encoder_decoder
     if any(not -total <= layer < total for layer in layers) or not layers:
         raise ValueError(
-            f"init.layers: {list(layers)} are not all layers of the target, whose number of layers is {total}"
+            f"init.layers={list(layers)}: the target has {total} layers: name one or more of 0 to {total - 1}"
         )
     chosen = [layer % total for layer in layers]
     config = copy.deepcopy(target.config)
@@ -289,7 +302,10 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
         stays = encodes and (name.startswith(ENCODERS) or BIAS in name)
         origin = name if stays else _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
-            raise ValueError(f"init=target_layers: the target has no {origin} with the shape of {name}")
+            raise ValueError(
+                f"init=target_layers: {name} of the draft would be copied from {origin}, which the target lacks or "
+                "has in another shape: set init=scratch"
+            )
         state[name] = source[origin].to(value.dtype)
     draft.load_state_dict(state, assign=next(iter(state.values())).is_meta)
     draft.tie_weights()
@@ -300,29 +316,29 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
 
 
 def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | None) -> None:
-    """Set the numbers of layers of an encoder-decoder's config, and no dropout: a draft learns distributions as they
-    are. Raises ValueError unless there are more encoder layers than `encoder_layers`."""
+    """Set the numbers of layers in an encoder-decoder's config, in place, and turn dropout off: a draft learns
+    distributions as they are. Raises ValueError unless the encoder has more than `encoder_layers` layers."""
     keys = next(keys for keys in LAYERS if getattr(config, keys[1], None))
     most = getattr(config, keys[0])
     if (
         encoder_layers is not None and encoder_layers >= most
     ):  # all of them would be the target's encoder, which is frozen
         raise ValueError(
-            f"draft.encoder_layers: {encoder_layers}, but the target's encoder has {most}, and one that "
-            "learns has fewer; null shares it"
+            f"draft.encoder_layers={encoder_layers}: the target's encoder has {most} layers, and a copy that learns "
+            "has fewer: set a lower number, or null to share the target's encoder"
         )
     new = {keys[0]: encoder_layers or most, keys[1]: layers, CACHED: layers}
     config.update(new | _no_dropout(config))
 
 
 def _no_dropout(config: PretrainedConfig) -> dict[str, float]:
-    """Return the keys of an encoder-decoder's config that turn its dropout off."""
+    """Return the entries of an encoder-decoder's config that turn its dropout off."""
     return {key: 0.0 for key in DROPOUT if getattr(config, key, None)}
 
 
 def plain(target: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the target's tensors by name. Tensors that bitsandbytes has quantised are dequantised, and an
-    adapter beside them is added."""
+    """Return the target's tensors by name. Weights that bitsandbytes has quantised are dequantised, and active adapters
+    are added to the weights."""
     state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
@@ -336,7 +352,8 @@ def plain(target: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names they have without adapters, and the changes of the active adapters added."""
+    """Return the tensors with the changes of the active adapters added, under the names that they have without
+    adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merged = {name.replace(".base_layer.", "."): value for name, value in state.items()}
@@ -349,7 +366,7 @@ def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _renumber(name: str, chosen: Sequence[int]) -> str:
-    """Return the target's name of a parameter of the draft: model.layers.0.x -> model.layers.<chosen[0]>.x."""
+    """Return the target's name for a parameter of the draft: model.layers.0.x gives model.layers.<chosen[0]>.x."""
     parts = name.split(".")
     for at in range(1, len(parts)):
         if parts[at].isdigit() and parts[at - 1] in ("layers", "h", "block"):
@@ -359,20 +376,21 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 
 
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Load any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
+    """Return any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
 
     A model with fewer rows keeps them: siblings of a family are padded to different sizes, and the engine gives no mass
-    to rows that a draft lacks (see `refuse_fewer`). If the target is on the meta device, which stores no weights, the
-    model is too. Raises ValueError if the model's vocabulary is larger than the target's while the model has modules of
-    ours. It is also raised for tensors that are missing or not finite, for wrong ids of a pruned head, and for a model
-    that the engine cannot run.
+    to ids for which a draft has no row (see `refuse_fewer`). If the target is on the meta device, which stores no
+    weights, the model is too.
+
+    Raises ValueError for a model with a small head or Markov head of more ids than the target has, for tensors that are
+    missing or not finite, for wrong ids of a pruned head, and for a model that the engine cannot run.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
     if ours > theirs and CausalLM.has_parts(config):
         raise ValueError(
-            f"draft.path={path}: its small head or Markov head is of {ours} ids, the target has {theirs}: "
-            "it serves the target that it was made for"
+            f"draft.path={path}: its small head or Markov head is of {ours} ids, but the target has {theirs}: use this "
+            "draft with the target that it was made for"
         )
     options: dict[str, Any] = {}
     if config.is_encoder_decoder:
@@ -404,10 +422,12 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
-    """Raise ValueError, beginning with `where`, for a draft with fewer rows than its tokenizer has ids."""
+    """Raise ValueError if a draft has logits for fewer ids than its tokenizer has. ids: number of the tokenizer's ids.
+    where: the setting with which the message begins."""
     if (rows := network.config.get_text_config().vocab_size) < ids:
         raise ValueError(
-            f"{where}: the draft has {rows} rows, and the tokenizer {ids} ids: use a model of the target's family"
+            f"{where}: the draft has logits for {rows} ids, but the tokenizer has {ids} ids: use a model of the "
+            "target's family"
         )
 
 
@@ -421,13 +441,12 @@ def _config(path: str) -> PretrainedConfig:
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
-    """Return the network of a kind with the weights of the folder draft.path, in float32. If the target is on the meta
-    device, the network is too. The names and shapes of the folder's tensors are compared with its config.json before
-    any tensor is read.
+    """Return the network of a kind with the weights in the folder draft.path, in float32. If the target is on the meta
+    device, the network is too.
 
-    Raises ValueError naming draft.path= if it is not set, for a folder of another kind, and for a target of other
-    sizes. It is also raised for tensors that are missing, superfluous, not finite or of other shapes than config.json
-    says.
+    The names and shapes of the folder's tensors are compared with its config.json before any tensor is read. Raises
+    ValueError, naming draft.path=, if it is not set, for a folder of another kind or for another size of target, and
+    for tensors that are missing, superfluous, not finite or of other shapes than config.json says.
     """
     path = _checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"
@@ -439,11 +458,10 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """Return draft.path. Raises ValueError if it is not set, or is a draft of a kind that `student` cannot begin
-    with."""
+    """Return draft.path. Raises ValueError if it is not set, or if its kind is none that `student` can begin with."""
     path = draft.path
     if not path:
-        raise ValueError("init.kind: 'pretrained' takes its weights from a folder or hub id: name it with draft.path=")
+        raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name it with draft.path=")
     metadata = read(path).metadata if Path(path).is_dir() else None
     kinds = (student.kind, *student.begins_with)
     if metadata is not None and metadata.kind not in kinds:
@@ -455,7 +473,8 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
 
 
 def _load(student: type[Student], network_class: Any, path: Path, device: torch.device) -> PreTrainedModel:
-    """Build the network that the folder's config.json describes and load the folder's tensors into it."""
+    """Return the network that the folder's config.json describes, with the folder's tensors. device: the target's; on
+    the meta device no tensors are read."""
     try:
         config = network_class.config_class.from_pretrained(path)
     except (StrictDataclassError, ValueError, TypeError) as error:
@@ -476,7 +495,7 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in safetensors files. Only the headers are read."""
+    """Return the shapes of all tensors in safetensors files, by name. Reads only the headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -485,8 +504,8 @@ def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
-    """Return one sentence for each tensor whose name or shape differs between the network and the folder. Tensors in
-    `optional` may be missing from the folder."""
+    """Return one sentence for each tensor whose name or shape differs between the network (`expected`) and the folder
+    (`stored`). optional: tensors that the folder may lack."""
     missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
     problems = [f"tensor {name} is missing" for name in sorted(missing)]
     problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]

@@ -1,7 +1,7 @@
 """Guesses of a draft with a Markov head, which adds to the logits a term that depends on the token before.
 
-The output head of such a guess reads its state joined with the row of the Markov head's first table.
-N guesses, D width, r rank.
+The states of such a guess are joined with that token's row in the Markov head's first table; the guess's head reads
+both. N guesses, D width, r rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, 
 
 
 def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Columns) -> list[Guess]:
-    """Return the guesses with a term added to the logits, which the Markov head computes from the token before each
+    """Return the guesses with a term added to their logits, which the Markov head computes from the token before each
     guess.
 
-    ids (B, T): the text, on the CPU. The token before a guess is read from it, as if the round had accepted all its
+    ids (B, T): the texts, on the CPU. The token before a guess is read from them, as if the round had accepted all its
     earlier drafts.
-    spread: a function that maps the term (n, Vd) to (n, V), the shape of the guesses' logits.
+    spread: from the term (n, Vd) of the Markov head to columns (n, V), as the guesses' logits have them.
     """
 
     def joined(guess: Guess) -> Guess:

@@ -4,6 +4,7 @@
 The start of a round is a position of the text; the round's masks, at depths 1, 2, ..., follow it. A mask attends to the
 text up to its start, and to the masks of that start up to its own depth. One pass reads the masks of all rounds, after
 the T tokens of the text (An et al. 2025, 2504.18583).
+
 B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
 """
 
@@ -38,9 +39,9 @@ KEEP = 0.7  # in training, masks of depth j follow a share KEEP ** j of the star
 
 
 class ParallelStudent(IndependentStudent):
-    """The student of `inference.proposers.parallel` (PARD: An et al. 2025, 2504.18583). It makes one guess for each
-    depth: depth 0 at the anchor, later depths at the masks after it. The network is a causal LM whose config names the
-    id of the mask and the number of depths."""
+    """Trains the draft that `inference.proposers.parallel` serves (PARD: An et al. 2025, 2504.18583). It makes one
+    guess for each depth: depth 0 at the anchor, later depths at the masks after it. The network is a causal LM whose
+    config names the id of the mask and the number of depths."""
 
     kind = "parallel"
     sourced = False
@@ -57,7 +58,8 @@ class ParallelStudent(IndependentStudent):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network of an independent draft, with the number of depths in its config, and with the Markov head
-        of draft.path or a new one of rank draft.markov. Raises ValueError also for a network with sliding windows."""
+        of draft.path or a new one of rank draft.markov. Raises the errors of `IndependentStudent.initial`, and
+        ValueError for a network with sliding windows."""
         network = super().initial(draft, init, target)
         _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
@@ -81,7 +83,8 @@ class ParallelStudent(IndependentStudent):
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
-        """Return whether the states under our own attention mask equal those under the network's default mask."""
+        """Return whether the states of the text under our attention mask equal those under the network's default
+        mask."""
         training = self.network.training
         self.network.eval()  # dropout would make any two passes differ
         ids = torch.arange(min(8, self.network.config.vocab_size), device=self.network.device).unsqueeze(0)
@@ -96,8 +99,8 @@ class ParallelStudent(IndependentStudent):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return a guess of depth 0 at every position, and guesses of later depths after every start.
 
-        If the batch has `uniforms` (a training step), later depths are computed after a random part of the starts, see
-        `masks_after`, and only after starts with tokens that the loss counts.
+        In a training step, which has `uniforms` (B, T), later depths are computed only after a random part of the
+        starts, see `masks_after`, and only after starts with tokens that the loss counts.
         """
         ids, position_ids, u = batch["ids"], batch.get("position_ids"), batch.get("uniforms")
         length = ids.shape[1]
@@ -117,7 +120,8 @@ class ParallelStudent(IndependentStudent):
         return after_tokens(guesses, ids, markov, spread_of(self.network, size))
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
-        """Return the states (B, T + M, D) of the tokens, then of the masks."""
+        """Return the states (B, T + M, H) of the tokens, then of the masks. ids (B, T). position_ids (B, T): only if
+        texts are packed."""
         (rows, length), device = ids.shape, self.network.device
         positions = torch.arange(length).expand(rows, -1) if position_ids is None else position_ids
         texts = None if position_ids is None else sent(segments(positions), device)
@@ -153,8 +157,8 @@ def _refuse_window(network: PreTrainedModel) -> None:
 
 
 def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
-    """Put a Markov head of rank draft.markov on a network that has none. Raises ValueError naming the key if draft.path
-    has one of another rank, or of other tokens than the draft's vocabulary."""
+    """Put a Markov head of rank draft.markov on a network that has none, in place. Raises ValueError naming the key if
+    the head of draft.path has another rank, or other tokens than the draft's vocabulary."""
     if own := markov_of(network):
         refuse_other(network, draft, {MARKOV: draft.markov})
         tokens = getattr(network.config, VOCABULARY, None) or network.config.get_text_config().vocab_size
@@ -172,10 +176,11 @@ def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
 
 
 class PEagleStudent(EagleStudent):
-    """The student of `inference.proposers.p_eagle` (P-EAGLE, 2602.01469). Pairs are those of `cotrain.students.eagle`.
+    """Trains the draft that `inference.proposers.p_eagle` serves (P-EAGLE, 2602.01469). Pairs are those of
+    `cotrain.students.eagle`.
 
-    A round whose newest pair is m makes its guess of depth j at position m + 1 + j. It computes this guess from the
-    target's pairs 0 .. m and from the masks of start m at depths 1 .. j. P = T - 1 pairs of a text.
+    A round whose newest pair is m makes its guess of depth j at position m + 1 + j, from the target's pairs 0 .. m and
+    from the masks of start m at depths 1 .. j. A text has P = T - 1 pairs.
     """
 
     kind = "p_eagle"
@@ -193,8 +198,8 @@ class PEagleStudent(EagleStudent):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return a guess of depth 0 and guesses of later depths, for every round.
 
-        If the batch has `uniforms` (a training step), later depths are computed for a random part of the rounds, see
-        `masks_after`, and only for rounds with tokens that the loss counts.
+        In a training step, which has `uniforms` (B, T), later depths are computed only for a random part of the rounds,
+        see `masks_after`, and only for rounds with tokens that the loss counts.
         """
         ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
         rounds = EagleRounds(ids, batch.get("position_ids"), self.network.device)
@@ -214,11 +219,11 @@ class PEagleStudent(EagleStudent):
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the rank of the Markov head."""
+        """Return the rank of the Markov head, as an entry of the network's config. None: not set."""
         return {"markov_rank": draft.markov}
 
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
-        """Return the states (B, P + M, H), after the norm, of the pairs, then of the masks."""
+        """Return the states (B, P + M, H) of the pairs, then of the masks, after the norm. ids (B, T)."""
         network, (rows, length) = self.network, ids.shape
         text, masks = sent(rounds.text[:, :-1], network.device), masks.to(network.device)
         ids = sent(ids, network.device)
@@ -244,7 +249,8 @@ class PEagleStudent(EagleStudent):
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
-    """Return attention under a mask (B, 1, n, n) of bool. groups: query heads for each head of keys and values."""
+    """Return attention under a mask (B, 1, n, n) bool, as a function of queries, keys and values (B, n, heads, D).
+    groups: query heads for each head of keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
@@ -255,10 +261,10 @@ def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
-    """Set the id of the mask in the network's config, unless it is set.
+    """Set the id of the mask in the network's config, in place, unless it is set.
 
-    The id is the first one past `vocabulary`, which no text holds; otherwise the padding id, unless it is an
-    end-of-text id; otherwise the last id, which texts rarely hold.
+    It is the first id past `vocabulary`, which no text holds; else the padding id, unless that ends a text; else the
+    last id, which texts rarely hold. vocabulary: the number of ids that can have mass.
     """
     config = network.config
     if getattr(config, MASK, None) is not None:
@@ -274,7 +280,8 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
 
 
 class Masks(NamedTuple):
-    """The start (M,) and the depth (M,) of each mask, in order of depth, from 1 on."""
+    """The masks of a text, in order of depth. start (M,): the position after which each follows. depth (M,): from 1
+    on."""
 
     start: Tensor
     depth: Tensor
@@ -284,16 +291,16 @@ class Masks(NamedTuple):
 
     @property
     def position(self) -> Tensor:
-        """(M,): the position whose distribution each mask predicts."""
+        """Return (M,): the position whose distribution each mask predicts."""
         return self.start + self.depth
 
 
 def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Masks:
-    """Return masks of depths 1 .. depths - 1 after starts (S,), in order of depth, up to the end of a text of `length`
+    """Return masks of depths 1 .. depths - 1 after each start, in order of depth, up to the end of a text of `length`
     tokens.
 
-    u (length,): uniforms by position. A start has a mask at depth j only if u < keep ** j. So a start with a mask also
-    has all masks of lower depths (conditional drop of tokens). None: no masks are dropped.
+    starts (S,): positions. u (length,): uniforms by position; a start has a mask of depth j only if u < keep ** j, so
+    that it also has all masks of lower depths (conditional drop of tokens). None: no masks are dropped.
     """
     by_depth = []
     for depth in range(1, depths):
@@ -304,10 +311,10 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
 
 
 def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
-    """Return the starts (S,) of rounds, `gap` positions before their anchors.
+    """Return the starts (S,) of rounds, positions that lie `gap` before their anchors.
 
-    A training step (a batch with `uniforms`) uses only starts whose anchor precedes a counted token in some text of the
-    batch. Otherwise all positions are starts.
+    A training step (a batch with `uniforms`) has only starts whose anchor comes before a counted token in some text of
+    the batch. Otherwise all positions are starts.
     """
     if "uniforms" not in batch:
         return torch.arange(batch["ids"].shape[1] - gap)
@@ -315,11 +322,11 @@ def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
 
 
 def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the flat positions that the masks of a depth predict in every row of ids (B, T), and the flat index of
-    each of these masks among the B * M masks of the batch.
+    """Return, for the masks of a depth in every row of ids (B, T), the flat positions (N,) that they predict, and their
+    flat indices (N,) among the B * M masks of the batch.
 
-    texts: see `segments`; given if texts are packed, and then masks whose round leaves its text are left out. gap: see
-    `starts`.
+    texts (B, T): see `segments`; only if texts are packed. Masks whose round leaves its text are then left out. gap:
+    see `starts`.
     """
     rows, column = torch.arange(len(ids)).unsqueeze(1), numbers(masks.depth == depth)
     position = masks.position[column] + gap
@@ -331,10 +338,10 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
 
 
 def visible(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
-    """Return the attention mask (B or 1, 1, L, L) of bool. A token attends to tokens up to itself. A mask attends to
+    """Return the attention mask (B or 1, 1, L, L) bool. A token attends to tokens up to itself. A mask attends to
     tokens up to its start, and to the masks of that start up to its own depth.
 
-    texts (B, T): see `segments`; given if texts are packed, and then no position attends to another text.
+    length: T. texts (B, T): see `segments`; only if texts are packed. No position then attends to another text.
     """
     at = torch.arange(length, device=masks.start.device)
     until = torch.cat([at, masks.start])  # the last token that each sees

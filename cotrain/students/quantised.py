@@ -1,8 +1,8 @@
 """Drafts with fewer bits. `quantised` drafts with the quantised target alone. `two_levels` verifies the tokens of a
 small draft with the quantised target, before the target verifies them. Neither kind is trained.
 
-This module also rounds the weights of other drafts. This serves to train them as they will be served
-(quantisation-aware training), and to measure the cost of rounding.
+This module also rounds the weights of other drafts, to train them as they will be served (quantisation-aware training)
+and to measure the cost of rounding.
 """
 
 import copy
@@ -33,7 +33,7 @@ BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
-    """The student for the draft that `inference.proposers.quantised` serves. It makes no guesses and is not trained."""
+    """The student of the draft that `inference.proposers.quantised` serves. It is not trained."""
 
     kind = "quantised"
     rounds_target = True
@@ -41,7 +41,7 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has only settings. Raises the errors of `bits_of`."""
+        """Return a network that has settings but no weights. Raises the errors of `bits_of`."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -62,12 +62,12 @@ class QuantisedStudent(Student):
 
 
 def bits_of(draft: Draft) -> str:
-    """Return the quantisation that draft.bits selects. Raises ValueError if draft.bits is not set, or if the
-    quantisation is not available here."""
+    """Return the weight quantisation that draft.bits selects: "int8" or "nf4". Raises ValueError if draft.bits is not
+    set, or if the quantisation is not available here."""
     if draft.bits is None:
         raise ValueError(
-            f"draft.bits: {draft.kind} drafts with the target in fewer bits: set the number of bits, for example "
-            f"draft.bits=8"
+            f"draft.bits=null: {draft.kind} drafts with the target in fewer bits: set the number of bits, for example "
+            "draft.bits=8"
         )
     bits = BY_BITS[draft.bits]
     if bits == "nf4" and find_spec("bitsandbytes") is None:
@@ -79,8 +79,8 @@ QUANTISATIONS = ("none", "int8", "nf4")
 
 
 def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """Return weight (out, in) with its values rounded to those of a quantisation, in its own dtype, see `round_bits`.
-    Raises ValueError for an unknown quantisation."""
+    """Return a weight (out, in), in its own dtype, with its values rounded to those of a quantisation ("none", "int8"
+    or "nf4"), see `round_bits`. Raises ValueError for another quantisation."""
     if quantisation == "none":
         return weight
     if quantisation in BITS:
@@ -90,10 +90,10 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 @torch.no_grad()
 def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """Return a copy of a draft with rounded projections and, in int8, a rounded head.
+    """Return a copy of a draft whose projections, and in int8 also its head, are rounded as when served.
 
-    The head is rounded as in serving. In int8 it is rounded on a CPU here. In nf4 bitsandbytes does not round it.
-    Embeddings are never rounded, not even those that share their weights with the head.
+    In nf4 bitsandbytes does not round the head. Embeddings are never rounded, not even those that share their weights
+    with the head.
     """
     network = copy.deepcopy(draft)
     for weight in projections(network).values():
@@ -105,7 +105,7 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of all linear layers except those of the head and of the Markov head, by name."""
+    """Return the weights of the draft's linear layers by name, without those of the head and of the Markov head."""
     heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
     return {name: module.weight for name, module in linear if id(module) not in heads}
@@ -117,8 +117,8 @@ def _heads(draft: PreTrainedModel) -> list[nn.Linear]:
 
 
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
-    """Raise ValueError, beginning with `key`, for a draft with matrices that are not in an `nn.Linear`, such as those
-    of GPT-2 or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
+    """Raise ValueError, beginning with `key`, for a draft with matrices outside of `nn.Linear`, such as those of GPT-2
+    or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
     known = {id(weight) for weight in projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
     known |= {id(part.weight) for part in _heads(draft)}
@@ -131,9 +131,9 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
 
 
 class TwoLevelsStudent(Student):
-    """The student for the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
-    small draft. The key `two_levels` of the network's config has the bits and the number of drafts of an inner round.
-    """
+    """The student of the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
+    small draft; the entry `two_levels` of the network's config has the bits and the number of drafts of an inner
+    round."""
 
     kind = "two_levels"
     rounds_target = True
@@ -141,15 +141,16 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft of draft.path. Raises ValueError if it is of another kind, and the errors of `bits_of`
-        and `causal_lm`."""
+        """Return the small draft of draft.path. Raises ValueError if its kind is not independent, and the errors of
+        `bits_of` and `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError(
-                "draft.inner: set how many tokens the small draft drafts in an inner round, for example draft.inner=3"
+                "draft.inner=null: set how many tokens the small draft drafts in an inner round, for example "
+                "draft.inner=3"
             )
         if draft.path is None:
-            raise ValueError("draft.path: two_levels drafts with a small independent draft: name its folder")
+            raise ValueError("draft.path=null: two_levels drafts with a small independent draft: name its folder")
         _refuse_kind(draft.path)
         network = causal_lm(draft.path, target)
         setattr(network.config, SETTINGS, {"bits": bits, "inner": draft.inner})
@@ -160,7 +161,8 @@ class TwoLevelsStudent(Student):
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Return the proposer, which drafts chains only. int8: round the weights of the small draft to 8 bits."""
+        """Return the proposer, which drafts chains and no trees. int8: whether the weights of the small draft are
+        rounded to 8 bits."""
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy, compile=compile)
@@ -169,7 +171,8 @@ class TwoLevelsStudent(Student):
 
 
 def _refuse_kind(path: str) -> None:
-    """Raise ValueError for a draft folder of another kind. A folder without metadata counts as a causal LM."""
+    """Raise ValueError if a draft folder is not of kind independent. A folder without metadata counts as a causal
+    LM."""
     try:
         kind = read(path).kind if Path(path).is_dir() else DEFAULT
     except FileNotFoundError as error:

@@ -20,7 +20,7 @@ LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
 
 
 class RetrievalStudent(Student):
-    """The student for the draft that `inference.proposers.retrieval` serves. It makes no guesses and is not trained."""
+    """The student of the draft that `inference.proposers.retrieval` serves. It is not trained."""
 
     kind = "retrieval"
     sourced = True
@@ -28,7 +28,7 @@ class RetrievalStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has only settings. Raises the errors of `lookup`."""
+        """Return a network that has settings but no weights. Raises the errors of `lookup`."""
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -40,8 +40,8 @@ class RetrievalStudent(Student):
 
 
 def lookup(draft: Draft) -> dict[str, Any]:
-    """Return the look-up settings of a draft's configuration. Raises ValueError if draft.datastore is a folder without
-    a datastore."""
+    """Return the look-up settings of `draft`, for the network's config. Raises ValueError if draft.datastore is a
+    folder without a datastore."""
     folder = str(Path(draft.datastore).resolve()) if draft.datastore else None
     settings = {"datastore": folder, "shortest": draft.shortest}
     try:
@@ -52,9 +52,9 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 
 class HybridStudent(IndependentStudent):
-    """Trains the draft that `inference.proposers.hybrid` serves. It is trained as an independent
-    draft. The key `lookup` of its network's config has the settings of look-up, and those of the gate after
-    `calibrate`."""
+    """Trains the draft that `inference.proposers.hybrid` serves, as an independent draft. The entry `lookup` of its
+    network's config has the settings of look-up and, after `calibrate`, those of the choice between look-up and
+    model."""
 
     kind = "hybrid"
     sourced = False
@@ -79,7 +79,8 @@ class HybridStudent(IndependentStudent):
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Return the look-up settings with a gate that is calibrated for the model of `proposer`."""
+        """Return the look-up settings with a gate, the figures by which each round chooses between look-up and model,
+        measured for the model of `proposer`."""
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)
@@ -93,7 +94,7 @@ class HybridStudent(IndependentStudent):
             seed=trials.seed,
         )
         print(
-            f"gate: a draft of the model takes {gate.step:.3f} plain steps, a column of the target's pass "
-            f"{gate.column:.3f}"
+            f"hybrid: a token that the model drafts costs {gate.step:.3f} of a plain decoding step, and each more "
+            f"token that the target checks {gate.column:.3f}; the model drafts where look-up would be slower"
         )
         return {"lookup": settings | {"gate": gate.to_json()}}

@@ -1,1 +1,1 @@
-"""The frozen target. This package loads it, and computes and caches its outputs."""
+"""The frozen target, which the draft learns from: loading it, and computing and caching its states."""

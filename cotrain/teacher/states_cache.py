@@ -1,7 +1,7 @@
 """Caches of the target's states: in memory by text key, and on disk by the text's ids, for later runs.
 
-Both store records in the target's own dtype, so training from a cache equals training from the live target.
-B texts, T tokens.
+Both store records (states by layer) in the target's own dtype, so training from a cache equals training from the live
+target. B texts, T tokens.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without
 
 
 class MemoryCache:
-    """A cache that reads each text once and stores its record in main memory.
+    """A cache in main memory that reads each text once.
 
-    read: a function from ids (B, T) to a record of tensors (B, T, ...). limit: bytes to store. Texts that do not fit
-    are read every time.
+    read: from ids (B, T) to a record, states (B, T, D) by layer. limit: bytes to store. Texts that do not fit are read
+    every time.
     """
 
     def __init__(self, read: Reader, limit: int) -> None:
@@ -47,8 +47,12 @@ class MemoryCache:
         progress: Callable[[int, int], None] | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Store the records of texts (N, T) with keys (N,) until the memory is full. A pass over a whole batch of texts
-        takes less time than the passes of later steps over the few that are missing. source (N, S): of the texts."""
+        """Read and store texts until the memory is full. A pass over a whole batch of texts takes less time than later
+        passes over the few that are missing.
+
+        ids (N, T), keys (N,), source (N, S): as in a call. batch: texts of a pass. progress: called with the number of
+        texts done and N.
+        """
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
@@ -66,12 +70,15 @@ class MemoryCache:
     def __call__(
         self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
     ) -> Record:
-        """Return the record of texts, tensors (B, T, ...). ids (B, T): the texts. keys (B,): a key stands for the same
-        ids, and the same source, in every call."""
+        """Return the states of texts by layer, (B, T, D).
+
+        ids (B, T). keys (B,): the number of each text; it stands for the same ids and the same source in every call.
+        position_ids (B, T): only if texts are packed. source (B, S): only if texts have sources.
+        """
         return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
 
     def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
-        """Return the names of the texts' records. Evict records at other padded lengths, since these are not used
+        """Return the names of the texts' records. Evict their records at other padded lengths, since these are not used
         again."""
         width = ids.shape[1], 0 if source is None else source.shape[1]
         numbers = keys.tolist()
@@ -106,13 +113,13 @@ class MemoryCache:
 
 
 def rows_of(record: Record) -> list[Record]:
-    """Split a record of B texts into B records of one text, tensors (T, ...)."""
+    """Return the records of single texts, states (T, D) by layer, in a record of B texts."""
     rows = zip(*(values.unbind() for values in record.values()), strict=True)
     return [dict(zip(record, row, strict=True)) for row in rows]
 
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
-    """Join records of one text to a record of B texts. It is the inverse of `rows_of`."""
+    """Return the record of B texts, on a device, from the records of single texts. This is the inverse of `rows_of`."""
     return {part: sent(torch.stack([row[part] for row in records]), device) for part in records[0]}
 
 
@@ -122,15 +129,15 @@ def nbytes(record: Record) -> int:
 
 
 class DiskCache:
-    """A reader that stores records in `folder`, so that runs over the same texts read them once.
+    """A cache in `folder`, so that runs over the same texts read them once.
 
     A shard file has the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds it
-    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer.
-    The file `MANIFEST` identifies the target.
+    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer. The
+    file `MANIFEST` identifies the target.
 
-    read: a function from ids (B, T) to a record. maker: identity of the target and its tokenizer (JSON values). layers:
-    those of a record. Raises ValueError naming trainer.cache if the folder belongs to another target or
-    tokenizer.
+    read: from ids (B, T) to a record, states (B, T, D) by layer. maker: what identifies the target and its tokenizer
+    (JSON values). layers: those that a record has. Raises ValueError naming trainer.cache if the folder belongs to
+    another target or tokenizer.
     """
 
     def __init__(self, read: Reader, folder: Path, maker: Mapping[str, Any], layers: Sequence[int] = (LAST,)) -> None:
@@ -151,17 +158,18 @@ class DiskCache:
             self.shards |= dict.fromkeys(_entries(shard), shard)
 
     def estimate(self, texts: int, each: int) -> str:
-        """Return a line about the disk space that texts of `each` bytes need. Raises OSError if the disk has less."""
+        """Return a line for the user about the disk space that the texts need. each: bytes of a text. Raises OSError
+        with this line if the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         line = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
         if need > free:
-            raise OSError(line)
+            raise OSError(f"{line}: name a folder on another disk, or set trainer.cache=null")
         return line
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        """Return the record of texts ids (B, T), tensors (B, T, ...). Texts that are missing or in damaged shards are
-        read from the target and stored."""
+        """Return the states of texts ids (B, T) by layer, (B, T, D). Texts that are missing, or whose shard is damaged,
+        are read from the target and stored."""
         inputs = (ids, position_ids, source)
         names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
@@ -186,7 +194,7 @@ class DiskCache:
         return record
 
     def _tensor(self, entry: str) -> Tensor | None:
-        """Return the values of an entry, or None if it is missing or damaged. A damaged shard is deleted."""
+        """Return the states of an entry, or None if it is missing or damaged. Delete a damaged shard."""
         if entry not in self.shards:
             return None
         try:
@@ -219,12 +227,12 @@ class DiskCache:
 
 
 def _entry(name: str, layer: int) -> str:
-    """Return the name that a layer of a text has in a shard."""
+    """Return the name of a text's states after a layer, in a shard. name: digest of the text."""
     return name if layer == LAST else f"{name} {layer}"
 
 
 def _entries(shard: Path) -> list[str]:
-    """Return the entries of a shard. Return an empty list if the file is damaged."""
+    """Return the entries of a shard; [] if the file is damaged."""
     try:
         with safe_open(shard, "pt") as tensors:
             return [name for name in tensors.keys() if not name.endswith(SUM)]

@@ -1,4 +1,4 @@
-"""The frozen target as a teacher. It is loaded in the precision that is served, and split into a body and a head."""
+"""The frozen target as a teacher: loaded in the precision that is served, and split into a body and a head."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +45,11 @@ ENCODER = -2  # layer number of the encoder's states (B, S, D), whose columns pa
 
 @dataclass(frozen=True)
 class Seen:
-    """The target's states for a batch of texts, as a student may read them. states: layer -> (B, T, D). Layer 0 is the
-    embeddings, layer i the residual stream after i decoder layers, LAST the input of the head, and ENCODER the
-    encoder's states of the sources (B, S, D)."""
+    """The target's states for a batch of texts, as a student may read them.
+
+    states: by layer, (B, T, D). Layer 0 is the embeddings, layer i the residual stream after i decoder layers, LAST the
+    input of the head, and ENCODER the encoder's states of the sources (B, S, D).
+    """
 
     states: Mapping[int, Tensor]
 
@@ -59,11 +61,13 @@ def load_target(
     trust_remote_code: bool = False,
     adapter: str | None = None,
 ) -> PreTrainedModel:
-    """Load a frozen causal LM from a folder or hub id, from safetensors files only, on the GPU if there is one.
+    """Return a frozen target from a folder or hub id, read from safetensors files only, on the GPU if there is one.
 
-    dtype: "auto" means the checkpoint's dtype, or float32 if `widened` replaces it. A quantised checkpoint stays
-    quantised. adapter: a PEFT folder, see `adapted`. Raises ValueError for an unknown quantisation, a quantisation of a
-    checkpoint that is quantised already, and weights that are missing or not finite, and the errors of `adapted`.
+    quantisation: of the weights, "none" to leave them as they are. A quantised checkpoint stays quantised.
+    dtype: "auto" means the checkpoint's dtype, or float32 if `widened` replaces it.
+    adapter: a PEFT folder, see `adapted`.
+    Raises ValueError for an unknown quantisation, a quantisation of a checkpoint that is quantised already, and weights
+    that are missing or not finite; also the errors of `adapted`.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_quantisation(path, quantisation, config)
@@ -95,10 +99,11 @@ def load_target(
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the target with a PEFT adapter, as it is served. The adapter is merged into the weights or, if these are
-    quantised, stays separate.
+    """Return the target with a PEFT adapter, as it is served: merged into the weights, or separate if these are
+    quantised.
 
-    Raises ValueError if peft is not installed, and for a folder that has no adapter of this target.
+    adapter: its folder. Raises ValueError if peft is not installed, and for a folder that has no adapter of this
+    target.
     """
     try:
         from peft import PeftModel
@@ -117,8 +122,8 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 def load_config(
     path: str, trust_remote_code: bool = False, key: str = "target.path"
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Load configuration and tokenizer of a model, without its weights. "bundled" is the target shipped with this
-    package.
+    """Return the config and the tokenizer of a model, without reading its weights. path: a folder, a hub id, or
+    "bundled" for the target that ships with this package.
 
     Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
     """
@@ -128,8 +133,8 @@ def load_config(
     kind = values.get("model_type")
     if values and kind not in CONFIG_MAPPING and "auto_map" not in values:
         raise ValueError(
-            f"{key}: {path} has the model_type {kind!r}, which transformers {transformers_version} does not know; a "
-            "newer version may"
+            f"{key}: {path} has the model_type {kind!r}, which transformers {transformers_version} does not know: "
+            "install a newer version, or name another model"
         )
     config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
     try:
@@ -140,7 +145,7 @@ def load_config(
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. Raises the errors of `load_config`."""
+    """Return the tokenizer of a model. Arguments and errors as in `load_config`."""
     folder = resolve(path, key)
     if Path(folder).is_dir():
         try:
@@ -173,7 +178,7 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
 
 
 def unavailable(error: Exception) -> str:
-    """Return in words why a model of the hub could not be read. error: that of transformers."""
+    """Return in words why a model of the hub could not be read. error: what transformers raised."""
     if constants.HF_HUB_OFFLINE:
         return "the hub cannot be reached, nor is the model in its cache: give an existing folder"
     return f"the hub has no such model: {str(error).strip().splitlines()[0]}"
@@ -186,8 +191,8 @@ def load_pair(
     trust_remote_code: bool = False,
     adapter: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load target and tokenizer; "bundled" is the target shipped with this package. Raises the errors of `load_config`
-    and `load_target`, and those of `weight_files` for damaged files."""
+    """Return target and tokenizer. Arguments as in `load_target`; the path "bundled" is the target that ships with this
+    package. Raises the errors of `load_config` and `load_target`, and those of `weight_files` for damaged files."""
     folder = resolve(path)
     if Path(folder).is_dir():
         weight_files(Path(folder))
@@ -196,13 +201,13 @@ def load_pair(
 
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Split a causal LM into a body, ids (B, T) -> hidden states (B, T, D), and a head, states (..., D) -> logits (...,
-    V).
+    """Return the two parts of a model: a body, ids (B, T) -> hidden states (B, T, D), and a head, states (..., D) ->
+    logits (..., V). Raises ValueError for a head that does more than project, cap or scale: the logits of both parts
+    are compared with the model's own on a few ids.
 
-    The body also takes position_ids (B, T): a text begins at each position id that does not follow the one before it,
-    and attention stays within a text, see `keeps_apart`. vocabulary: V, the number of ids that can have mass; later
-    rows of the head are padding (None: all ids). The head may cap or scale its logits. Raises ValueError for a head
-    that does more. To find this out, the logits of both parts are compared with the model's own on a few ids.
+    The body also takes position_ids (B, T). A text begins at each position id that does not follow the one before it,
+    and attention stays within a text, see `keeps_apart`.
+    vocabulary: V, the number of ids that can have mass; later rows of the head are padding (None: all ids).
     """
     hidden, logits = halves(model, vocabulary)
     _compare(model, hidden, logits)
@@ -211,7 +216,7 @@ def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, 
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
-    """Raise ValueError if the two parts give other logits than the model."""
+    """Raise ValueError if body and head give other logits than the model."""
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
@@ -227,7 +232,8 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Split a model as in `split`, without the comparison, for a model that has passed it."""
+    """Return the two parts of a model as `split` does, without comparing them with the model. For a model that has
+    passed the comparison."""
     head = head_of(model)
 
     def decoded(
@@ -247,7 +253,7 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
 
 
 def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Any:
-    """Return the output of the body of a causal LM for ids (B, T). position_ids (B, T), on the CPU: None if each row is
+    """Return the output of the body of a causal LM for ids (B, T). position_ids (B, T), on the CPU; None: each row is
     one text."""
     masking_utils.find_packed_sequence_indices = _known_texts  # transformers calls it by its name in the module
     asked = _texts.set((None if position_ids is None else find_packed_sequence_indices(position_ids),))
@@ -262,8 +268,8 @@ _texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=No
 
 
 def _known_texts(position_ids: Tensor) -> Tensor | None:
-    """Replace what transformers asks of position ids (B, T) in each pass, which waits for a GPU: the number of each
-    token's text in its row, or None if rows are one text each. `_read` knows it from the CPU."""
+    """Return the number of each token's text in its row, (B, T), or None if each row is one text. transformers calls
+    this function in each pass; its own waits for a GPU, while `_read` knows the answer from the CPU."""
     known = _texts.get()
     if known is None:
         return find_packed_sequence_indices(position_ids)
@@ -271,7 +277,7 @@ def _known_texts(position_ids: Tensor) -> Tensor | None:
 
 
 def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
-    """Return the encoder's states (B, S, D) of sources (B, S), padded with negative ids; columns of padding are
+    """Return the encoder's states (B, S, D) of sources (B, S). Negative ids of a source are padding, which is
     masked."""
     encoder: Any = model.get_encoder()
     ids, inside = _masked(model, source)
@@ -280,10 +286,10 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
 
 
 def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
-    """Return the output of the decoder for texts ids (B, T) with sources (B, S). encoder: the encoder's states of the
-    sources, which are then not computed. Raises ValueError for texts without sources."""
+    """Return the output of the decoder for texts ids (B, T) with sources (B, S). encoder (B, S, D): the encoder's
+    states of the sources, if they are known. Raises ValueError for texts without sources."""
     if source is None:
-        raise ValueError(f"{type(model).__name__}: texts without sources, which its encoder reads")
+        raise ValueError(f"{type(model).__name__}: its encoder reads sources, but the texts have none")
     width = int((source >= 0).sum(1).max())
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
@@ -297,15 +303,19 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 there."""
+    """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 at these."""
     source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """Split a target as in `split`, in its own precision. A float32 target stays in float32 even if the draft trains in
-    mixed precision. The reader returns the last states and those of `layers`, numbered as in `Seen`. Raises ValueError
-    for a missing layer."""
+    """Return a target as two functions, split as in `split`. The first maps ids (B, T) to states by layer, (B, T, D):
+    the last ones and those of `layers`, numbered as in `Seen`. The second maps the last states (..., D) to logits (...,
+    V).
+
+    Both compute in the target's own precision, even if the draft trains in mixed precision. Raises ValueError for a
+    missing layer, and the errors of `split`.
+    """
     read, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
     inner = sorted({*layers} - {LAST})
@@ -324,11 +334,15 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Return a reader of the last states and those of some layers, in one pass. The model has no hooks afterwards: with
-    hooks it would be served by a slower forward. Raises ValueError for a missing layer."""
+    """Return a function from ids (B, T) to the last states and those of some layers, by layer, in one pass. The
+    model has no hooks afterwards: with hooks it would be served by a slower forward. Raises ValueError for a missing
+    layer."""
     count, encodes = layers_of(model.config), model.config.is_encoder_decoder
     if wrong := [layer for layer in layers if not 0 <= layer < count and not (layer == ENCODER and encodes)]:
-        raise ValueError(f"states of layers {wrong}: the target has 0 (embeddings) to {count - 1}, and {LAST} (last)")
+        raise ValueError(
+            f"the target has no states of layers {wrong}: its layers are 0 (embeddings) to {count - 1}, and "
+            f"{LAST} (last)"
+        )
 
     def decoded(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         encoder = None if source is None else encoder_states(model, source)
@@ -348,7 +362,8 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 
 @torch.no_grad()
 def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
-    """Return whether attention stays within a text if several are packed into one row.
+    """Return whether attention stays within a text if several are packed into one row. read: the model's body, see
+    `split`.
 
     The test uses two texts. The states of the second text, packed, must be much nearer to its states alone than to its
     states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.

@@ -1,2 +1,1 @@
-"""Training of a draft. This package has the requirements of a run, its parts, steps, phases, checkpoints and
-signals."""
+"""Training of a draft: the checks before a run, the parts and phases of a run, its checkpoints and its signals."""

@@ -1,4 +1,4 @@
-"""The parts of a run, built from its settings: the draft, the losses, the texts, and the module that combines them."""
+"""Builds the parts of a run from its settings: the draft, the texts, the losses, and the module that combines them."""
 
 import sys
 from collections.abc import Callable
@@ -30,13 +30,13 @@ CHECKED = 32  # number of the user's texts whose provenance is checked
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
     """Return the student before training. vocabulary: the number of ids that can have mass. Raises the errors of
-    `initial`."""
+    `initial` and those of the student's class."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft before training. Raises ValueError, naming the key to change, also for settings of its initial
-    weights or of its training that would have no effect."""
+    """Return the draft before training. Raises ValueError naming the key to change, also if a setting of the initial
+    weights or of the training would have no effect."""
     draft, init = cfg.draft, cfg.init
     if draft.trained:
         if draft.path and init.kind != "pretrained":
@@ -53,20 +53,21 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def prune(job: Job, student: Student, held: HeldOut) -> None:
-    """Choose the vocabulary of a draft with draft.vocabulary=, and print its share of the held-out texts. It has the
-    most frequent tokens of the texts that the draft learns from. A draft that starts from a pruned folder keeps the
-    vocabulary of that folder."""
+    """Choose the tokens of a draft with draft.vocabulary=, in place, and print which share of the held-out texts they
+    cover. They are the most frequent tokens of the texts that the draft learns from. A draft that starts from a folder
+    with a pruned vocabulary keeps that vocabulary."""
     if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
         learnt = parts(job, 1)[1]
         tokens = learnt.ids[:, 1:][learnt.predicted].long()
         student.know(torch.bincount(tokens, minlength=job.vocabulary))
     if not bool(student.known.all()):
         count, covered = int(student.known.sum()), coverage(held, student.known)
-        print(f"the draft's vocabulary has {count} tokens: {100 * covered:.2f} % of held-out texts")
+        print(f"the draft's vocabulary has {count} tokens: they cover {100 * covered:.2f} % of the held-out texts")
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """Return the share of the sampled tokens that are in the draft's vocabulary. known (V,) bool: that vocabulary."""
+    """Return the share of the held-out texts' sampled tokens that the draft's vocabulary has. known (V,) bool: that
+    vocabulary."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -75,12 +76,12 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
-    """Return two sets of texts to learn from: those of the user, if trainer.corpus_steps is not 0, and those of the
-    target.
+    """Return two sets of texts to learn from: the user's for the first trainer.corpus_steps (none if that is 0), and
+    the target's.
 
-    The target's texts come from the first `rounds` samplings, in this order. Each sampling
-    has texts for each temperature that is learnt. by: the sampler of texts that are not on disk; None: the target,
-    without a draft.
+    rounds: how many samplings the target's texts come from, in order. Each sampling has texts at every temperature that
+    is learnt.
+    by: what samples texts that are not on disk; None: as in `Job.sampled`.
     """
     cfg = job.cfg
     given = cfg.draft.temperatures or [cfg.regime.temperature]
@@ -95,12 +96,13 @@ def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) ->
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:
-    """Return the share of each domain's texts that are learnt from. Domains without a share are used in full."""
+    """Return, by domain, the share of its texts that is learnt from. Domains that are not named are used in full."""
     return dict(cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares})
 
 
 def held_out_texts(job: Job) -> dict[float, HeldOut]:
-    """Return the held-out texts of the target, by temperature. Prints a warning if the target did not sample them."""
+    """Return the target's held-out texts with its hidden states, by temperature. Print a warning if the texts do not
+    look as if this target sampled them."""
     cfg = job.cfg
     texts = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
     for held in () if cfg.data.on_target else texts.values():  # `foreign` checks the user's texts
@@ -109,8 +111,8 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 
 def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: str | None) -> None:
-    """Warn if the sampled texts do not look as if this target sampled them. Likely causes: another server made them, or
-    the target's forward passes were wrong."""
+    """Print a warning if the sampled texts do not look as if this target sampled them. Likely causes: the server has
+    another model, or the target's forward passes were wrong when the texts were sampled. url: the server, or None."""
     origin = provenance(held, head, device)
     if not origin.own:
         message = f"texts sampled at temperature {held.temperature:g} do not look as if this target sampled them"
@@ -119,11 +121,9 @@ def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: s
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
-    """Check whether the target sampled the user's texts in the regime, on CHECKED of the texts. If it did not, print a
-    warning and return those texts and their provenance, else None.
-
-    Return None also if no step learns from the user's texts. If data.on_target=true is wrong, the warning says so.
-    """
+    """Check, on CHECKED of the user's held-out texts, whether the target sampled them in the regime. If not, print a
+    warning and return the texts and their provenance. Return None if it did, and if no step learns from the user's
+    texts."""
     cfg = job.cfg
     if not reads_given(cfg, job.chats):
         return None
@@ -142,7 +142,8 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
 
 
 def stages(loss: Loss) -> list[Stage]:
-    """Return one stage for the loss, or two if a second loss follows (`loss.then`), see `spec.parse`."""
+    """Return the losses of a training in order, with the share of the training at which each ends: one, or two if
+    `loss.then` is set. See `spec.parse`."""
     first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
     return [first, Stage(1.0, parse(loss.then, "loss.then"))] if loss.then else [first]
 
@@ -153,7 +154,8 @@ def trained_by(
     judged: dict[float, HeldOut],
     build: Callable[..., Distillation] = Distillation,
 ) -> Distillation:
-    """Return the module that trains the student. judged: the held-out texts, by temperature. build: its class."""
+    """Return the module that trains the student. judged: the held-out texts by temperature. build: the module's
+    class."""
     cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, deadline=job.deadline)
     module = build(

@@ -1,4 +1,4 @@
-"""Callbacks of a training. They measure checkpoints, average or quantise weights, and log curves."""
+"""Callbacks of a training that measure checkpoints, average or quantise weights, and log curves."""
 
 import math
 import sys
@@ -45,7 +45,8 @@ MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A saved checkpoint, with its folder, its quickly measured speed-up, and tau predicted on the held-out texts."""
+    """A saved checkpoint. path: its folder. speedup: of a quick measurement. tau: tokens per target call, as predicted
+    on the held-out texts."""
 
     step: int
     path: Path
@@ -54,13 +55,13 @@ class MeasuredCheckpoint:
 
 
 class MeasureSpeed(Callback):
-    """Callback that measures the draft with the engine at every validation, logs the figures and saves the weights.
+    """Callback that measures the draft with the engine at every validation, logs the figures, and saves the weights.
 
-    measure: a function from a draft to figures with a `speedup`. Few prompts are timed, so the speed-up is noisy. tau:
-    a function that returns tau of the latest scores of the held-out texts, which is an average over thousands of
-    tokens. Checkpoints are ranked by tau, since a round costs the same in all of them. show: a function from a draft to
-    a Markdown text that it drafted for, which is logged. patience: training ends after this many validations in a row
-    without a higher tau; 0 means never.
+    measure: from a draft to figures, one of them "speedup". Few prompts are timed, so the speed-up is noisy.
+    tau: returns tau by the latest scores of the held-out texts, an average over thousands of tokens. Checkpoints are
+    ranked by it, since a round costs the same in all of them.
+    folder: for the weights. show: from a draft to a Markdown text that was decoded with it, which is logged.
+    patience: training ends after this many validations in a row without a higher tau; 0: never.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class MeasureSpeed(Callback):
             trainer.should_stop = True
 
     def save(self, draft: PreTrainedModel, step: int) -> None:
+        """Write the draft's weights after a step to the folder of checkpoints."""
         with new_folder(self.folder / f"step-{step}", replace=True) as new:
             draft.save_pretrained(new)
 
     def add(self, step: int, speedup: float) -> None:
-        """Add the saved weights of a step to the checkpoints among which `best` chooses."""
+        """Add the saved weights of a step to the checkpoints among which `best` chooses. speedup: measured for this
+        step."""
         self.checkpoints.append(MeasuredCheckpoint(step, self.folder / f"step-{step}", speedup, self.tau()))
 
     def _show(self, trainer: lightning.Trainer, draft: PreTrainedModel) -> None:
@@ -110,7 +113,7 @@ class MeasureSpeed(Callback):
         ]
 
     def best(self) -> MeasuredCheckpoint:
-        """Return the checkpoint of the highest tau. Raises ValueError before any validation."""
+        """Return the checkpoint of the highest tau. Raises ValueError if there was no validation."""
         if not self.checkpoints:
             raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
         return max(self.checkpoints, key=lambda one: one.tau)
@@ -120,8 +123,8 @@ class MeasureSpeed(Callback):
 
 
 class SwapWeights(Callback):
-    """Callback that replaces weights of the draft by others, from `show` to `hide`. `hide` restores the draft's own
-    weights bit for bit.
+    """Base class of callbacks that put other weights into the draft from `show` to `hide`, which restores the draft's
+    own weights bit for bit.
 
     A second call of either has no effect. A run that ends after `show` exports the other weights.
     """
@@ -129,20 +132,19 @@ class SwapWeights(Callback):
     own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the replacement of each weight of the draft, by name. Weights of the draft without a replacement
-        stay."""
+        """Return the weights to put into `module`, the draft, by parameter name. Parameters that are not named stay."""
         raise NotImplementedError
 
     @torch.no_grad()
     def show(self, module: Any) -> None:
-        """Put the other weights into the module's `draft`."""
+        """Put the other weights into `module.draft`, in place."""
         if self.own is None:
             weights, parameters = self.weights(module.draft), dict(module.draft.named_parameters())
             self.own = {name: parameters[name].detach().clone() for name in weights}
             _copy(weights, module.draft)
 
     def hide(self, module: Any) -> None:
-        """Restore the draft's own weights."""
+        """Restore the own weights of `module.draft`, in place."""
         if self.own is not None:
             _copy(self.own, module.draft)
             self.own = None
@@ -157,8 +159,7 @@ def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
 
 @contextmanager
 def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Call `show` of each callback before the block, and `hide` after it, so that the draft has the replaced weights
-    within the block."""
+    """Give `module.draft` the weights of all `swaps` within the block, and its own weights again after it."""
     with ExitStack() as shown:
         for one in swaps:
             one.show(module)
@@ -167,11 +168,11 @@ def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
 
 
 class Averaged(SwapWeights):
-    """An exponential moving average of the draft's weights, which is evaluated, measured, saved and exported. Training
-    itself continues from the weights that are not averaged. The callback must come after the callbacks that measure,
-    because it restores the draft's weights at the end of a validation.
+    """Callback that keeps an exponential moving average of the draft's weights, which is evaluated, measured, saved and
+    exported. Training continues from the weights that are not averaged.
 
-    decay: the share of the old average in the new one. It is at most (1 + t) / (10 + t) at step t, so that the initial
+    It must come after the callbacks that measure, because it restores the draft's weights at the end of a validation.
+    decay: the share of the old average in the new one, at most (1 + t) / (10 + t) at step t, so that the initial
     weights do not dominate the average of a short run.
     """
 
@@ -215,6 +216,7 @@ class Averaged(SwapWeights):
 
 class QuantisationAware(SwapWeights):
     """Callback that quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
+    kind: of the quantisation, "int8" or "nf4".
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.
@@ -244,7 +246,7 @@ class QuantisationAware(SwapWeights):
 
 
 class Learning(Callback):
-    """Callback that logs the loss and its terms, learning rate, gradient norm and tokens per second, every
+    """Callback that logs the loss and its terms, the learning rate, the gradient norm and tokens per second, every
     `module.WATCHED` steps. It must come after `Clock`.
 
     Tokens per second count the tokens of the loss in all processes, and the seconds of training without validations.
@@ -281,10 +283,10 @@ class Learning(Callback):
 
 
 class StandingWeights(Callback):
-    """Callback that prints a line if after `FIRST` steps most weights of the draft are still what they were: rounding
-    loses an update that is small beside its weight.
+    """Callback that prints a line if, after `FIRST` steps, most weights of the draft have not changed: rounding loses
+    an update that is small beside its weight.
 
-    It looks at `LOOKED_AT` weights of each tensor, or of its part in this process. Weights that had no gradient do not
+    It looks at `LOOKED_AT` weights of each tensor, or of this process's part of it. Weights without a gradient do not
     count, such as embeddings of tokens that no text has.
     """
 
@@ -319,23 +321,23 @@ class StandingWeights(Callback):
             rate = trainer.optimizers[0].param_groups[0]["lr"]
             print(
                 f"after {FIRST} steps only {moved / max(learning, 1):.0%} of the draft's weights have moved: at the "
-                f"learning rate {rate:.1e} rounding loses the others' updates; raise optimizer.lr",
+                f"learning rate {rate:.1e}, rounding loses the updates of the other weights: raise optimizer.lr",
                 file=sys.stderr,
             )
 
 
 def _local(weight: Tensor) -> Tensor:
-    """Return a tensor, or this process's part of a sharded one."""
+    """Return the tensor, or this process's part if it is sharded."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
-    """Return a copy of the entries `at` of a tensor, or of this process's part of it."""
+    """Return a copy of the entries at the flat indices `at` of a tensor, or of this process's part of it."""
     return _local(weight.detach()).flatten()[at]
 
 
 def gradient_norm(draft: torch.nn.Module) -> float:
-    """Return the 2-norm of all gradients together. The draft may be sharded; then all processes must call this
+    """Return the 2-norm of all gradients of the draft together. If the draft is sharded, all processes must call this
     function."""
     grads = [weight.grad for weight in draft.parameters() if weight.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
@@ -343,13 +345,14 @@ def gradient_norm(draft: torch.nn.Module) -> float:
 
 
 class HeldOutPoints(Callback):
-    """Callback that logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts. It
-    does so at every validation, and each time 1 / POINTS of the training is done. At validations it also logs figures
-    of all texts.
+    """Callback that logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts, at
+    every validation and after each 1 / POINTS of the training. At validations it also logs figures of all held-out
+    texts.
 
-    A point between validations is skipped if such points would then take more than the share MOST_TIME of the
-    training's seconds so far. These seconds do not include the points. k, objective, verify: the settings of tau.
-    swaps: see `showing`.
+    A point between validations is skipped if such points would take more than the share MOST_TIME of the training's
+    seconds so far, which do not include the points.
+    part: the texts. clock: counts the training's seconds, and is paused for a point. swaps: see `showing`.
+    k, objective, verify: draft length, way of drafting and rule for which tau is predicted.
     """
 
     def __init__(
@@ -395,7 +398,7 @@ class HeldOutPoints(Callback):
         self.count, self.seconds, self.last = (state_dict[name] for name in ("count", "seconds", "last"))
 
     def line(self) -> str:
-        """Return a line with the number of points and the time that they took."""
+        """Return a line for the user with the number of points and the time that they took."""
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
         return (
             f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
@@ -407,7 +410,7 @@ class HeldOutPoints(Callback):
 
     @contextmanager
     def _as_validated(self, module: Any) -> Iterator[None]:
-        """Give the draft the weights and the mode of a validation within the block."""
+        """Give the draft the weights and the mode (eval) of a validation within the block."""
         training = module.draft.training
         with showing(self.swaps, module):
             module.draft.eval()
@@ -424,15 +427,16 @@ class HeldOutPoints(Callback):
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
-    """Return the part of the held-out texts that is scored in each of POINTS passes. All passes together score at most
-    the share TOKENS of `training_tokens`, and one pass scores at most MOST tokens. There is at least one text."""
+    """Return the part of the held-out texts that each of POINTS passes scores, at least one text. All passes together
+    score at most the share TOKENS of `training_tokens`, and one pass at most MOST tokens."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
-    """Return the conditional acceptance of drafts 1 .. k, by tag. Return {} for greedy drafting."""
+    """Return, by tag, the acceptance of draft i given that all before it were accepted, for i = 1 .. k. Return {} for
+    greedy drafting."""
     if objective == "greedy":
         return {}
     _, conditional = scores.accepted(scores.drafted(k))
@@ -440,8 +444,9 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
-    """Return figures of all held-out texts, by tag. They are acceptance at each temperature, and for the regime also
-    KL, entropy and calibration. If there are several domains, acceptance in each of them is added."""
+    """Return figures of all held-out texts, by tag: the acceptance at each temperature; for the regime also KL,
+    entropy, calibration and, if there are several domains, acceptance in each.
+    judged: scores by temperature and domain. temperature: the regime's."""
     own = judged[temperature]
     named = {tags.at("acceptance", t): alpha_of(scores["all"], objective) for t, scores in judged.items()}
     for name in ("kl", "entropy", "calibration"):

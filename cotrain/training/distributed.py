@@ -1,5 +1,5 @@
-"""Several processes and several batches in one step. This module has the sharded draft (FSDP2), and the counts that
-divide losses.
+"""Training with several processes, or several batches in one step: sharded drafts (FSDP2), and the counts that divide
+losses.
 
 Each process has a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
 sharded module, layer by layer. So all code that reads them, including heads in chunks and losses, runs in such a pass,
@@ -28,7 +28,7 @@ Batch = Mapping[str, Any]
 
 def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     """Return a copy of the draft, sharded over the processes of the mesh. Each decoder layer is gathered only for its
-    own pass. The original draft moves to main memory."""
+    own pass. Moves the given draft to the CPU."""
     copied: Any = copy.deepcopy(draft)
     for layer in _layers(copied):
         fully_shard(layer, mesh=mesh)
@@ -40,26 +40,26 @@ def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost module lists."""
+    """Yield the modules of the outermost module lists, which are the decoder layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
 
 def within(draft: PreTrainedModel, work: Callable[[], Result]) -> Result:
-    """Return the result of `work`, called while the draft's weights can be read. All processes must call it."""
+    """Return `work()`, called while the draft's weights can be read. All processes must call this function."""
     network: Any = draft
     return network.within(work) if isinstance(draft, FSDPModule) else work()
 
 
 def rest(draft: PreTrainedModel) -> None:
-    """Free the weights that stay gathered after passes without gradients."""
+    """Free the weights of a sharded draft that stay gathered after passes without gradients."""
     if isinstance(draft, FSDPModule):
         draft.reshard()
 
 
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
-    """Load the weights of a sharded draft into `whole` and return it. All processes must call it. If `everywhere` is
-    False, only the first process gets the weights."""
+    """Load the weights of a sharded draft into `whole`, in place, and return it. All processes must call this function.
+    everywhere: whether all processes get the weights, or only the first."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
@@ -69,29 +69,30 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Scalars that divide losses: the numbers of positions in the loss, and of tokens that the target sampled."""
+    """Numbers that divide the losses, as scalar tensors. positions: those in the loss. tokens: those that the target
+    sampled."""
 
     positions: Tensor
     tokens: Tensor
 
 
 def sampled(batch: Batch) -> Tensor:
-    """Return a mask (B, T-1) of bool that says whether the target sampled the next token. By default, these are all
-    predicted tokens."""
+    """Return (B, T-1) bool: whether the target sampled the next token. By default it sampled every predicted token."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the numbers of positions and sampled tokens of a batch (2,), float32."""
+    """Return the numbers of positions in the loss and of sampled tokens of a batch, (2,) float32."""
     return torch.stack([batch["predicted"].sum(), sampled(batch).sum()]).float()
 
 
 def divisors(total: Tensor, batches: int) -> StepCounts:
-    """Return the scalars that divide the losses of a step. total (2,): the counts of a step, averaged over processes.
+    """Return the numbers that divide the losses of a step. total (2,): the counts of the step, averaged over processes.
+    batches: of the step.
 
-    The trainer divides the loss of each batch by the number of batches, so the counts are divided by it as well. A
-    count of 0 becomes 1.
+    The trainer divides the loss of each batch by the number of batches, so the counts are divided by it too. A count of
+    0 becomes 1.
     """
     total = torch.where(total > 0, total / batches, torch.ones_like(total))
     return StepCounts(*total.unbind())
@@ -104,8 +105,8 @@ def ends_step(batch: Batch) -> bool:
 
 
 class Grouped:
-    """Endless batches. Each has `counts` (2,), the counts of its step, and `group`, its index in the step and the
-    number of batches in the step."""
+    """Iterator over batches in groups of `number`, one group for each step. It adds to each batch "counts" (2,), those
+    of its step, and "group", its index in the step and the number of batches in the step."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

@@ -1,4 +1,4 @@
-"""Training in phases. Each phase adds the texts of one more sampling. The next call resumes from a checkpoint."""
+"""Training in phases. Each phase adds the texts of one more sampling. A later call resumes from the last checkpoint."""
 
 import math
 import time
@@ -50,7 +50,7 @@ VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, se
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """Steps first .. last of a training, which learn from the texts of samplings 0 .. index."""
+    """The steps from `first` to before `last`, which learn from the texts of samplings 0 .. index."""
 
     index: int
     first: int
@@ -58,22 +58,23 @@ class TrainingPhase:
 
 
 class End(NamedTuple):
-    """The end of a training phase. step: the last step. early: whether this call or an earlier one ended the training
-    before its last phase, because of patience, a signal or a budget of time."""
+    """The end of a training phase. step: its last step. early: whether patience or a time limit ended the training, in
+    this call or an earlier one."""
 
     step: int
     early: bool
 
 
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """Return rollout.rounds phases. Each of them ends at a validation. every: the number of steps between validations.
+    """Return the phases of the training, rollout.rounds of them. Each ends at a validation. every: the number of steps
+    between validations.
 
     Raises ValueError for more rounds than validations, and for several rounds if this engine does not sample the texts.
     """
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
-        raise ValueError(f"rollout.rounds: set it from 1 to the number of validations, {count}, not {rounds}")
+        raise ValueError(f"rollout.rounds={rounds}: set it from 1 to {count}, the number of validations")
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
         raise ValueError(
             "rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or data.on_target=true"
@@ -83,11 +84,11 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
 
 
 def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
-    """Train the module's draft, and return the number of steps.
+    """Train the module's draft, in place, and return the number of steps.
 
-    Acceptance is computed and `speed` measures before the first step, at every validation and after the last step.
-    After each validation a checkpoint is saved with its figures. The next call resumes from it. The draft is left in
-    eval mode on the target's device.
+    Acceptance is computed, and `speed` measures (None: nothing measures), before the first step, at every validation
+    and after the last step. Each validation saves a checkpoint with its figures, from which a later call resumes. The
+    draft is left in eval mode on the target's device.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
     end = End(0, False)
@@ -105,7 +106,7 @@ def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
 
 
 def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, phase: TrainingPhase, every: int) -> End:
-    """Sample the texts of a phase and train until its last step.
+    """Sample the texts of a phase and train until its last step. every: the number of steps between validations.
 
     Raises Interrupted, and UserError for a loss that is not finite.
     """
@@ -119,7 +120,7 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
     if done >= phase.last < cfg.steps:
         return End(done, False)
     if phase.first < done < cfg.steps and not rank():
-        print(f"the training goes on from step {done} of {cfg.steps}, which {last} has")
+        print(f"the training goes on from step {done} of {cfg.steps}, which is saved in {last}")
     clock, rounded = Clock(progress, cfg.validations), _rounded(job)
     points = _points(job, module, clock, [*averaged, *rounded])
     callbacks = [*averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
@@ -168,8 +169,9 @@ def _ended(
     speed: MeasureSpeed | None,
     averaged: list[Averaged],
 ) -> bool:
-    """Return whether patience or a budget of time ended the training of a checkpoint. The state of both is restored,
-    and if it ended, the weights or their average."""
+    """Return whether patience or a time limit had ended the training before `saved`, its checkpoint, was written.
+    Restore the state of `progress` and `speed` from it; if the training had ended, also the weights of the module, or
+    their average."""
     states, ended = saved.get("callbacks", {}), False
     if time_limited(job.cfg) and Clock.__name__ in states:
         progress.resume(states[Clock.__name__])
@@ -230,7 +232,7 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Return Lightning's strategy of this name. "fsdp2" gives a sharded draft, whose checkpoints are single files."""
+    """Return Lightning's strategy of this name. "fsdp2" shards the draft and saves each checkpoint as one file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -238,8 +240,8 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 
 def swapped(job: Job, draft: PreTrainedModel) -> Faster:
-    """Return the sampler for the texts of a later phase. It uses the target with the current draft. If the target alone
-    is faster here (many rows on few cores), it uses the target alone, see `rollout.samplers.Faster`.
+    """Return the sampler of a later phase's texts: the target with the current draft, or the target alone if that is
+    faster here (many rows on few cores), see `rollout.samplers.Faster`.
 
     Speculative sampling does not change the target's distribution, so texts are as good with the draft as without it.
     """
@@ -249,7 +251,8 @@ def swapped(job: Job, draft: PreTrainedModel) -> Faster:
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Read all texts before training, unless training reads fewer texts than there are."""
+    """Let the target read all texts before training, so that its states are cached, unless training reads fewer texts
+    than there are."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
@@ -262,8 +265,8 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:
-    """Set the minutes and validations of the training, the same in every process. validation: the seconds of the first
-    one, see `Deadline`."""
+    """Set the minutes and the number of validations of the training, the same in every process, and print them.
+    validation: the seconds of the first validation, judging and measuring, see `Deadline`."""
     cfg, deadline = job.cfg, job.deadline
     if not cfg.minutes:
         return
@@ -284,7 +287,8 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
 def _loader(
     cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> DataLoader[Any] | Grouped:
-    """Return this process's share of the batches of a phase, from step `done` on."""
+    """Return this process's batches of a phase, without those of the first `done` steps of the training. corpus,
+    sampled: see `assembly.parts`."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step
     before = max(cfg.corpus_steps - phase.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
@@ -296,7 +300,7 @@ def _loader(
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Give the module quantised weights within the block, if the draft is served with such weights."""
+    """Give the module's draft quantised weights within the block, if it is served with such weights."""
     return showing(_rounded(job), module)
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a run, and checkpoints, from which the same command resumes it."""
+"""Signals that end a run, and checkpoints from which the same command resumes it."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ TIME = 1  # the result of `Keeper._agreed` if a checkpoint is due; numbers of si
 
 
 class Signals:
-    """Handler of SIGINT and SIGTERM. The first signal ends the run: after the current step while training is
-    `deferring`, and otherwise at once. A second signal ends the process at once."""
+    """Handler of SIGINT and SIGTERM. The first signal ends the run by raising Interrupted: after the current step while
+    `deferring` is set, which is during training, and else at once. A second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.deferring = 0, False
@@ -44,13 +44,13 @@ class Signals:
         print("\nstopping after this step; a second signal ends at once", file=sys.stderr, flush=True)
 
     def check(self, message: str = "interrupted; the same command resumes") -> None:
-        """Raise Interrupted if a signal was received."""
+        """Raise Interrupted with `message` if a signal was received."""
         if self.received:
             raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Make this object the handler of both signals. This works only in the main thread; in other threads nothing
-        happens."""
+        """Make this object the handler of both signals. Do nothing outside the main thread, where Python allows no
+        handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -58,8 +58,8 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """End the run with Interrupted if a signal arrives within the block, see `Signals`. Restore the earlier handlers
-    afterwards."""
+    """Yield a handler that raises Interrupted if SIGINT or SIGTERM arrives within the block, see `Signals`. Restore the
+    earlier handlers afterwards."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()
@@ -73,8 +73,8 @@ def listening() -> Iterator[Signals]:
 
 class Checkpoints(TorchCheckpointIO):
     """Writer of checkpoints. It writes a checkpoint next to the old one and renames it, so that one of the two is
-    always whole. Lightning would write to the temporary directory and, from another file system, copy over the old one.
-    """
+    always whole. Lightning's own class would write to the temporary directory and, from another file system, copy over
+    the old checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -82,8 +82,8 @@ class Checkpoints(TorchCheckpointIO):
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Load the dictionary that torch saved in a file, on the CPU. Raises UserError naming the file and what to do, if
-    the file is damaged or does not hold a dictionary."""
+    """Return the dictionary that torch saved in a file, with tensors on the CPU. Raises UserError, which names the file
+    and what to do, if the file is damaged or has no dictionary."""
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if isinstance(saved, dict):
@@ -139,7 +139,7 @@ class Keeper(Callback):
         self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """Return the largest number of all processes. A process's number is the signal that it received, TIME if a
+        """Return the largest value of all processes: the number of the signal that a process received, or TIME if a
         checkpoint is due, else 0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
@@ -149,7 +149,7 @@ class Keeper(Callback):
 
 
 def validates(trainer: lightning.Trainer) -> bool:
-    """Return whether a validation follows this batch."""
+    """Return whether a validation follows the current batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch
     return bool(trainer.should_stop) or (every is not None and batches % every == 0)

@@ -1,4 +1,4 @@
-"""The parts of a training run that its settings name: the target, its texts, and a plan to measure a draft."""
+"""What a training run works with: the target, its texts, and a plan to measure a draft."""
 
 import ctypes
 import platform
@@ -45,10 +45,18 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 @dataclass
 class Job:
-    """The models, folder and settings of a run. reads: the layers of the target that its student reads besides LAST.
-    sampled_prompts: the rows, in JSON, of the prompts that the target
-    sampled, with data=self; None for other prompts. train_texts: the training texts, if another target sampled them;
-    held-out texts then continue the prompts of that target's."""
+    """The models, folder, settings and texts of a run.
+
+    sources: the user's prompts or documents by split, as far as they have been read.
+    texts_given: results of `given`, by split.
+    loggers: those besides TensorBoard's.
+    reads: the layers of the target that its student reads besides LAST.
+    rounds: timed decoding rounds by draft length, shared by the measurements of all checkpoints.
+    sampled_prompts: the prompts that the target sampled for data=self, one JSON row a line; None for other prompts.
+    train_texts: the training texts, if another target sampled them. The held-out texts of this target then continue
+    that target's held-out prompts.
+    shape: how the draft's layers were chosen, see `planning.exits`; None if they were not.
+    """
 
     cfg: TrainConfig
     folder: Path
@@ -67,24 +75,26 @@ class Job:
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """Return the target's reader and head, see `target_model.served`. The head is tested against the model."""
+        """Return the target as two functions, see `target_model.served`: one from ids to hidden states, one from hidden
+        states to logits. Raises ValueError if they do not compute what the model computes."""
         return served(self.target, self.vocabulary, self.reads)
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of ids that have mass, in training and when served. The rows of the head after the
+        """Return the number of ids that can have mass, in training and when served. Rows of the head after the
         tokenizer's last id are padding."""
         size: int = self.target.config.get_text_config().vocab_size
         return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity of the target, saved with its texts and states."""
+        """Return what identifies the target. It is saved with the target's texts and states."""
         return identity(self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
-        """Return a reader of the target's states. It caches them in the folder trainer.cache= if that is set."""
+        """Return a function from ids to the target's hidden states. It caches the states in the folder trainer.cache=
+        if that is set."""
         live, _ = self.halves
         if not self.cfg.trainer.cache:
             return live
@@ -92,8 +102,8 @@ class Job:
         return DiskCache(live, Path(self.cfg.trainer.cache), maker, (LAST, *self.reads))
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts of the target. by: the sampler of texts that are not on disk; None: the target alone, or a
-        server."""
+        """Return the texts of the target, sampled when they are first used unless they are on disk.
+        by: what samples texts that are not on disk; None: the target without a draft, or the server rollout.url=."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled(self.cfg, self.target, self.tokenizer, folder),
@@ -104,8 +114,8 @@ class Job:
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
-        """Return the prompts of a split. They are read once, training and held-out ones together, since held-out ones
-        are none that the draft learns from."""
+        """Return the prompts or documents of a split ("train", "held_out" or the final one). Training and held-out ones
+        are read together, once, so that no held-out prompt is one that the draft learns from."""
         if split not in self.sources:
             splits = SPLITS[:2] if split in SPLITS[:2] else (split,)
             template, cfg = template_of(self.cfg, self.target, self.tokenizer), self.cfg
@@ -115,8 +125,8 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Return whether the texts begin with whole prompts, as the user's may, or with sources. Then only completions
-        are learnt."""
+        """Return whether each text is a prompt of its own and a completion, as with the user's prompts and with an
+        encoder-decoder. Then only completions are learnt."""
         return (
             self.target.config.is_encoder_decoder
             or self.cfg.data.path is not None
@@ -130,8 +140,8 @@ class Job:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Return prompts to measure a draft with: the user's, or those of this package. Final prompts are in no
-        training text and do not rank checkpoints."""
+        """Return the prompts to measure a draft with: the user's, or those that ship with this package. Final prompts
+        occur in no training text, and do not rank checkpoints."""
         ask = self.cfg.rollout
         if self.cfg.data.path:
             own, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
@@ -142,37 +152,39 @@ class Job:
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens, encoder)
         return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
 
-    def given(self, kind: str) -> Texts:
-        """Return the user's texts of a split, packed into blocks unless they are prompts."""
-        if kind not in self.texts_given:
-            source = self.source(kind)
-            self.texts_given[kind] = (
-                logged(source, asked(self.cfg), kind, self.cfg.rollout.seed, start_of(self.target))
+    def given(self, split: str) -> Texts:
+        """Return the user's texts of a split: prompts with their completions, or documents packed into blocks."""
+        if split not in self.texts_given:
+            source = self.source(split)
+            self.texts_given[split] = (
+                logged(source, asked(self.cfg), split, self.cfg.rollout.seed, start_of(self.target))
                 if isinstance(source, PromptRows)
                 else of_blocks(pack(source.texts, self.tokenizer, self.cfg.data.block))
             )
-        return self.texts_given[kind]
+        return self.texts_given[split]
 
-    def texts(self, kind: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target at a temperature. These are the user's texts if data.on_target= says that the
-        target wrote them and the temperature is the regime's, else sampled ones."""
+    def texts(self, split: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
+        """Return texts of the target for a split, at a temperature. They are the user's if data.on_target=true, `chats`
+        holds and the temperature is the regime's; else they are sampled.
+        part: the part of the prompts that is sampled, one of rollout.rounds.
+        by: as in `sampled`."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
-            return self.given(kind)
-        asked, source = sampling(regime, temperature), partial(self.source, kind)
+            return self.given(split)
+        asked, source = sampling(regime, temperature), partial(self.source, split)
         if self.train_texts is None:
-            return self.sampled(by).texts(kind, asked, source, part=part)
-        others = partial(self.train_texts.texts, kind, asked, source, part=part)
-        if kind == "train":
+            return self.sampled(by).texts(split, asked, source, part=part)
+        others = partial(self.train_texts.texts, split, asked, source, part=part)
+        if split == "train":
             return others()
-        return self.sampled(by).texts(kind, asked, lambda: SamePrompts(others()), part=part)
+        return self.sampled(by).texts(split, asked, lambda: SamePrompts(others()), part=part)
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
-        """Return a plan to measure a draft on the run's prompts."""
+        """Return a plan to measure a draft with the run's prompts."""
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """Return a plan to measure a draft on other prompts. None is for a draft that is not measured."""
+        """Return a plan to measure a draft with these prompts; None: the draft is not measured."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,
@@ -197,10 +209,10 @@ def sampled(
     folder: Path,
     draft_path: str | None = None,
 ) -> Sampled:
-    """Return the texts of the target for these settings, saved in `folder`. draft_path: a draft that makes sampling
-    faster.
+    """Return the texts of the target for these settings, saved in `folder`. They are sampled when they are first used.
 
-    Raises ValueError for a draft together with a server, which would not use the draft.
+    draft_path: a draft that makes sampling faster.
+    Raises ValueError for a draft together with rollout.url=, since a server would not use the draft.
     """
     rollout, written = cfg.rollout, template_of(cfg, target, tokenizer)
     dated = {"date": str(written.day)} if written.dated else {}
@@ -208,7 +220,9 @@ def sampled(
         write_atomic(_date_file(cfg), f"{written.day}\n")
     source = {kind: prompt_origin(cfg.data, kind) | dated for kind in ("train", "held_out")}
     if rollout.url and draft_path:
-        raise ValueError("rollout.url: the server samples the texts and would not use draft.path=")
+        raise ValueError(
+            "rollout.url: the server samples the texts and would not use draft.path=: leave out one of the two"
+        )
     by: Callable[[], Sampler] | None = None
     if rollout.url:
         by = partial(_remote, rollout.url, tokenizer, rollout.rows, ends_of(target))
@@ -224,7 +238,7 @@ def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
 
 
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
-    """Return whether a run learns from or is judged on texts that the user gave, rather than on sampled ones alone.
+    """Return whether a run learns from, or is judged on, texts that the user gave, rather than on sampled ones alone.
     logs: whether the user's rows are prompts, which may have completions."""
     trained = cfg.draft.trained
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
@@ -241,8 +255,8 @@ def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokeni
 def template_of(
     cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Template:
-    """Return the target's chat template. If it writes the date, it is the one on which the texts of the run, or of
-    rollout.folder, were first sampled, so that a later command continues with the same prompts."""
+    """Return the target's chat template. A template that writes the date writes the day on which the texts of the run,
+    or of rollout.folder=, were first sampled, so that a later command continues with the same prompts."""
     file, anew = _date_file(cfg), getattr(cfg, "overwrite", False) and not cfg.rollout.folder
     day = date.today() if anew or not file.is_file() else date.fromisoformat(file.read_text(encoding="utf-8").strip())
     return Template(tokenizer, cfg.data.template, ends_of(target), day)
@@ -260,10 +274,13 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> Path:
-    """Let the target sample prompts for data=self, set data.path to their file in `folder`, and return the file.
+    """Let the target sample prompts for data=self. Write them to a file in `folder`, set data.path in `cfg` to the
+    file, and return its path.
 
-    timed: the number of prompts that are needed to time a draft. seconds: a budget. Raises the errors of
-    `SelfPrompts.file`."""
+    timed: the number of prompts that are needed to time a draft.
+    seconds: the most time to sample for; None: no limit.
+    Raises the errors of `SelfPrompts.file`.
+    """
     ask = cfg.rollout
     own = SelfPrompts(
         template_of(cfg, target, tokenizer),
@@ -288,12 +305,13 @@ def models(
 
 
 def objective(name: str) -> str:
-    """Return the name of an objective in cotrain.json: "sampled" for sampled_draft, "greedy" for greedy_draft."""
+    """Return the name of an objective in cotrain.json: "sampled" for the setting sampled_draft, "greedy" for
+    greedy_draft."""
     return name.removesuffix("_draft")
 
 
 def settle(threads: int, seed: int) -> None:
-    """Set the threads (0: torch chooses) and the seeds of a run, and hide the progress bars of `datasets`."""
+    """Set torch's threads (0: torch chooses) and all seeds for a run, and hide the progress bars of `datasets`."""
     datasets.disable_progress_bars()
     keep_freed_memory()
     if threads:

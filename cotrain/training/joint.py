@@ -84,9 +84,9 @@ def joint(
 ) -> dict[str, Any]:
     """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
 
-    cfg: settings that `preconditions.require` and `refuse` have checked. The folder also gets the moved target in
-    `target/`. Raises UserError if its KL to the original is not certified to be within joint.epsilon, unless
-    joint.uncertified=true.
+    cfg: settings that `preconditions.require` and `refuse` have checked. sources: the user's texts by split, if they
+    have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the original
+    is not certified to be within joint.epsilon, unless joint.uncertified=true.
     """
     prompts, place = None, folder / TARGET
     if from_target(cfg.data):  # the original target samples the prompts of all stages
@@ -106,23 +106,26 @@ def joint(
 
 
 def rollouts(cfg: TrainConfig, folder: Path) -> Path:
-    """Return the folder of the texts and prompts that the original target samples."""
+    """Return the folder of the texts and prompts that the original target samples. folder: of the run."""
     return Path(cfg.rollout.folder or folder / WARM / "rollouts")
 
 
 def original_texts(
     cfg: TrainConfig, folder: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Sampled:
-    """Return the training texts of the original target, from which the last stage learns too: the moved target is so
-    near that its own texts would add nothing but hours of sampling. Held-out texts are its own, from the prompts of
-    the original's."""
+    """Return the training texts of the original target, from which the draft also learns in the last stage: the moved
+    target is so near that its own texts would add nothing but hours of sampling.
+
+    The held-out texts of the last stage are the moved target's own, from the prompts of the original's held-out texts.
+    target: the moved one. Reading the texts raises UserError if they are no longer on disk.
+    """
     place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
     texts = sampled(cfg, target, tokenizer, place)
     return replace(texts, identity=about[IDENTITY], by=partial(_refuse_sampling, place))
 
 
 def _refuse_sampling(place: Path) -> Sampler:
-    """The target of the last stage has moved, so it must not sample texts that are stored as the original's."""
+    """Raise UserError instead of sampling: the moved target must not write texts that are stored as the original's."""
     raise UserError(
         f"{place} lacks the texts of the original target: delete {place.parent.parent / MOVING} and "
         f"{place.parent.parent / TARGET}, and the same command samples them again"
@@ -130,11 +133,12 @@ def _refuse_sampling(place: Path) -> Sampler:
 
 
 def refuse(cfg: TrainConfig, known: RunOutline) -> None:
-    """Raise UserError, naming the key, for settings that joint training does not support. known: see `require`."""
+    """Raise UserError, naming the key, for settings that joint training does not support. known: see
+    `preconditions.require`."""
     if find_spec("peft") is None:
         raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
     if not cfg.draft.trained:
-        raise UserError(f"mode=joint: {cfg.draft.kind} drafts are not trained")
+        raise UserError(f"mode=joint: {cfg.draft.kind} drafts are not trained: set mode=distil, or another draft=")
     for key, wrong, instead in (
         ("regime.temperature=0", cfg.regime.temperature == 0, "a one-hot distribution has no gradient: use regime=t1"),
         ("trainer.strategy=fsdp2", cfg.trainer.strategy == "fsdp2", "use trainer.strategy=ddp"),
@@ -146,7 +150,7 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         (
             "target.adapter",
             cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
-            "of a quantised target: merge the adapter into an unquantised checkpoint and give it as target.path=",
+            "the target is quantised: merge the adapter into an unquantised checkpoint and give it as target.path=",
         ),
         (
             "joint.warm_steps=0",
@@ -175,15 +179,14 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
 
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
-    """Raise UserError if the moved target in a folder is not certified and the user did not ask for it."""
+    """Raise UserError if the moved target in the folder `place` is not certified, unless joint.uncertified=true."""
     about = moved_target.about(str(place))
     assert about is not None
     if not about["certified"] and not cfg.joint.uncertified:
         raise UserError(
             f"joint.epsilon={cfg.joint.epsilon:g}: the KL on held-out texts is {about['kl']:.4f} nats per "
             f"token, and at most {about['bound']:.4f} with 95 % confidence, so nothing is exported: set "
-            "joint.uncertified=true, or certify with more texts: rollout.held_out_texts= and another "
-            "output="
+            "joint.uncertified=true, or raise rollout.held_out_texts=, with another output=, to certify with more texts"
         )
 
 
@@ -191,7 +194,7 @@ def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
 
 
 def warming(cfg: TrainConfig) -> TrainConfig:
-    """Return the settings of the first stage: the draft learns joint.warm_steps= from the original target."""
+    """Return the settings of the first stage: the draft learns from the original target for joint.warm_steps= steps."""
     first = copy.deepcopy(cfg)
     first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
     first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
@@ -200,7 +203,8 @@ def warming(cfg: TrainConfig) -> TrainConfig:
 
 
 def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the settings of the second stage. The last loss of the training applies from its first step on."""
+    """Return the settings of the second stage: draft and adapter learn for joint.steps= steps, by the last loss of the
+    training. folder: of the run."""
     second = copy.deepcopy(cfg)
     second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
     second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
@@ -217,7 +221,8 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the settings of the last stage: the draft learns trainer.steps= from the moved target."""
+    """Return the settings of the last stage: the draft learns from the moved target for trainer.steps= steps. folder:
+    of the run."""
     last = copy.deepcopy(cfg)
     last.mode = "distil"
     last.loss = _last_loss(cfg)
@@ -232,12 +237,12 @@ def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _last_loss(cfg: TrainConfig) -> Loss:
-    """Return the last loss of the training, from the first step on."""
+    """Return the last loss of the training, set to apply from the first step on."""
     return Loss(first=cfg.loss.then or cfg.loss.first, then=None, switch=0.0, decay=cfg.loss.decay)
 
 
 def _begins_with(cfg: TrainConfig, folder: Path) -> None:
-    """Let the draft begin with the weights of a folder. Sizes of a new draft do not apply."""
+    """Let the draft of `cfg` begin with the weights in a folder. Sizes of a new draft no longer apply."""
     cfg.init.kind, cfg.draft = "pretrained", cfg.draft.model_copy(update={"path": str(folder)})
 
 
@@ -245,10 +250,12 @@ def _begins_with(cfg: TrainConfig, folder: Path) -> None:
 
 
 class MovingTeacher(MemoryCache):
-    """The teacher of a target that moves. A call reads the moved target, with gradients; `original` reads the target
-    without its adapter, and caches its states. record: the states that the last call read.
+    """The teacher of a target that moves. A call reads the states of the moved target, with gradients; `original` reads
+    those of the target without its adapter, and caches them.
 
-    moves: whether the adapter moves in the current step; if not, a call has no gradients.
+    record: the states that the last call read. moves: whether the adapter moves in the current step; if not, a call has
+    no gradients.
+    limit: bytes of the cache.
     """
 
     def __init__(self, live: Reader, target: nn.Module, limit: int) -> None:
@@ -265,15 +272,17 @@ class MovingTeacher(MemoryCache):
         return self.record
 
     def original(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
-        """Return the record of the original target, without gradient."""
+        """Return the states of the original target by layer, without gradients. ids (B, T), keys (B,): the numbers of
+        the texts."""
         return super().__call__(ids, keys, position_ids)
 
 
 class JointTraining(Distillation):
-    """Trains a student and the adapter of its target. The loss is that of `Distillation`, with gradients in both, plus
-    the multiplier times KL(original || moved) / epsilon.
+    """Lightning module that trains a student and the adapter of its target. The loss is that of `Distillation`, with
+    gradients in both, plus the multiplier times KL(original || moved) / epsilon.
 
-    adapter: the adapter's parameters. settings: see `config.groups.Joint`. Other arguments as in `Distillation`.
+    adapter: the adapter's parameters. settings: see `config.groups.Joint`. parts, options: other arguments of
+    `Distillation`.
     """
 
     multiplier: Tensor
@@ -301,8 +310,8 @@ class JointTraining(Distillation):
 
     @property
     def detached(self) -> bool:
-        """Return whether the target's probabilities pass no gradient in the current step: evenly, every second step
-        for detach=0.5. Steps in which the adapter does not move do not count."""
+        """Return whether the target's probabilities pass no gradient in the current step. Of the steps in which the
+        adapter moves, these are the share `detach`, evenly spaced: every second one for detach=0.5."""
         share, moved = self.settings.detach, self.global_step // self.settings.every
         return int((moved + 1) * share) > int(moved * share)
 
@@ -320,7 +329,7 @@ class JointTraining(Distillation):
         return {"bound": self._weight(kl.detach(), batches) * kl}
 
     def _kl(self, batch: dict[str, Any]) -> Tensor:
-        """Return the sum of KL(original || moved) over the predicted positions of a batch, in nats."""
+        """Return KL(original || moved) in nats, summed over the predicted positions of a batch."""
         inside = pad(batch["predicted"], (0, 1))
         before = self.moving.original(batch["ids"], batch["key"], batch.get("position_ids"))[LAST][inside]
         pairs = zip(before.split(self.chunk), self.moving.record[LAST][inside].split(self.chunk), strict=True)
@@ -331,8 +340,8 @@ class JointTraining(Distillation):
         return divergences.kl(p, moved).sum()
 
     def _weight(self, kl: Tensor, batches: int) -> Tensor:
-        """Return the weight of the KL in this batch, one of `batches` of the step, and adapt the multiplier by the KL
-        of all processes."""
+        """Return the factor of the KL in the loss of a batch, and update the multiplier, in place, by the KL of all
+        processes. kl: mean per position, in nats. batches: of the step."""
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
@@ -343,7 +352,7 @@ class JointTraining(Distillation):
         return weight
 
     def distributions(self, record: Record) -> FromStates:
-        """Return the moved target's distributions, with gradients in its states unless the step is detached."""
+        """Return the moved target's distributions, with gradients in the target unless the step is detached."""
         states = record[LAST].detach() if self.detached else record[LAST]
         return FromStates(states, self.head_target, trained=states.requires_grad)
 
@@ -355,7 +364,7 @@ class JointTraining(Distillation):
         return super().on(self._read_again(held_out))
 
     def _read_again(self, held: HeldOut) -> HeldOut:
-        """Return held-out texts with the states of the target as it has moved by now."""
+        """Return held-out texts with the states of the target as it is now."""
         return read_held_out(self.live, held.texts, held.temperature, held.truncate)
 
     def configure_optimizers(self) -> Any:
@@ -367,14 +376,14 @@ class JointTraining(Distillation):
 
 def adapted(target: PreTrainedModel, rank: int) -> Any:
     """Put a LoRA adapter (Hu et al. 2021, 2106.09685) into every projection of the target, in place, and return peft's
-    model around it. Before training it changes nothing."""
+    model around it. The new adapter does not change what the target computes. rank: of the adapter's matrices."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(target, LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")).eval()
 
 
 def adapters(target: nn.Module) -> list[Any]:
-    """Return the layers of a target that have an adapter."""
+    """Return the layers of a target that have a LoRA adapter."""
     from peft.tuners.lora import LoraLayer
 
     return [module for module in target.modules() if isinstance(module, LoraLayer)]
@@ -382,7 +391,7 @@ def adapters(target: nn.Module) -> list[Any]:
 
 @contextmanager
 def without_adapter(target: nn.Module) -> Iterator[None]:
-    """Let the target compute as before it was adapted, within the block and without gradient."""
+    """Let the target compute without its adapter, and without gradients, within the block."""
     layers = adapters(target)
     try:
         for layer in layers:
@@ -395,7 +404,8 @@ def without_adapter(target: nn.Module) -> Iterator[None]:
 
 
 def unadapted(live: Reader, target: nn.Module) -> Reader:
-    """Return a reader of the target without its adapter. live: the reader of the target as it is."""
+    """Return a function that reads the states of the target without its adapter. live: the function that reads those of
+    the target as it is."""
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with without_adapter(target):
@@ -406,15 +416,16 @@ def unadapted(live: Reader, target: nn.Module) -> Reader:
 
 @dataclass
 class SecondStage:
-    """The stage in which draft and adapter are trained together: the module that `train` trains, and what it writes.
-    cfg, folder: those of the whole run. wrapped: peft's model."""
+    """The stage that trains draft and adapter together. cfg, folder: those of the whole run. wrapped: peft's model
+    around the target, once `build` has run."""
 
     cfg: TrainConfig
     folder: Path
     wrapped: Any = None
 
     def build(self, job: Job, student: Student, held_out: dict[float, HeldOut]) -> Distillation:
-        """Return the module, and put the adapter into the target."""
+        """Put the adapter into the target, in place, and return the module that trains both. held_out: by
+        temperature."""
         cfg, target = self.cfg, job.target
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
             stored = replace(sampled(cfg, target, job.tokenizer, rollouts(cfg, self.folder)), identity=job.identity)
@@ -430,7 +441,7 @@ class SecondStage:
         return trained_by(job, student, held_out, partial(JointTraining, adapter=adapter, settings=cfg.joint))
 
     def write(self, job: Job, module: JointTraining, *_: Any) -> dict[str, Any]:
-        """Write the draft, and the moved target with its certificate."""
+        """Write the draft, and the moved target with its certificate. Return {}, since this stage has no report."""
         joint = self.cfg.joint
         unmeasured(job, module.draft, {"joint": {"steps": joint.steps, "epsilon": joint.epsilon}})
         write_certified(self.cfg, job, module, self.wrapped, self.folder / TARGET)
@@ -441,7 +452,8 @@ class SecondStage:
 
 
 def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
-    """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model.
+    """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model around
+    the target.
 
     Held-out texts of the original, one of each conversation or document (`independent`), are split: even ones choose
     the scale, odd ones certify. The certificate is for the files as they are loaded again, and also for texts that the
@@ -456,7 +468,7 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
     if not scale:
         print(
             f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
-            "not moved: sample more texts with rollout.held_out_texts=",
+            "not moved: raise rollout.held_out_texts= to certify with more texts",
             file=sys.stderr,
         )
     with new_folder(place, replace=True) as new:
@@ -478,10 +490,12 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
 
 
 def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -> list[int]:
-    """Return the places of prompts that are independent of one another: the first of each conversation or document of
-    the source, without those that begin as an earlier one does in full. tokens: the most tokens of a prompt.
+    """Return the indices of prompts that are independent of one another: the first of each conversation or document of
+    the source, except prompts that begin with an earlier chosen one or that an earlier chosen one begins with.
 
-    A prompt that the source does not have, such as one of shipped texts, counts as a document of its own."""
+    prompts: token ids of each. tokens: the most tokens of a prompt. A prompt that the source does not have, such as one
+    of shipped texts, counts as a document of its own.
+    """
     units = source.units(tokens)
     first: dict[Any, int] = {}
     for place, prompt in enumerate(map(tuple, prompts)):
@@ -495,8 +509,8 @@ def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -
 
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
-    """Return the figures of `moved_target.about`. parts: the movement on each set of texts, by name. The bound is
-    the largest of them: each is computed with half the risk, so both hold together."""
+    """Return the entries of `moved_target.about`. parts: the movement on each set of texts, by name. The bound is the
+    largest of the sets' bounds; each is computed with its part of the risk, so that all hold together."""
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
     each = {name: figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids))) for name, part in parts.items()}
     bound = max(one["bound"] for one in each.values())
@@ -514,8 +528,12 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
 
 
 def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:
-    """Scale the adapter's change, in place, by the largest factor of at most 1 whose bound of the KL on the texts is
-    within epsilon, and return the factor. The KL of a small change is about quadratic in the factor."""
+    """Scale the adapter's change, in place, by a factor of at most 1 for which the bound of the KL on the texts is
+    within epsilon, and return the factor; 0 if none was found. The search assumes that the KL of a small change is
+    about quadratic in the factor.
+
+    live: reads the states of the target with its adapter. head: from states to logits. epsilon: nats per token.
+    """
     layers = adapters(target)
     ups = [up.weight for layer in layers for up in layer.lora_B.values()]
     whole = [up.detach().clone() for up in ups]
@@ -545,7 +563,7 @@ def _scaled(ups: Sequence[Tensor], whole: Sequence[Tensor], scale: float) -> Non
 
 
 def sampled_again(cfg: TrainConfig, target: PreTrainedModel, job: Job, texts: Texts) -> Texts:
-    """Return texts that the moved target samples from the prompts of `texts`, in the regime."""
+    """Return texts that the moved target samples, in the regime, from the prompts of `texts`. target: the moved one."""
     sampler = Own(Engine(target, tokenizer=job.tokenizer, rows=cfg.rollout.rows))
     seed, keys = cfg.rollout.seed + 1, list(range(len(texts)))
     new = sampler(texts.prompts, sampling(cfg.regime), cfg.rollout.new_tokens, seed, keys)

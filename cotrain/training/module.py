@@ -1,7 +1,6 @@
-"""Distillation of a draft from a frozen target. This module has the losses of a step, and the LightningModule that
-combines its parts.
+"""Distillation of a draft from a frozen target: the losses of a step, and the LightningModule.
 
-B texts, T tokens, L tokens of the longest completion, K guesses (one for each depth).
+B texts, T tokens of a text, K guesses (one for each depth).
 """
 
 import math
@@ -54,20 +53,25 @@ Logs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """A loss that is used until the share `until` of the training is done."""
+    """A loss, and the share of the training, in [0, 1], at which it ends."""
 
     until: float
     loss: LossSpec
 
 
 def current(stages: Sequence[Stage], progress: float) -> LossSpec:
-    """Return the loss at a progress in [0, 1]. It is that of the first stage that has not ended, or else of the last
-    stage."""
+    """Return the loss at a progress in [0, 1]: that of the first stage that has not ended, or else of the
+    last stage."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
 
 class PositionLosses(NamedTuple):
-    """The mean of the losses per position, the means of its terms by name, and the statistics of each guess."""
+    """The losses per position of a batch.
+
+    mean: their sum over guesses, divided by the count of the step; a scalar.
+    terms: the part of each term of the loss in `mean`, by name.
+    statistics: the acceptance of each guess.
+    """
 
     mean: Tensor
     terms: dict[str, Tensor]
@@ -76,12 +80,14 @@ class PositionLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of a batch's guesses. Sequence losses are summed over texts, and losses per position over positions and
-    depths.
+    """The loss of a batch. Sequence losses are summed over texts, and losses per position over positions and depths.
 
-    spec: the current loss. asked: the batch, with the target's distributions. logs: log p and log q of the sampled
-    tokens, see `LossBatch.logs`; None if no loss or weight needs them. counts: the numbers that divide the sums. k:
-    draft length of the sequence losses.
+    spec: the current loss.
+    asked: the batch, with the target's distributions.
+    guesses: what the student predicts, one guess for each depth (K of them).
+    logs: log p and log q of the sampled tokens, see `LossBatch.logs`; None if no loss and no weight needs them.
+    counts: the numbers by which the sums are divided.
+    k: the draft length of the sequence losses.
     """
 
     spec: LossSpec
@@ -98,7 +104,7 @@ class StepLoss:
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
-        """Return the mean of each sequence loss, over tokens, by name."""
+        """Return each sequence loss by name, as a mean over the tokens that the target sampled."""
         means = {}
         for term in self.spec.sequence:
             assert self.logs is not None
@@ -106,10 +112,12 @@ class StepLoss:
         return means
 
     def of_positions(self, predicted: Tensor, share: Tensor, measured: bool) -> PositionLosses:
-        """Return the losses per position. share (K,): the weight of each depth. predicted (B, T-1) bool: the tokens in
-        the loss.
+        """Return the losses per position. A weighted loss is a mean over tokens, each weighted by the target calls that
+        acceptance saves there.
 
-        A weighted loss is a mean over tokens, each weighted by the target calls that acceptance saves there.
+        predicted (B, T-1) bool: the tokens in the loss.
+        share (K,): the weight of each guess.
+        measured: whether the statistics of the guesses are computed.
         """
         every = pad(predicted, (0, 1))
         total = self.asked.ids.new_zeros((), dtype=torch.float32)
@@ -138,8 +146,9 @@ class StepLoss:
 
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
-    """Return log p and log q of the sampled tokens. Return None if neither the loss nor the weights of depths
-    (`by_depth`) need them."""
+    """Return log p and log q of the sampled tokens, see `LossBatch.logs`. They have gradients only for a sequence loss.
+    Return None if neither the loss nor the weights of the depths need them.
+    by_depth: whether the weights of the depths are computed from them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -214,7 +223,8 @@ class Distillation(lightning.LightningModule):
 
     @contextmanager
     def assembled(self) -> Iterator[PreTrainedModel]:
-        """Yield the draft, whole and with current weights on the first process. All processes must enter the block."""
+        """Yield the whole draft. If it is sharded, only the first process has its current weights, and all processes
+        must enter the block."""
         if not self.whole:
             yield self.draft
             return
@@ -225,18 +235,19 @@ class Distillation(lightning.LightningModule):
         torch.nn.Module.to(draft, "cpu")
 
     def assemble(self) -> None:
-        """Replace a sharded draft by the whole draft."""
+        """Replace a sharded draft, in place, by the whole draft with the same weights."""
         if self.whole:
             self._replace(gathered(self.draft, self.whole[0]))
             self.whole = []
 
     def transfer_batch_to_device(self, batch: dict[str, Any], device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device, and as "host" what it is on the CPU, where it is read without waiting."""
+        """Return the batch on the device. Its entry "host" is the batch on the CPU, which can be read without waiting
+        for a GPU."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return moved | {"host": batch} if isinstance(moved, dict) else moved
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss, see `learn`."""
+        """Return the loss of a batch, see `learn`. Raises NotFinite, at the latest at the next logged step."""
         loss = within(self.draft, lambda: self.learn(batch))
         self.unread.append((self.global_step + 1, loss.detach(), batch.get("host", batch)))
         if self.watched or loss.device.type == "cpu":  # else a GPU would wait for the host in each step
@@ -244,7 +255,7 @@ class Distillation(lightning.LightningModule):
         return loss
 
     def require_finite(self) -> None:
-        """Raise NotFinite if the loss of a step since the last call is not finite, naming the step and the texts."""
+        """Raise NotFinite, which names the step and its texts, if a loss since the last call is not finite."""
         if not self.unread:
             return
         losses = torch.stack([loss for _, loss, _ in self.unread]).tolist()
@@ -255,15 +266,17 @@ class Distillation(lightning.LightningModule):
                 raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save no weights of a step whose loss was not finite."""
+        """Raise NotFinite instead of saving weights of a step whose loss was not finite."""
         self.require_finite()
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
-        """Return the loss of a batch.
+        """Return the loss of a batch, a scalar.
 
-        batch: ids (B, T), predicted (B, T-1) bool, key (B,) and temperature (B,); position_ids (B, T) if texts are
-        packed; source (B, S) if they have sources; sampled (B, T-1) bool, see `distributed.sampled`; counts and group
-        if the step has several batches, see `distributed.Grouped`.
+        ids (B, T), predicted (B, T-1) bool: the tokens in the loss, key (B,): the number of each text, temperature
+        (B,).
+        position_ids (B, T): only if texts are packed. source (B, S): only if texts have sources. sampled (B, T-1) bool:
+        see `distributed.sampled`.
+        counts, group: only if a step has several batches, see `distributed.Grouped`.
         """
         if not self.batch_sums:
             self.step_figures = {}
@@ -298,17 +311,17 @@ class Distillation(lightning.LightningModule):
         return mean
 
     def distributions(self, record: Record) -> FromStates:
-        """Return the target's distributions, given its states."""
+        """Return the target's distributions for a batch. record: its hidden states of that batch, by layer."""
         return FromStates(record[LAST], self.head_target)
 
     def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
-        """Return further terms of the loss by name, after those of the draft: none, except in joint training."""
+        """Return further terms of the loss, by name. There are none, except in joint training."""
         return {}
 
     @property
     def watched(self) -> bool:
-        """Return whether the figures of the current step are logged. Between two steps, the next step counts as the
-        current one."""
+        """Return whether the figures of the current step are logged. Between two steps, the next one is the current
+        one."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
@@ -317,7 +330,8 @@ class Distillation(lightning.LightningModule):
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Add values to the sums over the batches of a step. After the step's last batch, the sums are its figures."""
+        """Add values to the sums over the batches of a step. After the last batch the sums become the figures of the
+        step."""
         _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
@@ -329,7 +343,7 @@ class Distillation(lightning.LightningModule):
         self.batch_sums = {}
 
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
-        """Add the acceptance of each guess to the figures of the step. Names of later depths end in their number."""
+        """Set the acceptance at each depth in the figures of the step. Names of later depths end in their number."""
         values = {"acceptance_greedy_draft": statistics[0].alpha_greedy}
         for guess, one in zip(guesses, statistics, strict=True):
             if one.positions:  # else no text of the batch is long enough
@@ -338,7 +352,7 @@ class Distillation(lightning.LightningModule):
             self.step_figures |= dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
     def _shares(self, step: StepLoss) -> Tensor:
-        """Return the weight of each guess (K,), the same on every process."""
+        """Return the weight of each guess, (K,), which is the same on every process."""
         if step.spec.weighted or len(step.guesses) == 1:
             return torch.ones(len(step.guesses))
         by_depth = None if step.saved is None else step.saved.sum((0, 1))
@@ -347,7 +361,8 @@ class Distillation(lightning.LightningModule):
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
-        """Return the divisors of the losses. Counts are averaged over processes, because DDP averages gradients."""
+        """Return the numbers that divide the losses. Counts are averaged over processes, because DDP averages
+        gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
@@ -355,20 +370,21 @@ class Distillation(lightning.LightningModule):
         return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
-        """Return uniforms (B, T) that depend only on seed, step, text and position, so a resumed run repeats them."""
+        """Return uniforms (B, T) that depend only on seed, step, text and position, so that a resumed run repeats them.
+        keys (B,): the numbers of the texts."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
     def validation_step(self, *_: Any) -> None:
-        """Do nothing. `judge` evaluates at the end of the validation, in the precision of the weights: a step would
-        compute in that of the trainer."""
+        """Do nothing. Lightning would run this method in the trainer's precision; `judge`, at the end of the
+        validation, evaluates in the precision of the weights."""
 
     def on_validation_epoch_end(self) -> None:
         self.judge()
 
     def judge(self) -> None:
-        """Score the current draft on the held-out texts, so that `acceptance`, `tau` and `scores` have figures. A
-        budget of time may reduce the number of texts."""
+        """Score the current draft on the held-out texts. `acceptance`, `tau` and `scores` then return these figures. A
+        time limit may reduce the number of texts."""
         self.require_finite()
         self._fit_texts()
         began = time.monotonic()
@@ -381,8 +397,8 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts to the number that one evaluation has time for. The time of a few texts is measured
-        for this. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts to as many as one evaluation has time for, which is estimated by timing a few of
+        them. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
@@ -397,8 +413,8 @@ class Distillation(lightning.LightningModule):
         self.fitted = True
 
     def _seconds_a_text(self, budget: float) -> float:
-        """Return the seconds per held-out text. The first texts are only a warm-up. If the budget (seconds) allows a
-        whole batch, that batch is timed instead, since a GPU then needs less time per text."""
+        """Return the seconds per held-out text. The first texts are only a warm-up. If `budget` seconds allow a whole
+        batch, that batch is timed instead, since a GPU then needs less time per text."""
         start = time.monotonic()
         each = 0.0
         for count in (FEW, FEW, BATCH):
@@ -416,26 +432,27 @@ class Distillation(lightning.LightningModule):
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
-        """Return the draft's scores on other texts."""
+        """Return the draft's scores on other held-out texts, by domain; "all": on all of them."""
         return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
-        """Return the profile of the held-out texts of each temperature, see `evaluation.profile`."""
+        """Return, by temperature, the profile of the held-out texts, see `evaluation.profile`."""
         with self._display("profiles", self.held_out) as add:
             return {t: profile(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def divergence(self, decode: Decode) -> dict[str, Any]:
-        """Return the divergence on the regime's held-out texts, see `evaluation.divergence`."""
+        """Return where draft and target diverge on the regime's held-out texts, see `evaluation.divergence`. decode:
+        from token ids to text."""
         held = self.held_out[self.temperature]
         with self._display("divergence", {self.temperature: held}) as add:
             return divergence(held, self.student, self.head_target, decode, add)
 
     def acceptance(self) -> dict[str, float]:
-        """Return all figures of `held_out.figures`. Their names contain the temperature."""
+        """Return the figures of `held_out.figures` for all temperatures, by name, such as alpha_T0.5/code."""
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """Return tau of the draft without its Markov head, as in engines that support none, by draft length and
+        """Return tau of the draft without its Markov head, as engines serve it that support none, by draft length and
         temperature. Return {} for a draft without such a head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
@@ -457,12 +474,12 @@ class Distillation(lightning.LightningModule):
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Return tokens per target call at draft length k in the regime, as predicted on the held-out texts.
 
-        objective: how drafts are chosen, "sampled" or "greedy". verify: the rule of verification.
+        objective: "sampled" or "greedy", the way drafts are chosen. verify: the rule of verification.
         """
         return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
-        """Return the scores of all held-out texts together, by temperature."""
+        """Return the scores on all held-out texts together, by temperature."""
         return {t: scores["all"] for t, scores in self.judged.items()}
 
     def configure_optimizers(self) -> Any:
@@ -472,16 +489,16 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Return the acceptance of the first draft. objective: whether this draft is "sampled" or "greedy"."""
+    """Return the acceptance of the first drafted token, which is "sampled" or "greedy" (`objective`)."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
-    """Return tokens per target call as predicted from scores, see `Distillation.tau`."""
+    """Return tokens per target call, as predicted from scores. Arguments as in `Distillation.tau`."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 
 def _tag(name: str, temperature: float) -> str:
-    """Return the report's key of a figure at a temperature: alpha/code at 0.5 -> alpha_T0.5/code."""
-    kind, rest = name.split("/", 1)
-    return f"{kind}_T{temperature:g}/{rest}"
+    """Return the report's name of a figure at a temperature: alpha/code at 0.5 gives alpha_T0.5/code."""
+    figure, rest = name.split("/", 1)
+    return f"{figure}_T{temperature:g}/{rest}"

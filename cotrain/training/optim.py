@@ -1,4 +1,4 @@
-"""Factories of optimisers and learning-rate schedules. This module also chooses the precision of a step."""
+"""Optimisers, the learning-rate schedule, and the precision of a step."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,8 +26,9 @@ HALVES = {
 class MuonAdamW(torch.optim.Optimizer):
     """An optimiser that applies Muon (Jordan 2024) to matrices, and AdamW to embeddings, heads and norms.
 
-    Its `param_groups` are those of both optimisers, so a schedule applies to both. The updates of Muon are scaled to
-    the size of AdamW's, so one learning rate fits both; embedding_lr: AdamW's, if it is another.
+    Its `param_groups` are those of both optimisers, so a schedule applies to both. Muon's updates are scaled to the
+    size of AdamW's, so that one learning rate fits both.
+    betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's learning rate; None: `lr`.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trainable matrices that are no embedding and no head, and all other trainable parameters."""
+    """Return two lists of the trainable parameters: the matrices that are neither embedding nor head, and all
+    others."""
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -106,9 +108,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Return a schedule with three parts. The learning rate rises linearly over the first fraction `warmup` of the
-    training, is then constant, and falls linearly to 0 over the last fraction `decay`. If a training is extended, it
-    resumes at its progress in the longer training."""
+    """Return a schedule whose learning rate rises linearly over the first fraction `warmup` of the training, is then
+    constant, and falls linearly to 0 over the last fraction `decay`. A training that is extended resumes at its
+    progress in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)
@@ -121,10 +123,11 @@ def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: floa
 
 def precision(name: str, device: str | None = None, key: str = "trainer.precision") -> str:
     """Return Lightning's name of a precision. "auto" is bf16-mixed, or 32-true on a CPU without fast bfloat16. device:
-    by default the GPU, if there is one.
+    None: the GPU, if there is one.
 
-    Raises UserError, naming `key`, for weights in half precision. An update is lost there if it is below half the
-    distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16."""
+    Raises UserError, naming `key`, for weights in half precision: there, an update is lost if it is below half the
+    distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16.
+    """
     if name in HALVES:
         raise UserError(
             f"{key}={name}: weights in half precision lose small updates, so they hardly train: "

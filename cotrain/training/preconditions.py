@@ -63,8 +63,8 @@ HALF = ("16", "16-mixed")  # Lightning's names of float16
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded. It has both models without storage, the target's tokenizer, and the user's
-    texts."""
+    """A run before its weights are loaded: both models on the meta device, the target's tokenizer, and the user's
+    prompts or documents by split."""
 
     target: PreTrainedModel
     tokenizer: Tokenizer
@@ -73,10 +73,11 @@ class RunOutline:
 
 
 def require(cfg: TrainConfig) -> RunOutline:
-    """Check everything that would otherwise stop the run later. Raises UserError naming the key to change.
+    """Check, before any weight is loaded, everything that would stop the run later. Return the models without weights,
+    and the texts. May set `rollout.prompt_tokens` in `cfg`. Raises UserError naming the key to change.
 
-    Two things are not checked here. `run_folder.refuse` checks the output folder. Whether the embedded corpora have
-    enough prompts is known only once they are read.
+    Two things are checked elsewhere: `run_folder.refuse` checks the output folder, and whether the embedded corpora
+    have enough prompts is known only once they are read.
     """
     with user_errors():
         _settings(cfg)
@@ -107,8 +108,8 @@ def require(cfg: TrainConfig) -> RunOutline:
 
 
 def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Read and check the user's texts, and set `rollout.prompt_tokens` by them. Returns them by split, {} for the
-    embedded corpora. Raises UserError or ValueError naming the key."""
+    """Read and check the user's texts, and set `rollout.prompt_tokens` in `cfg` if it is 0. Return the texts by split,
+    {} for the embedded corpora. Raises UserError or ValueError naming the key."""
     sources = read_texts(cfg, target, tokenizer)
     _texts(cfg, tokenizer, sources)
     _shares(cfg, target, sources)
@@ -127,13 +128,16 @@ def _refuse_given_texts(
             completed(texts, asked(cfg), split, cfg.rollout.seed)
             continue
         if cfg.data.block > (longest := positions_of(target.config)):
-            raise UserError(f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens")
+            raise UserError(
+                f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens: "
+                f"set data.block={longest} or less"
+            )
         refuse_short(texts.texts, tokenizer, cfg.data.block)
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """Return a target without storage, and its tokenizer. Raises the errors of `load_config`, and UserError for missing
-    weights."""
+    """Return the target `path` on the meta device, without weights, and its tokenizer. Raises the errors of
+    `load_config`, and UserError if its folder has no weights."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -141,8 +145,8 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model without storage. Raises UserError naming the key if a folder holds no weights, or if the engine
-    cannot run the model."""
+    """Return a model on the meta device, without weights. Raises UserError naming `key` if its folder has no weights,
+    or if the engine cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     try:
@@ -180,7 +184,7 @@ def _settings(cfg: TrainConfig) -> None:
             "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone"
         )
     if cfg.policy.k is None:
-        raise UserError("policy.k: set the draft length at which checkpoints are compared, as in policy=fixed")
+        raise UserError("policy.k=null: checkpoints are compared at one draft length: set it, for example policy.k=4")
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
@@ -195,17 +199,17 @@ def _settings(cfg: TrainConfig) -> None:
 
 
 def refuse_training(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the keys, for wrong settings of a training.
-
-    These are numbers out of range, and a batch that processes cannot share. At most one of quantised, averaged and
-    sharded weights is allowed.
-    """
+    """Raise ValueError, naming the keys, for wrong settings of a training: numbers out of range, a batch that the
+    processes cannot share equally, or more than one of quantised, averaged and sharded weights."""
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     refuse_minutes(cfg)
     if trainer.batch % world:
-        raise ValueError(f"trainer.batch: {trainer.batch} texts cannot be divided equally among {world} devices")
+        raise ValueError(
+            f"trainer.batch: {trainer.batch} texts cannot be divided equally among {world} devices: set a multiple of "
+            f"{world}"
+        )
     if cfg.optimizer.kind == "muon" and trainer.strategy == SHARDED:
         raise ValueError("optimizer=muon: it needs whole matrices; set optimizer=adamw, or trainer.strategy=ddp")
     replaced = {
@@ -219,7 +223,8 @@ def refuse_training(cfg: TrainConfig) -> None:
 
 
 def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
-    """Raise ValueError, naming the key, for a warm-up or decay that is no fraction of the training."""
+    """Raise ValueError, naming the key, if optimizer.warmup or optimizer.decay is not in [0, 1]. steps: the number of
+    steps, for the message."""
     for key, value in (("warmup", warmup), ("decay", decay)):
         if not 0 <= value <= 1:
             hint = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
@@ -227,12 +232,14 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for a time limit together with rollout.rounds > 1, since these rounds end at
-    given steps. For a run that measures, it is raised too if bench.minutes leaves training less than the share LEAST of
-    minutes=."""
+    """Raise ValueError, naming the key, for a time limit with rollout.rounds > 1, since rounds end at given steps; and
+    for a run that measures, if bench.minutes leaves training less than the share LEAST of minutes=."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit and cfg.rollout.rounds > 1:
-            raise ValueError(f"{key}: must be null, or above 0 with rollout.rounds=1: rounds end at given steps")
+            raise ValueError(
+                f"{key}={limit:g}: rollout.rounds={cfg.rollout.rounds} ends its rounds at given steps, whatever "
+                f"time they take: set rollout.rounds=1 or {key}=null"
+            )
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
         raise ValueError(
             f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
@@ -241,8 +248,8 @@ def refuse_minutes(cfg: TrainConfig) -> None:
 
 
 def _lightning(cfg: Trainer) -> None:
-    """Let Lightning choose accelerator, strategy and precision now. Otherwise an error would come only after texts were
-    sampled. No process is started."""
+    """Let Lightning check devices, strategy and precision now, without starting a process. Otherwise an error would
+    come only after texts were sampled."""
     accelerator, chosen = "gpu" if device() != "cpu" else "cpu", precision(cfg.precision)
     if accelerator == "cpu" and chosen in HALF:
         raise UserError(
@@ -265,18 +272,22 @@ def _lightning(cfg: Trainer) -> None:
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
             message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"
-            raise UserError(f"{message}; trainer.{key}=auto") from error
+            raise UserError(f"{message}; set trainer.{key}=auto") from error
 
 
 def machine(cfg: Trainer) -> None:
-    """Raise UserError for GPUs that this machine does not have. Without a GPU, processes share the CPU."""
+    """Raise UserError if the machine has no GPU, or fewer GPUs than processes, though the settings ask for them. On a
+    CPU, processes share it."""
     if device() == "cpu":
         if cfg.accelerator == "gpu":
             raise UserError(
                 "trainer.accelerator=gpu: this machine has no GPU that torch can use; trainer=cpu trains without one"
             )
     elif cfg.devices > (count := torch.cuda.device_count()):
-        raise UserError(f"trainer.devices={cfg.devices}: each process needs a GPU, and this machine has {count}")
+        raise UserError(
+            f"trainer.devices={cfg.devices}: each process needs a GPU, and this machine has {count}: "
+            f"set trainer.devices={count}"
+        )
 
 
 def _folders(cfg: TrainConfig) -> None:
@@ -295,8 +306,8 @@ def _folders(cfg: TrainConfig) -> None:
 
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
-    """Return a client of a server. Print the settings with which the server samples in the regime, if it says them.
-    Raises UserError naming the key if the server does not answer."""
+    """Return a client of the server at `url`. Print the sampling settings that the server applies in the regime, if it
+    reports them. Raises UserError naming `key` if no server answers."""
     try:
         client = Client(url, model)
         if said := client.resolved_settings(regime):
@@ -315,8 +326,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
     size, rows = ids_of(tokenizer), target.config.get_text_config().vocab_size
     if not 0 < size <= rows:
         raise UserError(
-            f"target.path: {cfg.target.path} has a tokenizer with {size} ids, but the number of rows of "
-            f"the model is {rows}"
+            f"target.path: {cfg.target.path} has a tokenizer with {size} ids, but its model has logits for {rows} ids: "
+            "put the model's own tokenizer into the folder"
         )
     if cfg.regime.top_k > size:
         raise UserError(
@@ -330,8 +341,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
 
 
 def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
-    """Raise UserError, naming the key, for settings that have no meaning for an encoder-decoder. Raises the errors of
-    `start_of` too."""
+    """Raise UserError, naming the key, for settings that an encoder-decoder does not support. Also raises the errors of
+    `start_of`."""
     start_of(target)
     config, depth = target.config, layers_of(target.config)
     if depth > config.num_hidden_layers and not getattr(config, CACHED, None):
@@ -356,19 +367,19 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     }
     if wrong := [key for key, used in unsupported.items() if used]:
         raise UserError(
-            f"{wrong[0]}: not for {name}: {choice}; sources come from data.path, "
-            "texts from this engine, and both models stay whole"
+            f"{wrong[0]}: not for {name}: {choice}, with sources from data.path=, texts that this engine samples, and "
+            "a draft that is neither quantised nor sharded: change or leave out this setting"
         )
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """Return the number of ids of a tokenizer, including ids below its last one that have no token."""
+    """Return the number of ids of a tokenizer. Ids below the last one that have no token count too."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the draft without storage. Raises UserError if its token ids are not the target's, or if it is the larger
-    model."""
+    """Return the draft on the meta device. Raises UserError if its token ids are not the target's, or if it is larger
+    than the target."""
     given = not cfg.draft.trained  # such a kind first checks what the folder holds
     if not given:
         _draft_path(cfg, tokenizer)
@@ -393,8 +404,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Check draft.path, if the draft starts from it. It must be a model with weights and with the target's token
-    ids."""
+    """Check the model draft.path, if the run reads it: it must have weights and the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
@@ -403,7 +413,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Return whether draft.path is read. This is so with init=pretrained, and for kinds that are not trained."""
+    """Return whether the run reads draft.path: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not cfg.draft.trained and cfg.draft.path is not None)
 
 
@@ -418,14 +428,15 @@ def _size_settings(cfg: TrainConfig) -> str:
 
 
 def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
-    """Raise UserError for a draft whose token ids are not the target's."""
+    """Raise UserError if the token ids of a draft are not the target's. path: of the draft, for the message. own: the
+    draft's tokenizer."""
     if problems := tokenizer_problems(tokenizer, own):
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
 
 
 def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError, beginning with `where`, for a draft that looks up token ids of another tokenizer than the
-    target's."""
+    """Raise UserError if a draft looks up token ids that were made with another tokenizer than the target's. where: the
+    setting or file of the draft, with which the message begins."""
     store = Retrieval.of_settings(getattr(draft.config, "lookup", None) or {}).datastore
     if store and store.about.tokenizer not in (None, hash_tokenizer(tokenizer)):
         raise UserError(
@@ -436,22 +447,22 @@ def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -
 
 
 def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:
-    """Print a line if the target's weights are not those that the draft of a folder was trained for. metadata: the
-    folder's."""
+    """Print a line to stderr if the target's weights are not those that the draft was trained for.
+    draft: the draft's folder. metadata: the content of its cotrain.json. target, adapter: paths."""
     if not rank() and (changed := other_weights(metadata, target, adapter)):
         print(f"draft.path={draft}: {changed}", file=sys.stderr)
 
 
 class Size(NamedTuple):
-    """The size of a model. parameters: the number of all parameters. active: the number used for one token, which is
-    the cost of a pass. It includes the head and the chosen experts, but no embedding that is only looked up."""
+    """The size of a model. parameters: the number of all parameters. active: the number that a pass uses for one token,
+    which gives its cost: with the head and the chosen experts, without embeddings that are only looked up."""
 
     parameters: int
     active: int
 
 
 def size_of(model: PreTrainedModel) -> Size:
-    """Return the size of a model, which may be on the meta device."""
+    """Return the size of a model. The model may be on the meta device."""
     config = model.config.get_text_config()
     share = next(
         (
@@ -472,8 +483,9 @@ def size_of(model: PreTrainedModel) -> Size:
 
 
 def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Return the user's texts by split, and set `rollout.prompt_tokens` by them. Held-out prompts are none that the
-    draft learns from. The embedded corpora are read only for corpus steps; otherwise return {}."""
+    """Return the user's prompts or documents by split, and set `rollout.prompt_tokens` in `cfg` if it is 0. No held-out
+    prompt is one that the draft learns from. The embedded corpora are read only for trainer.corpus_steps; otherwise
+    return {} for them."""
     splits = SPLITS if cfg.data.path else SPLITS[:2] if reads_given(cfg, False) else ()
     limit = partial(fill_prompt_tokens, cfg, target, timed(cfg.bench) * cfg.measure)
     if not splits:
@@ -486,8 +498,10 @@ def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) 
 def fill_prompt_tokens(
     cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, measured: int, sources: Mapping[str, Source]
 ) -> int:
-    """Set `rollout.prompt_tokens` if it is 0, and return it. measured: the new tokens of a measurement. sources: the
-    user's texts by split, or {} for the embedded corpora."""
+    """Set `rollout.prompt_tokens` in `cfg` if it is 0, and return it. Raises UserError if the target's context has no
+    room for prompts.
+    measured: the tokens that a measurement needs after a prompt. sources: the user's texts by split, or {} for the
+    embedded corpora."""
     if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
@@ -505,7 +519,7 @@ def fill_prompt_tokens(
 
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Return lines with the first prompts, as the target reads them, with special tokens."""
+    """Return one line for each of the first prompts, as the target reads them, special tokens included."""
     lines = []
     for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
         text = str(tokenizer.decode(ids))
@@ -515,7 +529,8 @@ def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
 
 
 def _counts(cfg: TrainConfig, source: Source) -> list[str]:
-    """Return lines that say if there are fewer prompts than asked for, and how often each text is read."""
+    """Return lines for the user: there are fewer prompts than rollout.texts=, each text is read many times, completions
+    are not learnt."""
     ask, given = cfg.rollout, cfg.data.on_target and isinstance(source, PromptRows)
     prompts = source.prompts(ask.texts, ask.prompt_tokens, ask.seed)
     fewer = max(Counter(domain for domain, _ in prompts).values()) < ask.texts
@@ -539,7 +554,8 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
 
 
 def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
-    """Check that the texts contain prompts for training, for ranking checkpoints and for measuring."""
+    """Check that there are enough texts for training, for ranking checkpoints and for measuring. Print what was
+    found."""
     if not cfg.data.path:
         refuse_given(cfg)
         return
@@ -567,8 +583,8 @@ def _refuse_template(cfg: TrainConfig, rendered: bool) -> None:
 
 
 def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source], split: str) -> set[str]:
-    """Return the domains of the user's texts, or those of the embedded corpora, which are tasks for an
-    encoder-decoder."""
+    """Return the names of the domains of a split: those of the user's texts or of the embedded corpora. For an
+    encoder-decoder, the latter are tasks."""
     if from_target(cfg.data):
         return {SELF}
     if split in sources:
@@ -579,7 +595,7 @@ def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
 
 
 def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
-    """Raise UserError for shares of unknown domains, and for shares so small that no text remains."""
+    """Raise UserError if data.shares names unknown domains, or leaves no text to learn from."""
     if not shares_of(cfg):
         return
     known, shares = domains(cfg, target, sources, "train"), shares_of(cfg)
@@ -587,11 +603,14 @@ def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
         raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
     each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
     if all(shares.get(domain, 1.0) * each < 1 for domain in known):
-        raise UserError(f"data.shares: {shares} leave no text to learn from, of {each} texts of a domain")
+        raise UserError(
+            f"data.shares: {shares} leave no text to learn from, of {each} texts of a domain: "
+            "raise a share or rollout.texts="
+        )
 
 
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that all texts fit the models' contexts: those to sample, to learn from and to time."""
+    """Raise UserError if the texts to sample, to learn from or to time exceed the context of target or draft."""
     ask, size = cfg.rollout, cfg.bench
     long, short = positions_of(target.config), positions_of(draft.config)
     start = start_of(target)
@@ -604,27 +623,29 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return how many tokens after a prompt a measurement needs room for. They are those of its text, or those of the
-    texts on which costs are timed."""
+    """Return how many tokens a measurement needs after a prompt: those of its text, or those of the texts on which
+    costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
 def timed_by(size: Bench) -> str:
-    """Return the keys that determine `timed`, for an error message."""
+    """Return the keys that determine `timed(size)`, for an error message."""
     return "bench.new_tokens" + ", bench.depths" * (timed(size) > size.new_tokens)
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:
-    """Raise UserError if prompts with their new tokens exceed `room`, the longest text of the models. start: of an
-    encoder-decoder, whose prompts are sources: these and its texts, which begin with `start`, are read apart."""
+    """Raise UserError if a prompt of `prompt` tokens with `new` more exceeds `room`, the context in tokens.
+    key, other: the settings that `prompt` and `new` come from.
+    start: the first ids of the decoder's texts, for an encoder-decoder: the source and the decoder's text, `start` plus
+    `new` tokens, must then each fit."""
     if start is not None:
         for name, size in ((key, prompt), (other, len(start) + new)):
             if size > room:
-                raise UserError(f"{name}: {size} tokens exceed the longest text, which has {room} tokens")
+                raise UserError(f"{name}: {size} tokens exceed the context of {room} tokens: lower it")
     elif prompt + new > room:
         raise UserError(
-            f"{key}, {other}: prompts of {prompt} tokens and {new} new ones exceed the "
-            f"longest text, which has {room} tokens"
+            f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed the context of {room} tokens, "
+            "that of target and draft: lower one of them"
         )
 
 
@@ -632,7 +653,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 
 
 def refuse_packed(job: Job, student: Student) -> None:
-    """Raise ValueError for a model that would read texts packed into a block as one text."""
+    """Raise ValueError if target or draft would read texts that are packed into one block as one text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])
@@ -645,7 +666,7 @@ def refuse_packed(job: Job, student: Student) -> None:
 
 
 def refuse_losses(cfg: TrainConfig) -> None:
-    """Raise ValueError for losses that the texts do not support."""
+    """Raise ValueError if draft.temperatures= has a temperature at which no training text is sampled."""
     if missing := [t for t in cfg.draft.temperatures or () if t not in learnt(cfg)]:
         raise ValueError(
             f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
@@ -654,7 +675,8 @@ def refuse_losses(cfg: TrainConfig) -> None:
 
 
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
-    """Raise ValueError for a kind that drafts with the quantised target, if the target is quantised already."""
+    """Raise ValueError for a draft that is the target in fewer bits, if the target is quantised already.
+    kind: of the draft. quantisation: quantisation.kind of the run."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
         raise ValueError(
@@ -664,7 +686,7 @@ def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> Non
 
 
 def refuse_given(cfg: TrainConfig) -> None:
-    """Raise ValueError if a loss that needs texts sampled from the target applies to the user's texts."""
+    """Raise ValueError if a loss that needs texts sampled from the target would be applied to the user's texts."""
     corpus, losses = cfg.trainer.corpus_steps, stages(cfg.loss)
     begins = [0.0, *(stage.until * cfg.trainer.steps for stage in losses[:-1])]
     early = time_limited(cfg)  # with a budget of time, a stage may begin earlier

@@ -1,9 +1,8 @@
-"""The estimate of `check=true`: what a run would need and how long it would take. It is made before any weight is
-loaded.
+"""The estimate of `check=true`, made before any weight is loaded: what a run needs and how long it takes.
 
-Two quick measurements of this machine give the durations: of matrix products and of copies. A pass over many tokens is
-limited by products, and a pass of one token per row by reading the weights. Each takes at least the larger of the two
-times. Caches, launches and Python are ignored, so a duration is right to a factor of about two.
+Two quick measurements of this machine, of matrix products and of copies, give the durations. A pass over many tokens is
+limited by products, and a pass of one token per row by reading the weights; each takes the larger of the two times.
+Caches, launches and Python are ignored, so a duration is right to a factor of about two.
 """
 
 import math
@@ -44,7 +43,7 @@ COUNTED = 32  # rows of the passes that are not timed: those for the taus of the
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs: parameters of target and draft, and bytes of memory and disk."""
+    """What a run needs. target, draft: parameters. memory, disk: bytes."""
 
     target: int
     draft: int
@@ -54,7 +53,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each phase of a run, and the number of texts that are sampled."""
+    """The seconds of each phase of a run. texts: the number of texts that are sampled."""
 
     sampling: float
     training: float
@@ -68,23 +67,23 @@ class Durations:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """The speed of this machine, as operations per second of a matrix product, and bytes read per second."""
+    """The speed of this machine. flops: operations per second of a matrix product. bandwidth: bytes read per second."""
 
     flops: float
     bandwidth: float
 
     def work(self, parameters: float, tokens: float) -> float:
-        """Return the seconds of passes over `tokens` tokens, many in each pass."""
+        """Return the seconds of passes over `tokens` tokens in all, many in each pass."""
         return 2.0 * parameters * tokens / (self.flops * REACHED)
 
     def step(self, parameters: float, rows: int, bytes_each: float) -> float:
-        """Return the seconds of a pass over one token of each row."""
+        """Return the seconds of a pass over one token of each row. bytes_each: bytes of a parameter."""
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
 def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return lines about a run that `require` accepts. Raises UserError naming the key if memory or disk is too
-    small."""
+    """Return lines for the user about a run that `require` accepts. Raises UserError, naming the keys, if there is too
+    little memory or disk."""
     need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
@@ -108,7 +107,6 @@ def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def _lines(estimated: Durations) -> list[str]:
-    """Return lines with the duration of the run and of each phase."""
     return [
         f"duration      about {_minutes(estimated.total)}, from a quick measurement of this machine:",
         f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, including those of earlier runs",
@@ -122,7 +120,8 @@ def _minutes(seconds: float) -> str:
 
 
 def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return lines with the first prompts of the embedded corpora, or with what the target continues."""
+    """Return lines with the first prompts of the embedded corpora, or, for data=self, with the text that the target
+    continues."""
     if from_target(cfg.data):
         ids = opening(template_of(cfg, known.target, known.tokenizer)).ids
         return [
@@ -138,9 +137,9 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Return the need of a run. Sampling and training do not overlap, so the larger need of the two counts. A joint
-    training also needs room for three targets, when it certifies: the one it has trained, and original and moved one
-    as they are loaded again."""
+    """Return what a run needs. Sampling and training do not overlap, so the larger of the two counts. To certify, a
+    joint training has three targets in memory: the trained one, and the original and the moved one as they are loaded
+    again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
@@ -158,34 +157,36 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
 
 
 def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
-    """Return the quantisation of the target's weights: the run's, or else the checkpoint's own, such as awq or fp8."""
+    """Return the quantisation of the target's weights: that of the settings, or else the checkpoint's own, such as awq
+    or fp8."""
     return cfg.quantisation.kind if cfg.quantisation.kind != "none" else quantisation_of(known.target.config)
 
 
 def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
-    """Return the most tokens of a text that the target samples, and of one that the user gives for corpus steps."""
+    """Return the most tokens of a text that the target samples, and of a text of the user's that is learnt in corpus
+    steps."""
     sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
     given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
     return sampled, given
 
 
 def _longest(cfg: TrainConfig, known: RunOutline) -> int:
-    """Return the most tokens of a text that a training step reads."""
+    """Return the most tokens of a text in a training step."""
     sampled, given = _texts(cfg, known)
     corpus = cfg.trainer.corpus_steps
     return max(sampled * (corpus < cfg.trainer.steps), given * (corpus > 0))
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Return the bytes of keys and values, with those of waiting prompts. They are needed while texts are sampled or
-    while a checkpoint is timed, and the larger number counts."""
+    """Return the bytes of keys and values, those of waiting prompts included, while texts are sampled or while a
+    checkpoint is timed, whichever is larger."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
 
 
 def _memory() -> float:
-    """Return the free bytes of the GPU if there is one, else of main memory."""
+    """Return the free bytes of the GPU, or of main memory if there is none."""
     if torch.cuda.is_available():
         return float(torch.cuda.mem_get_info()[0])
     if MEMINFO.exists():  # its figure counts caches that can be freed, unlike sysconf
@@ -196,7 +197,7 @@ def _memory() -> float:
 
 
 def _steps(cfg: TrainConfig) -> str:
-    """Return the number of steps, or those of each stage of a joint training."""
+    """Return the number of steps as text; for a joint training, that of each stage."""
     if cfg.mode != "joint":
         return str(cfg.trainer.steps)
     return f"{cfg.joint.warm_steps} + {cfg.joint.steps} with the target + {cfg.trainer.steps}"
@@ -214,7 +215,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Return the durations of a run, on the assumption that it cannot reuse texts of an earlier run."""
+    """Return how long each phase of a run takes, if no text of an earlier run can be used again."""
     machine = measured()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
@@ -240,8 +241,8 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
-    """Return the seconds of all training steps. big, small: active parameters of target and draft. In a step of joint
-    training, both targets read the texts, and gradients pass through the moved one."""
+    """Return the seconds of all training steps. big, small: active parameters of target and draft. In a joint step both
+    targets read the texts, and gradients pass through the moved one."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
     sampled, given = _texts(cfg, known)
     alone = 0.0
@@ -254,7 +255,7 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
-    """Return the number of sampled texts of a split, over its domains and temperatures."""
+    """Return the number of texts of a split that are sampled, over its domains and temperatures."""
     ask = cfg.rollout
     most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
     if split in known.sources:
@@ -263,7 +264,8 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
 
 
 def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
-    """Measure the speed of this machine with a square product in the dtype of the target and with a copy of 64 MiB."""
+    """Return the speed of this machine, timed on a product of two `size` x `size` matrices in the target's dtype and on
+    a copy of 64 MiB. The shortest of `repeats` times counts."""
     on = device()
     a, block = torch.randn(size, size, device=on, dtype=half(on)), torch.ones(2**24, device=on)
     flops = _seconds(lambda: float((a @ a)[0, 0]), repeats)
@@ -272,7 +274,7 @@ def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
 
 
 def _seconds(work: Callable[[], float], repeats: int) -> float:
-    """Return the shortest of `repeats` times, after a warm-up."""
+    """Return the shortest of `repeats` times of `work`, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The progress of a training in steps and in time. This module has the clock and the display."""
+"""The progress of a training in steps and in time, its clock and its progress bar."""
 
 import sys
 import time
@@ -23,13 +23,13 @@ REFRESH, SHOWN = 5, ("loss", "acceptance")  # steps between updates of the displ
 
 @dataclass
 class Progress:
-    """The steps and the time of a training. It ends after its steps or its minutes, whichever comes first, and its
-    learning-rate schedule ends with it.
+    """The progress of a training, which ends after its steps or its minutes, whichever comes first. The learning-rate
+    schedule ends with it.
 
-    steps: number of steps. limit: minutes of the training (trainer.minutes), or None. elapsed: seconds of training so
-    far, without sampling, validations and measurements; it is saved in checkpoints. texts: number of held-out texts per
-    temperature in an evaluation; None means that all are used, or that the number is not known yet. deadline: that of
-    the run.
+    steps: number of steps. limit: trainer.minutes, or None.
+    elapsed: seconds of training so far, without sampling, validations and measurements; saved in checkpoints.
+    texts: number of held-out texts per temperature in an evaluation; None: all, or not known yet.
+    deadline: that of the run.
     """
 
     steps: int
@@ -40,7 +40,8 @@ class Progress:
 
     @property
     def minutes(self) -> float | None:
-        """Return the budget of the training: its own, and what the run leaves. None: without a limit."""
+        """Return the time limit of the training: its own or what the run leaves for it, whichever is less; None: no
+        limit."""
         least = min(self.limit or inf, self.deadline.left)
         return None if least == inf else least
 
@@ -50,24 +51,26 @@ class Progress:
         return min(max(step / max(self.steps, 1), spent), 1.0)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores."""
+        """Return the values that a checkpoint stores, for `resume`."""
         whole, left = self.deadline.minutes, self.deadline.left
         return {"elapsed": self.elapsed, "whole": whole, "left": left, "texts": self.texts}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's values. If minutes= has grown since, training gets the difference."""
+        """Continue from the values that a checkpoint stored. If minutes= has been raised since, training gets the
+        difference."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.deadline.minutes and state["whole"]:
             self.deadline.left = state["left"] + self.deadline.minutes - state["whole"]
 
     def expected(self, step: int) -> int:
-        """Return the number of steps of the training, as expected from its speed so far."""
+        """Return the number of steps that the training is expected to have, by its speed over the first `step`
+        steps."""
         return min(self.steps, max(round(step / self.at(step)), step)) if step else self.steps
 
 
 class Clock(Callback):
-    """Callback that counts the seconds of training in `progress`, without validations. With a budget of minutes it ends
-    the training when they are spent, and schedules a validation after each 1 / validations of the training."""
+    """Callback that counts the seconds of training in `progress`, without validations. With a time limit, it ends the
+    training when the time is spent, and lets a validation follow each 1 / `validations` of the training."""
 
     def __init__(self, progress: Progress, validations: int) -> None:
         self.progress, self.validations = progress, validations
@@ -91,7 +94,7 @@ class Clock(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop counting the time within the block. Callbacks that come after this one use it."""
+        """Stop counting the time within the block. For callbacks that come after this one."""
         yield
         self.since = time.monotonic()
 
@@ -102,7 +105,7 @@ class Clock(Callback):
         self.progress.resume(state_dict)
 
     def _agree(self, trainer: lightning.Trainer) -> None:
-        """Set one time for all processes, since all must end at the same step."""
+        """Set the same elapsed time in all processes, since all must end at the same step."""
         if trainer.world_size > 1:
             mine = torch.tensor(self.progress.elapsed, device=trainer.strategy.root_device)
             self.progress.elapsed = float(trainer.strategy.reduce(mine, reduce_op="mean"))
@@ -118,8 +121,8 @@ class Clock(Callback):
         return int(self.progress.at(trainer.global_step) * self.validations)
 
     def _schedule_rates(self, trainer: lightning.Trainer) -> None:
-        """Set the learning rate of the next step. The rate in a checkpoint was for the training's expected length at
-        that time."""
+        """Set the learning rate of the next step. The rate in a checkpoint was for the length that the training was
+        expected to have when it was saved."""
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -128,8 +131,8 @@ class Clock(Callback):
 
 
 class Bar(ProgressBar):
-    """The display of the whole training in steps, with the time left. It starts at the step of a resumed run.
-    Validations have no display."""
+    """The progress bar of the whole training, in steps, with the time left. It starts at the step of a resumed run.
+    Validations have no bar."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class Bar(ProgressBar):
         self.display: Display | None = None
 
     def disable(self) -> None:
-        """Hide the display. It is called on all processes except the first."""
+        """Hide the bar. Lightning calls this on all processes except the first."""
         self.hidden = True
 
     def enable(self) -> None:

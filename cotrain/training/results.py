@@ -1,4 +1,4 @@
-"""What a run leaves: the figures of its held-out texts, and the draft folder with its report."""
+"""Writes what a run leaves: the figures of its held-out texts, and the draft folder with its report."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ from inference.report import replay
 
 
 def keep_figures(job: Job, steps: int, figures: dict[str, Any]) -> None:
-    """Write the file for `cotrain compare`. figures: tau, and the figures of each held-out text. steps: the last step,
-    which may be less than trainer.steps because of patience or a budget of time."""
+    """Write the file that `cotrain compare` reads. steps: the last step, which patience or a time limit may set below
+    trainer.steps. figures: tau, and the figures of each held-out text."""
     cfg = job.cfg
     label = cfg.label or (loss_name(cfg.loss) if cfg.draft.trained else cfg.draft.kind)
     figures = {"label": label, "seed": cfg.trainer.seed, "steps": steps, **figures, "environment": environment()}
@@ -47,16 +47,19 @@ def export(
     speed: MeasureSpeed,
     others: tuple[HeldOut, Provenance] | None = None,
 ) -> dict[str, Any]:
-    """Measure the module's draft and write the draft folder. Return its report. others: texts of the user that the
-    target did not sample, as `foreign` returns them."""
+    """Measure the module's draft, write its draft folder, and return its report.
+
+    steps: the last step of the training. speed: the checkpoints. others: texts of the user that the target did not
+    sample, and their provenance, as `foreign` returns them.
+    """
     profiles, origin, given = module.profiles(), training(job, module, steps), None
     print("\n".join(profile.line(t, one) for t, one in profiles.items()))
     if others:
         held, provenance = others
         alpha, own = module.on(held)["all"].alpha, module.judged[module.temperature]["all"].alpha
         print(
-            f"acceptance is {alpha:.3f} on the given texts, which the target did not sample; on its texts it is "
-            f"{own:.3f}"
+            f"acceptance is {alpha:.3f} on the training texts that the target did not sample, and {own:.3f} on "
+            "texts that it sampled"
         )
         given = asdict(provenance) | {"alpha": alpha, "alpha_own": own}
     extra: dict[str, Any] = {
@@ -72,7 +75,7 @@ def export(
 
 
 def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
-    """Return the settings and the length of a training, for the draft folder and its report."""
+    """Return the settings and the length of a training, as the draft folder and its report keep them."""
     cfg, progress, known = job.cfg, module.progress, module.student.known
     assert progress is not None
     pruned = (
@@ -102,13 +105,13 @@ def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
 
 
 def about_target(job: Job) -> dict[str, Any]:
-    """Return the adapter of the target, and what its file says if it is a GGUF file."""
+    """Return the path of the target's adapter, and what the target's file says if it is a GGUF file."""
     return {"adapter": job.cfg.target.adapter, "gguf": about(job.cfg.target.path)}
 
 
 def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
-    """Return how the draft is measured, for its folder. messages: whether prompts are messages of the target's chat
-    template."""
+    """Return how the draft is measured, which its folder records. messages: whether prompts are messages that the
+    target's chat template renders."""
     return ServedAs(
         verify=cfg.verify,
         dtype=cfg.target.dtype,
@@ -121,8 +124,8 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
 
 
 def measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Measure a draft, write its folder and return the report. origin: how it was trained. extra: further entries of
-    the report's `extra`."""
+    """Measure a draft, write its folder, and return the report. origin: how the draft was trained. extra: more entries
+    for `extra` in the report."""
     plan = job.plan(draft)
     prepare(plan)
     report = measurement.measure(plan, extra)
@@ -133,8 +136,8 @@ def measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: di
 
 
 def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None:
-    """Write the run's draft folder without a report, with the draft length of the settings. A measured draft of fewer
-    steps that is there is kept beside it, with its replay."""
+    """Write the run's draft folder without a report, with the draft length of the settings. A measured draft that is
+    there, of fewer steps, is moved beside it with its replay. origin: how the draft was trained."""
     plan = job.plan_with(draft, None)
     k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
     place, shown = job.folder / "draft", job.folder / replay.FILE
@@ -170,9 +173,9 @@ def _write_draft(
 
 
 def unseen_prompts(job: Job) -> str:
-    """Return the rows of the final split of the prompts that the target sampled (data=self), to be stored in the draft
-    folder. Prompts that are shared with the other splits are left out, as in `Job.prompts`. Return "" for prompts of
-    other sources, and if fewer than two rows remain, since a measurement needs one to rank and one to time."""
+    """Return rows of JSON to store in the draft folder: the final split of the prompts that the target sampled
+    (data=self), without prompts that other splits share, as in `Job.prompts`. Return "" for prompts of other sources,
+    and if fewer than two rows remain, since a measurement needs one to rank drafts and one to time."""
     if job.sampled_prompts is None:
         return ""
     rows = [json.loads(line) for line in job.sampled_prompts.splitlines()]

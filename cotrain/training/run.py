@@ -1,5 +1,5 @@
-"""A training, from its settings to the draft folder. Each checkpoint is measured with the real engine, and the
-checkpoint of the highest tau is exported."""
+"""A training, from its settings to the draft folder. Each checkpoint is measured with the real engine, and the one with
+the highest tau is exported."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,11 +46,16 @@ def train(
 ) -> dict[str, Any]:
     """Run or resume a training in `folder`. Return the report of the exported draft.
 
-    cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are exported
-    and the report is {}. sources: texts that have been read already. The others are for the stages of `joint`. texts: a
-    function from target and tokenizer to the training texts, if another target sampled them. prompts: the rows of
-    data.path=, if another target sampled them for data=self. build: returns the module that trains the student. write:
-    see `finish`, which is the default. Raises Interrupted when a signal ends the run; the same command resumes it.
+    cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are
+    exported, and the report is {}.
+    sources: the user's texts by split, if they have been read.
+    The rest is for the stages of `joint`:
+    texts: from target and tokenizer to the training texts, if another target sampled them.
+    prompts: the rows of data.path=, if another target sampled them for data=self.
+    build: returns the module that trains the student; called like `trained_by`.
+    write: writes the results; called like `finish`, which is the default.
+
+    Raises Interrupted when a signal ends the run; the same command resumes it.
     """
     with listening() as signals, others(cfg, folder) as loggers:
         settle(cfg.trainer.threads, cfg.trainer.seed)
@@ -94,8 +99,11 @@ def finish(
     speed: MeasureSpeed | None,
     given: tuple[HeldOut, Provenance] | None,
 ) -> dict[str, Any]:
-    """Write the figures of the last step, and the draft folder of the best checkpoint, measured; without `speed` that
-    of the last step. Return the report. given: texts of the user, as `foreign` returns them."""
+    """Write the figures of the last step and the draft folder. Return the report, or {} without `speed`.
+
+    steps: the last step. speed: the checkpoints, of which the best is measured and exported; None: the last step's
+    weights are exported, not measured. given: texts of the user, as `foreign` returns them.
+    """
     tau, report = ranking_tau(job, module), dict[str, Any]()
     texts = comparison.per_text(module.scores(), module.held_out)
     results.keep_figures(job, steps, {"tau": tau(), "texts": texts})
@@ -112,7 +120,8 @@ def finish(
 
 
 def untrained(job: Job, draft: PreTrainedModel) -> dict[str, Any]:
-    """Write the folder of a draft that is not trained, and measure it unless measure=false. Return its report."""
+    """Write the folder of a draft that is not trained, and measure it unless measure=false. Return its report, or
+    {}."""
     if rank():
         return {}
     report, origin = dict[str, Any](), results.about_target(job)
@@ -128,8 +137,8 @@ def untrained(job: Job, draft: PreTrainedModel) -> dict[str, Any]:
 def target_prompts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, deadline: Deadline
 ) -> tuple[str, dict[str, Source]]:
-    """Let the target sample the prompts (data=self) into `folder`, and set data.path to their file. Return the rows of
-    the file, and the prompts by split."""
+    """Let the target sample the prompts for data=self into `folder`, and set data.path in `cfg` to their file. Return
+    the rows of the file, one JSON row a line, and the prompts by split."""
     timed = cfg.bench.prompts * cfg.measure
     file = sample_prompts(cfg, target, tokenizer, folder, timed, deadline.seconds(PROMPTS))
     rows = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
@@ -137,7 +146,7 @@ def target_prompts(
 
 
 def ranking(job: Job, module: Distillation) -> MeasureSpeed:
-    """Return the callback that measures each checkpoint and ranks checkpoints by tau on the held-out texts."""
+    """Return the callback that measures each checkpoint, and ranks checkpoints by tau on the held-out texts."""
     cfg, k, tau = job.cfg, job.cfg.policy.k, ranking_tau(job, module)
     assert k is not None
     return MeasureSpeed(
@@ -150,13 +159,14 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Return a function that gives tau by the latest scores, at the configured draft length and rule."""
+    """Return a function that gives tau by the module's latest scores, for the draft length and the rule of the
+    settings."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Load the weights of the checkpoint to export into the module's draft. They are quantised if the draft is served
-    so."""
+    """Load the weights of the checkpoint to export into the module's draft, in place. They are quantised if the draft
+    is served so. Raises UserError naming the checkpoint if it cannot be read."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau (step {chosen.step}) on prompts that did not rank checkpoints")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":

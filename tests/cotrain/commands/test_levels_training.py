@@ -89,8 +89,8 @@ def test_bits_reach_every_command(
     [
         ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
         ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
-        ("draft=two_levels", "draft.path: two_levels drafts with a small independent draft: name its folder"),
-        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner: set how many tokens the small draft"),
+        ("draft=two_levels", "draft.path=null: two_levels drafts with a small independent draft: name its folder"),
+        ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner=null: set how many tokens the small draft"),
         (
             "draft=two_levels draft.path=MEDUSA",
             "MEDUSA is of kind 'medusa', which drafts from the target's hidden "

@@ -232,7 +232,7 @@ def test_a_servers_counters_are_compared_with_the_plan(
     assert main(["plan", f"log={log}", f"output={made}"]) == 0
     assert "as forecast" in capsys.readouterr().out
     assert main(["plan", f"log={log}", f"output={tmp_path / 'nowhere'}"]) != 0
-    assert "make it with cotrain plan draft.path=" in capsys.readouterr().err
+    assert "make one with cotrain plan draft.path=" in capsys.readouterr().err
 
 
 def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_larger_draft_is_measured_and_said_to_be(draft: Path, capsys: pytest.C
 def test_a_baseline_is_named_by_the_value_that_was_swept() -> None:
     labels = ["loss=kl", "loss=tv", "loss=kl,optimizer.lr=1"]
     assert named("tv", labels) == named("loss=tv", labels) == "loss=tv" and named("loss=kl", labels) == "loss=kl"
-    with pytest.raises(UserError, match="baseline=kl: it is in loss=kl, loss=kl,optimizer.lr=1"):
+    with pytest.raises(UserError, match="baseline=kl: several labels have it, loss=kl, loss=kl,optimizer.lr=1"):
         named("kl", labels)
     with pytest.raises(UserError, match="the labels are "):
         named("nla", labels)
@@ -111,7 +111,7 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
         (["generate", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd', which transformers "),
         (["generate", "draft.path=DRAFT", "target.path=ODD", "prompt=a"], "target.path: ODD has the model_type 'odd'"),
         (["generate", "target.path=ODD/config.json", "prompt=a"], "target.path: ODD/config.json is a file: give the "),
-        (["plan", "log=ODD/config.json", "output=OUT"], "output: there is no "),
+        (["plan", "log=ODD/config.json", "output=OUT"], "output=OUT: it has no plan.json"),
         (["export", "draft.path=DRAFT", "output=TARGET"], "TARGET, which draft.path=DRAFT names, lies in output="),
         (["bench", "draft.path=/none"], "draft.path: /none: no such folder"),
         (["bench", "draft.path=DRAFT", "bench.prompt_tokens=100"], "bench.prompt_tokens, bench.new_tokens: "),

@@ -509,6 +509,6 @@ def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
     found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]
     assert found["z"] > 6 and found["surprise"] > found["entropy"] and 0 < found["alpha"] <= 1
-    assert f"acceptance is {found['alpha']:.3f} on the given texts" in said.out
-    assert f"on its texts it is {found['alpha_own']:.3f}" in said.out
+    assert f"acceptance is {found['alpha']:.3f} on the training texts that the target did not sample" in said.out
+    assert f"and {found['alpha_own']:.3f} on texts that it sampled" in said.out
     assert not (chatting / "logs" / "rollouts").exists()  # nothing was sampled

@@ -142,9 +142,9 @@ def test_a_missing_folder_or_baseline_is_named(tmp_path: Path, capsys: pytest.Ca
         read(tmp_path)
     write(tmp_path, [run("tv", 0, 1.0)])
     assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 1
-    assert "baseline=kl: it is no label of a run, the labels are tv" in capsys.readouterr().err
+    assert "baseline=kl: no run has this label; the labels are tv" in capsys.readouterr().err
     assert main(["compare", f"folder={tmp_path}", "baseline=loss=kl"]) == 1  # as a sweep labels its runs
-    assert "baseline=loss=kl: it is no label of a run, the labels are tv" in capsys.readouterr().err
+    assert "baseline=loss=kl: no run has this label; the labels are tv" in capsys.readouterr().err
 
 
 SETTINGS: dict[str, Any] = {

@@ -56,8 +56,8 @@ def test_alpha_over_both_temperatures_is_the_overlap_of_the_distributions_served
 
 def test_the_line_names_the_best_temperature() -> None:
     one = {"by_draft_temperature": {"0.5": 0.7, "1": 0.6}, "by_context": {"1-1": 0.5, "2-3": 0.65}}
-    wanted = "target at T 1: acceptance 0.600 drafting at that temperature, 0.700 at 0.5; by tokens of context "
-    assert line(1.0, one) == wanted + "0.500 at 1-1, 0.650 at 2-3"
+    wanted = "target at temperature 1: acceptance 0.600 if the draft has that temperature, 0.700 at its best one, 0.5; "
+    assert line(1.0, one) == wanted + "by tokens of context 0.500 at 1-1, 0.650 at 2-3"
 
 
 def test_surprise_is_a_mean_over_possible_tokens() -> None:

@@ -193,7 +193,7 @@ def test_any_other_value_in_any_place_is_a_sentence_or_an_answer(tmp_path: Path)
             found = drift_of(planned(plan), served(log))
         except UserError as error:
             assert (
-                str(error).startswith(("output: ", "log")) and "\n" not in str(error) and "object" not in str(error)
+                str(error).startswith(("output=", "log")) and "\n" not in str(error) and "object" not in str(error)
             ), words
         else:
             assert math.isfinite(found.tau) and math.isfinite(found.forecast) and not math.isnan(found.z), words

@@ -258,7 +258,9 @@ def test_a_tree_is_measured_where_it_is_expected_to_be_faster(
     assert report["exactness"]["passed"] and report["exactness"]["figures"]["calls"]
     (line,) = [line for line in extra["said"] if line.startswith("a tree of ")]
     assert (
-        f"{extra['planned_speedups']['tree']:.2f}x is expected with it, with a chain of" in line
+        f"{extra['planned_speedups']['tree']:.2f}x is expected with it, "
+        f"{extra['planned_speedups']['chain']:.2f}x with a chain of"
+        in line
         and line in capsys.readouterr().out
     )
     drafts = recorded(plan, extra)["rounds"][0][0]["drafts"]
@@ -367,4 +369,7 @@ def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatc
 
 def test_advice_names_the_tree_that_was_measured() -> None:
     said = advice(chosen_of(TreeForecast(TREE, 2.0, 3.0, 0.8, 0.1, 0.0), True), Interval(0.9, 0.8, 0.95))
-    assert said and "0.90x with a tree of 5 nodes in 2 levels, sampled children, traversal, 0.80x predicted" in said
+    assert (
+        said
+        and "0.90x with a tree of 5 nodes in 2 levels with sampled children, verify=traversal, 0.80x predicted" in said
+    )

@@ -106,11 +106,11 @@ def test_rounds_without_drafts_lose_no_features() -> None:
 
 def test_other_settings_raise() -> None:
     target = tiny()
-    with pytest.raises(ValueError, match=r"draft\.vocabulary: 99 of 32 tokens"):
+    with pytest.raises(ValueError, match=r"draft\.vocabulary=99: the vocabulary has only 32 tokens"):
         started(target, vocabulary=99)
     with pytest.raises(ValueError, match=r"draft\.depths"):
         started(target, depths=None)
-    with pytest.raises(ValueError, match=r"init\.layers: \[5\]"):
+    with pytest.raises(ValueError, match=r"init\.layers=\[5\]"):
         started(target, SimpleNamespace(kind="target_layers", layers=[5]))
     network = started(target, SimpleNamespace(kind="scratch", layers=[])).network
     assert isinstance(network, EagleNetwork) and network.config.intermediate_size == 24

@@ -118,13 +118,13 @@ MISFITS: dict[str, Any] = {
         "parallel",
         "parallel",
         {"vocab_size": 301, "markov_rank": 3},
-        "its small head or Markov head is of 301 ids, the target has 300: ",
+        "its small head or Markov head is of 301 ids, but the target has 300: ",
     ),
     "a small head of more ids": (
         "independent",
         "independent",
         {"vocab_size": 301, "draft_vocab_size": 20},
-        "its small head or Markov head is of 301 ids, the target has 300: ",
+        "its small head or Markov head is of 301 ids, but the target has 300: ",
     ),
 }
 
@@ -144,7 +144,7 @@ def test_misfits_raise_by_name(case: str, meta: bool, place: Path, tmp_path: Pat
 def test_other_errors(place: Path, tmp_path: Path) -> None:
     target = load_model(str(place / "target"))
     for kind in TRAINED:
-        with pytest.raises(ValueError, match=r"init.kind: 'pretrained' takes its weights from .* draft.path="):
+        with pytest.raises(ValueError, match=r"init=pretrained: it takes its weights from .* draft.path="):
             initial(kind, None, target)
     with pytest.raises(ValueError, match="draft.path=/nowhere: no such folder; eagle drafts begin"):
         initial("eagle", "/nowhere", target)

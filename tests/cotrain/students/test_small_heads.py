@@ -94,9 +94,9 @@ def test_sizes_that_no_head_has_raise_by_name() -> None:
     target = tiny(dtype=torch.float32)
     for kind in ("independent", "eagle"):
         for settings, message in (
-            ({"vocabulary": 99}, "draft.vocabulary: 99 of 32 tokens; set null for all"),
-            ({"head_rank": 17}, "draft.head_rank: 17 exceeds 16, the smaller size of the head"),
-            ({"head_rank": 5, "vocabulary": 4}, "draft.head_rank: 5 exceeds 4"),
+            ({"vocabulary": 99}, "draft.vocabulary=99: the vocabulary has only 32 tokens: set draft.vocabulary=null"),
+            ({"head_rank": 17}, "draft.head_rank=17: it exceeds 16, the smaller size of the head"),
+            ({"head_rank": 5, "vocabulary": 4}, "draft.head_rank=5: it exceeds 4"),
         ):
             with pytest.raises(ValueError, match=message):
                 started(kind, target, **settings)

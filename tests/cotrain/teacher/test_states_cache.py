@@ -111,7 +111,7 @@ def test_layers_are_those_of_transformers_live_and_from_both_caches(tmp_path: Pa
     few = MemoryCache(live, 2 * 3 * 9 * 16 * 8)  # of two texts, three layers each
     few(ROWS, torch.arange(3))
     assert len(few.records) == 2
-    with pytest.raises(ValueError, match=r"states of layers \[3\]: the target has 0 \(embeddings\) to 2"):
+    with pytest.raises(ValueError, match=r"states of layers \[3\]: its layers are 0 \(embeddings\) to 2"):
         served(tiny(layers=3), layers=(1, 3))
 
 

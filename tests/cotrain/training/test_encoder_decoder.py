@@ -131,7 +131,7 @@ class TestTeacher:
         target = t5()
         with pytest.raises(ValueError, match=r"states of layers \[2\]"):
             served(target, VOCABULARY, (2,))
-        with pytest.raises(ValueError, match="texts without sources"):
+        with pytest.raises(ValueError, match="its encoder reads sources, but the texts have none"):
             served(target, VOCABULARY)[0](torch.tensor([[0, 3]]))
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class TestDraft:
         assert not any(torch.equal(value, before[name]) for name, value in after.items() if "SelfAttention.q" in name)
         student.network.double()
         assert not served_by(student, target).shares_encoder
-        with pytest.raises(ValueError, match="draft.encoder_layers: 2, but the target's encoder has 2"):
+        with pytest.raises(ValueError, match="draft.encoder_layers=2: the target's encoder has 2 layers"):
             student_of(target, encoder_layers=2)
 
     def test_weights_of_a_folder(self, tmp_path: Path) -> None:

@@ -56,5 +56,7 @@ def test_more_processes_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     preconditions.machine(settings("trainer=gpu").trainer)
-    with pytest.raises(UserError, match="^trainer.devices=2: each process needs a GPU, and this machine has 1$"):
+    with pytest.raises(
+        UserError, match="^trainer.devices=2: each process needs a GPU, and this machine has 1: set trainer.devices=1$"
+    ):
         preconditions.machine(settings("trainer=ddp").trainer)
