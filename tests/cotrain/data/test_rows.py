@@ -237,7 +237,7 @@ def test_held_out_prompts_are_none_that_are_learnt(columns: str, tmp_path: Path)
         assert common == 0
         return
     assert common > 5
-    with pytest.raises(ValueError, match=r"all \d+ held-out prompts begin like ones that are learnt"):
+    with pytest.raises(ValueError, match=r"all \d+ held-out prompts begin like training prompts"):
         held_out.without(train.each(12), 12)
 
 
@@ -272,7 +272,7 @@ def test_a_held_out_prompt_that_begins_a_learnt_one_or_begins_with_one_is_left_o
         left = source.without(learnt, 12)
         assert left.each(12) == [one for one, out in zip(prompts, beside.values(), strict=True) if not out]
         assert left.remarks == (
-            "data.path: 5 of 8 held-out prompts begin like ones that are learnt, of which the model sees at most "
-            "12 tokens: left out",
+            "data.path: 5 of 8 held-out prompts are left out, because they begin like training prompts (their first "
+            "12 tokens are compared)",
         )
         assert left.without(learnt, 12).each(12) == left.each(12) and len(left.without([], 12).remarks) == 1
