@@ -53,7 +53,9 @@ def test_the_hub_gets_the_folder_with_a_card_that_names_it(
     assert '"me/draft"' in card and str(tmp_path) not in card
     said = capsys.readouterr()
     assert said.out.endswith(f"pushed: {hub.url}/me/draft\n")
-    assert f"warning: the card names a target on this machine, {place / 'target'}, which others cannot" in said.err
+    assert (
+        f"warning: the README names a target on this machine, {place / 'target'}, which other people cannot" in said.err
+    )
 
 
 def test_a_second_push_replaces_the_files(place: Path, hub: Hub, tmp_path: Path) -> None:
@@ -121,4 +123,6 @@ def test_offline_machines_are_told_why(
 def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setting in ("push_to_hub=me/draft", "engine=llamacpp", "k=3", f"draft.path={place}", "overwrite=true"):
         assert main(["export", f"check={place / 'independent'}", setting]) == 1
-        assert f"{setting.partition('=')[0]}: with check= no folder is written, so" in capsys.readouterr().err
+        assert (
+            f"{setting.partition('=')[0]}= has no effect with check=, which writes no folder" in capsys.readouterr().err
+        )

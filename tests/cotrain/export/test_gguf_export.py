@@ -270,7 +270,7 @@ def test_settings_that_no_file_has_are_refused(draft: Path, tmp_path: Path, caps
     target = target_folder(tmp_path / "target")
     settings = [f"draft.path={draft}", f"target.path={target}", f"output={tmp_path / 'out'}"]
     assert main(["export", "engine=vllm", "dtype=q8_0", *settings]) == 1
-    assert "dtype=q8_0: only a GGUF file has it: engine=llamacpp" in capsys.readouterr().err
+    assert "dtype=q8_0: only GGUF files have this dtype: set engine=llamacpp" in capsys.readouterr().err
     assert main(["export", "engine=llamacpp", "dtype=float64", *settings]) == 1
     assert "dtype" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
