@@ -71,7 +71,7 @@ def test_it_is_planned_for_the_drafting_of_the_engine(
     refuse_replaced(tmp_path / "out", "README.md", FILES, MARK)  # which knows all its files
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
-    numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
+    numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Drafts )"""
     found = {int(number) for number in re.findall(rf"{numbers}(\d+)", card)}
     assert found == {1 if greedy else DRAFTS}, card
     assert ("is planned for greedy drafting" in card) == greedy

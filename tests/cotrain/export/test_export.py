@@ -165,7 +165,7 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
 def test_a_layout_that_an_engine_does_not_load_is_an_error() -> None:
     for engine in ENGINES:
         refuse_layout(engine, ENGINES[engine].layout)
-    with pytest.raises(UserError, match="^layout=medusa: vllm loads hf"):
+    with pytest.raises(UserError, match="^layout=medusa: vllm does not load it: set layout= to one of hf"):
         refuse_layout("vllm", "medusa")
 
 
@@ -220,7 +220,7 @@ def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, p
 
 def test_the_card_and_the_command_have_the_length_of_the_engine(planned: Callable[..., Path], tmp_path: Path) -> None:
     text = (export(planned(), tmp_path / "out", "sglang") / "README.md").read_text()
-    assert "--speculative-num-steps 1 " in text and "Guesses 1 tokens" in text and GAINS in text
+    assert "--speculative-num-steps 1 " in text and "Drafts 1 tokens" in text and GAINS in text
     text = (export(planned(), tmp_path / "greedy", "vllm", objective="greedy") / "README.md").read_text()
     assert '"num_speculative_tokens": 1' in text and GAINS in text
 
@@ -248,9 +248,9 @@ def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedToke
     with pytest.raises(ValueError, match="plain: it has no tokenizer"):
         export(source, tmp_path / "out", "vllm", 4, target="some/target")
     tokenizer.save_pretrained(source)
-    with pytest.raises(ValueError, match=r"export\.k: give it"):
+    with pytest.raises(ValueError, match=r"k=null: set k="):
         export(source, tmp_path / "out", "vllm", target="some/target")
-    with pytest.raises(ValueError, match=r"export\.target: give it"):
+    with pytest.raises(ValueError, match=r"target\.path=null: set target\.path="):
         export(source, tmp_path / "out", "vllm", 4)
     assert check(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
 
@@ -258,7 +258,7 @@ def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedToke
 def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
     draft: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"^engine=llama\.cpp: no such engine; there are vllm"):
+    with pytest.raises(UserError, match=r"^engine=llama\.cpp: there is no such engine: set engine= to one of vllm"):
         export(draft, tmp_path / "out", "llama.cpp")
     other = train_tokenizer(["zyx wvu zyx wvu tsr tsr"], VOCAB, 256)
     with pytest.raises(ValueError, match="vocabularies differ, first at token"):
@@ -377,7 +377,7 @@ def test_the_transformers_command_runs(
 def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
     assert len(caveats("vllm", "sampled")) == 1
     assert "sampled drafting, which sglang does not do" in caveats("sglang", "sampled")[1]
-    with pytest.raises(ValueError, match=r"export\.objective: 'best'"):
+    with pytest.raises(ValueError, match=r"objective=best: it must be one of sampled"):
         launch("vllm", "draft", "target", 4, "best")
     with pytest.raises(ValueError, match=r"export\.k must be at least 1"):
         launch("vllm", "draft", "target", 0, "sampled")

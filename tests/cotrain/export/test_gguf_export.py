@@ -246,23 +246,23 @@ SHAPES = {
 
 @pytest.mark.parametrize("problem", SHAPES)
 def test_other_shapes_are_refused(problem: str) -> None:
-    with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, and "):
+    with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, but only "):
         refuse(SHAPES[problem])
 
 
 def test_kinds_that_are_no_causal_lm_are_refused() -> None:
     for kind, message in {
-        "eagle": "no eagle drafts are written for it; engine=vllm",
-        "block": "no block drafts are written for it; engine=vllm",
-        "medusa": "it loads no medusa drafts, vllm does",
-        "hybrid": "it loads no hybrid drafts, vllm does",
-        "quantised": "it loads no quantised drafts, no engine of the table does",
+        "eagle": "it loads no eagle drafts: set engine=vllm",
+        "block": "it loads no block drafts: set engine=vllm",
+        "medusa": "it loads no medusa drafts; they are loaded by vllm",
+        "hybrid": "it loads no hybrid drafts; they are loaded by vllm",
+        "quantised": "it loads no quantised drafts; they are loaded by no engine of the table",
     }.items():
         with pytest.raises(UserError, match=f"^engine=llamacpp: {message}"):
             layout_of(kind, "llamacpp")
-    with pytest.raises(UserError, match="^engine=llamacpp: it does not draft in parallel; engine=vllm"):
+    with pytest.raises(UserError, match="^engine=llamacpp: it does not load drafts of kind parallel: set engine=vllm"):
         refuse_kind("llamacpp", "parallel")
-    with pytest.raises(UserError, match="^layout=hf: llamacpp loads gguf"):
+    with pytest.raises(UserError, match="^layout=hf: llamacpp does not load it: set layout= to one of gguf"):
         refuse_layout("llamacpp", "hf")
 
 

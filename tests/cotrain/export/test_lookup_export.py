@@ -46,15 +46,16 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
 
 def test_no_kind_is_written_as_a_plain_draft_that_it_is_not() -> None:
     for kind in ("retrieval", "hybrid"):
-        with pytest.raises(UserError, match=f"engine=sglang: it loads no {kind} drafts, vllm does"):
+        with pytest.raises(UserError, match=f"engine=sglang: it loads no {kind} drafts; they are loaded by vllm"):
             layout_of(kind, "sglang")
     for engine in ENGINES:
-        with pytest.raises(UserError, match=f"engine={engine}: it loads no early_exit drafts, no engine of the table"):
+        with pytest.raises(
+            UserError,
+            match=f"engine={engine}: it loads no early_exit drafts; they are loaded by no engine of the table",
+        ):
             layout_of("early_exit", engine)
         able = engine in ("vllm", "sglang", "tensorrt_llm")
-        reason = (
-            "layout=hf: feature drafts are written with layout=eagle3" if able else "no eagle drafts are written for"
-        )
+        reason = "layout=hf: feature drafts are written with layout=eagle3" if able else "it loads no eagle drafts"
         with pytest.raises(UserError, match=reason):
             layout_of("eagle", engine)
         assert layout_of("independent", engine) is None

@@ -24,7 +24,7 @@ PRUNED, LOW = {"vocabulary": 20}, {"head_rank": 4}
         ("independent", PRUNED, "vllm", (), "draft_vocab_size is 20, and engines load a causal LM only with a row "
          "for each of its 300 tokens: train with draft.vocabulary=null, or draft=eagle"),
         ("independent", LOW, "transformers", (), "head_rank is 4, and engines load no head of low rank: train with "
-         "draft.head_rank=null; or serve it with this engine"),
+         "draft.head_rank=null; or serve this draft with cotrain's engine"),
         ("independent", PRUNED | LOW, "sglang", (), "head_rank is 4"),
         ("parallel", PRUNED, "vllm", (), "draft_vocab_size is 20"),
         ("conditioned", PRUNED, "vllm", ("temperature=0.7",), "draft_vocab_size is 20"),
