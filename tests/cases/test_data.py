@@ -309,7 +309,7 @@ def test_template_writes_the_date(
     Clock.now = datetime.date(2026, 3, 2)
     capsys.readouterr()
     assert main([*command, "trainer.steps=3"]) == 0  # resumed
-    assert "kept texts are not used" not in capsys.readouterr().out
+    assert "since the stored ones do not fit" not in capsys.readouterr().out
     assert kept == {file.name: file.read_bytes() for file in (tmp_path / "run" / "rollouts").iterdir()}
     assert main([*command, "overwrite=true"]) == 0  # a new run has its own date
     assert json.loads((tmp_path / "run" / "rollouts" / "train_T1.json").read_text())["source"]["date"] == "2026-03-02"

@@ -282,7 +282,7 @@ def test_logs_give_their_completions_cut_to_what_is_asked() -> None:
     texts = logged(chats({"a": [5, 9, 6]}), Ask({"train": 2}, 6, 5), "train", seed=0)
     assert texts.prompt.tolist() in ([5, 6], [6, 5]) and (texts.length - texts.prompt).tolist() == [5, 5]
     assert (texts.ids[texts.ids.bool()][texts.prompt[0] :][:5] == 3).all()
-    with pytest.raises(ValueError, match="hold no completion of a prompt of at most rollout.prompt_tokens=4"):
+    with pytest.raises(ValueError, match="have no completion of a prompt of at most rollout.prompt_tokens=4"):
         logged(chats({"a": [5]}), Ask({"train": 2}, 4, 5), "train", seed=0)
 
 

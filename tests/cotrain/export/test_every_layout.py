@@ -82,7 +82,7 @@ def test_more_drafts_than_the_context_has_are_refused(
     kind: str, engine: str, layout: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert exported(folder(kind), tmp_path / "out", engine, layout, "k=4096", *ONCE.get(kind, [])) == 1
-    assert "k=4096: the context of " in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "k=4096: text and drafts share the " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -379,7 +379,7 @@ def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
     assert "sampled drafting, which sglang does not do" in caveats("sglang", "sampled")[1]
     with pytest.raises(ValueError, match=r"objective=best: it must be one of sampled"):
         launch("vllm", "draft", "target", 4, "best")
-    with pytest.raises(ValueError, match=r"export\.k must be at least 1"):
+    with pytest.raises(ValueError, match=r"k=0: it must be at least 1"):
         launch("vllm", "draft", "target", 0, "sampled")
 
 

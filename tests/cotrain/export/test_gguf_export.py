@@ -277,7 +277,9 @@ def test_settings_that_no_file_has_are_refused(draft: Path, tmp_path: Path, caps
 
 def test_a_tokenizer_that_is_no_byte_level_bpe_is_refused(tmp_path: Path) -> None:
     core = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    with pytest.raises(UserError, match="no byte-level BPE: give the target's GGUF file as target.path="):
+    with pytest.raises(
+        UserError, match="no byte-level BPE, so it cannot be written: set target.path= to the target's GGUF file"
+    ):
         write_file(model(), PreTrainedTokenizerFast(tokenizer_object=core), tmp_path / GGUF_FILE)
 
 
