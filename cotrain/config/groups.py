@@ -89,8 +89,8 @@ class ServedTarget(Settings):
 class Target(ServedTarget):
     """The model that is served. path=bundled selects the model shipped in data/target.
 
-    adapter: a PEFT folder. If the weights are not quantised, or only to int8 by `int8_rows`, it is merged into them
-    before they are rounded. With any other quantisation it runs beside the weights, unmerged.
+    adapter: a PEFT folder. It is merged into the weights (before quantisation.kind=int8_rows rounds them) or, if they
+    are quantised otherwise, runs beside them, unmerged.
     """
 
     presets = {}

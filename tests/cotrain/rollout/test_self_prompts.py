@@ -171,7 +171,7 @@ class TestOpening:
     def test_a_template_that_wants_more_messages_is_refused(self) -> None:
         words = template_of(FAMILIES["chatml"]).tokenizer
         words.chat_template = "{{ raise_exception('no system message') }}"
-        match = "data=self: .* template fails: no system message: correct the template, or set data.path= to messages that it renders"
+        match = "data=self: .* template fails: no system message: correct the template, or set data.path= to messages"
         with pytest.raises(ValueError, match=match):
             opening(Template(words, {}, {0}))
 
