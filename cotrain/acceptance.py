@@ -38,19 +38,20 @@ def iid_tau(alpha: float, K: int) -> float:
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text as a loss -> (B,), differentiable in r."""
+    """Return the expected number of target calls of each text as a loss -> (B,), differentiable in r. r, k and lengths:
+    see `expected_calls`."""
     return expected_calls(r, k, lengths)
 
 
 def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `calls` under block verification, from l = log q - log p of the text's tokens -> (B,). It is
-    differentiable in l."""
+    """Return `calls` under block verification -> (B,), differentiable in l. l: log q - log p of each token of the
+    texts. k and lengths: see `expected_calls_block`."""
     return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the number of target calls that a unit of acceptance saves at each token. It is -d calls / d r, detached,
-    with the shape of r.
+    """Return the number of target calls that a unit of acceptance saves at each token: -d calls / d r, detached, with
+    the shape of r. r, k and lengths: see `expected_calls`.
 
     If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with alpha in place of the
     sampled ratio. alpha has less variance. For r (B,T) no weight is negative.

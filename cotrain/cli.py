@@ -124,7 +124,7 @@ def _command(name: str, arguments: list[str]) -> int:
 
 
 def _hydra(name: str, arguments: list[str]) -> int:
-    """Run the command through Hydra, and return the highest status of its jobs."""
+    """Run the command through Hydra, and return the highest exit status of its jobs."""
     import hydra
 
     from cotrain.config.overrides import is_setting, quote
@@ -158,14 +158,15 @@ def _hydra(name: str, arguments: list[str]) -> int:
 
 
 def _compared(name: str, outputs: list[str]) -> None:
-    """Let the command print its summary of a sweep, if it has one."""
+    """Call the command's function `swept`, if it has one, with the output folders of the jobs of a sweep."""
     swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
     if swept:
         swept(outputs)
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Return the settings that keep Hydra from writing files of its own, except those that the user set."""
+    """Return settings, as key=value, that keep Hydra from writing files of its own. Those that the user set in
+    `arguments` are left out. scratch: a temporary folder."""
     from cotrain.config.overrides import literal
 
     settings = {
@@ -183,9 +184,12 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
-    """Run one job. Return its status and the value that the command returns. The job's output is appended to `outputs`.
+    """Run one job. Return its exit status, and the value that the command returns or None. The job's output folder is
+    appended to `outputs`.
 
-    Errors are printed here, since Hydra would add its own lines to an exception that reaches it."""
+    arguments: the settings that the user typed, as key=value. Errors are printed here, since Hydra would add its own
+    lines to an exception that reaches it.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     from cotrain.config.settings import checked, refuse_from_target, refuse_unread
@@ -255,8 +259,8 @@ def _refuse_paths(name: str, settings: Any) -> None:
 
 
 def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
-    """Give each job of a sweep its own folder in `output`, named by the swept values: `output/lr=0.1,k=4`. Return the
-    job's output."""
+    """Return the job's output folder, None if the command has none. In a sweep, `cfg` is changed: `output` becomes a
+    folder in it that is named by the swept values, as in `output/lr=0.1,k=4`, and `label` is set if it is null."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
@@ -279,7 +283,8 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
-    """Print why no job ran, and return the status. `explain` rewords errors of Hydra for the user."""
+    """Print why no job ran, and return the exit status: 2 for an error of Hydra, which `explain` rewords, else that of
+    `_failed`."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -293,8 +298,9 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print the error of a job, and return the exit status. Errors that the user can correct are printed as one line.
-    Other errors are printed with the traceback."""
+    """Print why a job failed, and return its exit status: 1, or 141 if standard output was closed. A ValueError, an
+    OSError, a full disk and a lost process are printed as one line. Any other error is printed with its traceback, and
+    with COTRAIN_TRACEBACK=1 all are. output: the job's folder, for the message of a full disk."""
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -315,8 +321,8 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """Return the message for a full disk. It names the file or, if the error names none, the free space of the disks on
-    which the job writes."""
+    """Return the message for a full disk. It names the file or, if `error` names none, the free space of each disk on
+    which the job writes. output: the job's folder."""
     if isinstance(error, OSError) and error.filename:
         return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
@@ -339,7 +345,8 @@ def _message(error: BaseException) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Return whether a `raise` of these packages made the error. Its message is then for the user, and complete."""
+    """Return whether a `raise` statement of cotrain or inference raised the error. The message was then written for the
+    user."""
     for frame, line in list(traceback.walk_tb(error.__traceback__))[-1:]:
         ours = frame.f_globals["__name__"].partition(".")[0] in ("cotrain", "inference")
         return ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")

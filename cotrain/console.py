@@ -27,7 +27,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 def strict(answer: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Return a JSON value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(answer, Mapping):
         return {key: strict(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
@@ -41,12 +41,16 @@ Say = Callable[[str], None]
 
 
 class Display:
-    """The progress of a job of `total` units, of which `start_at` were done before. It is a bar on a terminal, else
-    lines.
+    """The progress of a job: a bar on a terminal, else lines. Use it as a context manager, so that the bar is closed.
 
-    say: a function that `to` calls with a line, instead of printing it. hidden: nothing is printed. brief: lines are
-    printed without a bar, and none if the job ends within SHORT seconds; it is meant for jobs inside another job. Use
-    the display as a context manager, so that the bar is closed.
+    Args:
+        title: what the bar or line begins with.
+        total: the units of the whole job; unit: their name.
+        start_at: the units that were done before.
+        say: a function that `to` calls with each line, instead of printing it.
+        hidden: nothing is printed.
+        brief: lines are printed without a bar, and none if the job ends within `SHORT` seconds. It is meant for a job
+            inside another job.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class Display:
         self.close()
 
     def to(self, done: float, note: str = "", total: float | None = None) -> None:
-        """Show that `done` units are done. note: further text of the line, which stays until another note replaces
-        it."""
+        """Show that `done` units are done. note: text that is added to the line, until another note replaces it. total:
+        a new number of units of the whole job; None: it stays."""
         self.done, self.note = done, note or self.note
         self.total = self.total if total is None else total
         if self.bar:
@@ -104,7 +108,6 @@ class Display:
             self.bar = None
 
     def _due(self, done: float) -> bool:
-        """Return whether it is time to print the next line."""
         now = time.monotonic()
         if self.brief and self.last_shown == self.start:  # the first line
             return now - self.start >= SHORT
@@ -131,7 +134,8 @@ Counter = Callable[[int], None]  # adds to the number of units that are done
 
 @contextmanager
 def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterator[Counter]:
-    """Show a brief `Display`, and yield a function that adds to its count."""
+    """Show a brief `Display`. Yield a function that is called with the number of units that were done since its last
+    call."""
     with Display(title, total, unit, hidden=hidden, brief=True) as display:
         yield lambda count: display.to(display.done + count)
 

@@ -21,8 +21,8 @@ def user_errors() -> Iterator[None]:
 
 
 class NotFinite(UserError):
-    """An error for a loss that is NaN or infinite. It is raised before the optimiser step. ids: token ids of the texts
-    in the batch."""
+    """An error for a loss that is NaN or infinite, raised before the optimiser step. said: the message. ids: token ids
+    of the texts in the batch."""
 
     def __init__(self, said: str, ids: list[list[int]]) -> None:
         super().__init__(said)
@@ -30,7 +30,8 @@ class NotFinite(UserError):
 
 
 class Interrupted(BaseException):
-    """The end of a run by a signal. The message says what was saved. signum: 2 for SIGINT, 15 for SIGTERM.
+    """The end of a run by a signal. signum: 2 for SIGINT, 15 for SIGTERM. said: the message, which names what was
+    saved.
 
     It is not an Exception, so that `except Exception` does not catch it.
     """

@@ -31,11 +31,11 @@ def folder(name: str, package: Path | None = None) -> Path:
 
 
 def draft_folder(path: str, hub: bool = False) -> str:
-    """Return the folder that draft.path= means. A name without "/" is that of a shipped draft, a folder in data/drafts,
-    unless the working directory has a folder of this name. Any other path is returned unchanged.
+    """Return the folder that draft.path= means.
 
-    hub: whether other names may be of the hub, and are returned unchanged too. Otherwise raises UserError, which lists
-    the shipped drafts, for a name that is neither.
+    A path with "/" or of an existing file or folder is returned unchanged. Any other name is that of a shipped draft, a
+    folder in data/drafts. hub: whether a name that no shipped draft has may be a hub id; it is then returned unchanged.
+    Otherwise UserError is raised, which lists the shipped drafts.
     """
     if "/" in path or os.path.lexists(path):
         return path

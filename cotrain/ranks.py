@@ -27,7 +27,8 @@ def local_rank() -> int:
 
 
 def awaited(ready: Callable[[], bool], first: str) -> None:
-    """Wait until `ready()` is true, because the first of several processes has produced a result.
+    """Wait until `ready()` is true, which is called once a second. It is for a result that the first of several
+    processes produces.
 
     first: a description of that process, for the error message. Raises UserError if the parent of this process ends.
     """

@@ -75,7 +75,7 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
             if any(_within(place, folder) for place in (path, *_entries(path))):
                 raise UserError(f"{name} lies in {key}={folder}, which the command writes: name another {key}=")
             if Path(path).is_dir() and _within(folder, path):
-                raise UserError(f"{key}={folder} lies in {name} which the command reads: name another {key}=")
+                raise UserError(f"{key}={folder} lies in {name}, which the command reads: name another {key}=")
 
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
@@ -93,8 +93,11 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
 
 
 def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder of the setting `key` has files that this command did not write. The command's
-    folders have a file `name` that contains `text`, and files with the patterns `written`."""
+    """Raise UserError if the folder of the setting `key` has files that this command did not write.
+
+    name: a file that each folder of the command has, and which contains `text`. written: patterns of the names of its
+    other files.
+    """
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
         return
@@ -111,8 +114,8 @@ def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: s
 
 
 def _paths(value: object, absent: bool) -> list[str]:
-    """Return the paths that a setting names: existing paths and matches of a glob pattern. absent: whether a path may
-    not exist yet."""
+    """Return the paths that a setting names: paths that exist, and matches of a glob pattern. absent: whether a path
+    that does not exist is returned too."""
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
     present = [text for text in texts if absent or os.path.lexists(text)]
     return present + [path for text in texts if text not in present for path in glob.glob(text, recursive=True)]
@@ -132,7 +135,7 @@ def _named_by(folder: Path) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """Return the symbolic links in a folder. For a file, return an empty list."""
+    """Return the paths of the symbolic links in a folder, [] for a file."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
@@ -151,21 +154,23 @@ def claim(
     kind: Judge | None = None,
     command: str = "train",
 ) -> Iterator[RunFolder]:
-    """Lock the output folder `path` of a run until the block ends. `RunFolder.finish` marks the run as finished.
+    """Lock the output folder `path` of a run until the block ends, and yield it. `RunFolder.finish` marks the run as
+    finished.
 
-    A finished run of a command in `REPEATED` that `overwrite` does not replace is moved to a folder beside it. A run
-    that `overwrite` replaces is moved to the folder `REPLACED`, and deleted when the new one is finished. If the new
-    one is given up and another one begins without `overwrite`, it is moved beside the folder. The state is "new" for an
-    absent or empty folder, and for a run that was moved. Otherwise it is that of the run: "unfinished", to be resumed,
-    or "finished".
+    The state of the yielded folder is "new" if the folder was absent or empty, or if the run in it was moved. Otherwise
+    it is that of the run: "unfinished", which is to be resumed, or "finished". A run is moved in three cases:
 
-    settings: JSON values that identify the run, stored in `run.json`. If they are given, a later claim must give the
-    same ones. kind: a function that says what a changed setting means. "same": it has not changed. "free": it may
-    change. "longer": it may change, and a finished run becomes unfinished. "other": it may not change. None: no setting
-    may change.
+        - `overwrite` is set: to the folder `REPLACED` in `path`, which is deleted when the new run is finished.
+        - A command of `REPEATED` finds a finished run and `overwrite` is not set: to a new folder beside `path`.
+        - The folder `REPLACED` has a run whose replacement was given up, and `overwrite` is not set: beside `path`.
 
-    Raises UserError, naming the key to change, if another process uses the folder, or if a setting differs. It is also
-    raised if the folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
+    settings: JSON values that identify the run. They are stored in `run.json`, and a later claim must give the same
+    ones. None: they are not compared. kind: a function that says what a changed setting means. "same": it has not
+    changed. "free": it may change. "longer": it may change, and a finished run becomes unfinished. "other": it may not
+    change. None: no setting may change. command: the command that claims the folder.
+
+    Raises UserError, naming the key to change, if another process uses the folder, if a setting differs, or if the
+    folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
@@ -203,7 +208,8 @@ def _keep(path: Path, root: Path) -> None:
 
 
 def numbered(path: Path, ending: str = "") -> Path:
-    """Return the path with the first number -1, -2, ... that is not used yet. ending: of the file that uses it."""
+    """Return the first of the paths `path`-1, `path`-2, ... that is not used yet. ending: of the file for which the
+    path is meant, such as ".parquet"."""
     names = (f"{path.name}-{number}" for number in count(1))
     return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(f"{name}{ending}")))
 
@@ -211,8 +217,8 @@ def numbered(path: Path, ending: str = "") -> Path:
 def refuse(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
-    """Raise the UserError that `claim` would raise, else return the state that `claim` would give. Nothing is changed.
-    Commands call it before minutes of work."""
+    """Raise the UserError that `claim` would raise with the same arguments. Otherwise return the state that it would
+    give. Nothing is changed, so commands call this before minutes of work."""
     path = Path(path)
     _usable(path)
     if (path / LOCK).exists():
@@ -229,7 +235,8 @@ def refuse(
 
 
 def writable(key: str, path: str | Path) -> None:
-    """Raise UserError, naming the key, if the file or folder cannot be written or created. No files are left."""
+    """Raise UserError if the file or folder cannot be written or created. key: the setting that names it. No files are
+    left."""
     path = Path(path)
     try:
         place = path.absolute().parent if path.is_file() else path.absolute()
@@ -243,7 +250,8 @@ def writable(key: str, path: str | Path) -> None:
 
 @contextmanager
 def held(path: str | Path) -> Iterator[Path]:
-    """Lock a folder that is no run until the block ends, and create it if it is absent. It may have other files."""
+    """Lock a folder until the block ends, and yield it. It is created if it is absent, and may have any files, since it
+    is no run."""
     path = Path(path)
     _folder(path)
     with _locked(path):
@@ -251,7 +259,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 
 def resumable(path: str | Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether the folder has an unfinished run of these very settings."""
+    """Return whether the folder has an unfinished run of exactly these settings."""
     marker = read_marker(Path(path)) or {}
     return marker.get("state") == "unfinished" and marker["settings"] == json.loads(json.dumps(dict(settings)))
 
@@ -263,10 +271,11 @@ def finished(path: str | Path) -> bool:
 
 
 def refuse_unfinished(key: str, path: Path) -> None:
-    """Raise UserError, naming the key, if the path is an unfinished run or lies in one."""
+    """Raise UserError if the path is an unfinished run, or lies directly in one. key: the setting that names the
+    path."""
     for run in (path, path.parent):
         if (read_marker(run) or {}).get("state") == "unfinished":
-            raise UserError(f"{key}={path}: the run {run} is not finished: repeat its command")
+            raise UserError(f"{key}={path}: the run {run} is not finished: repeat its command, which resumes it")
 
 
 def _make(path: Path) -> None:
@@ -301,9 +310,8 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """Return the run in the locked folder `path`. Its files are moved away if `overwrite` is set, or if an earlier move
-    was interrupted.
-    """
+    """Return the run in the locked folder `path`. If `overwrite` is set, or an earlier move was interrupted, its files
+    are moved to `REPLACED` first."""
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker, command)
@@ -322,8 +330,8 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """Return the changed settings, as key -> kind of change, see `claim`. Raises UserError if one of them may not
-    change."""
+    """Return the changed settings as key -> what the change means, see `claim`. before: of the stored run; wanted: of
+    this one. Raises UserError if one of them may not change."""
     old, new = (
         {key: value for key, value in flat(values) if not isinstance(value, dict)} for values in (before, wanted)
     )
@@ -340,9 +348,11 @@ def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: J
 
 
 def _empty(path: Path, marker: dict[str, Any], command: str) -> None:
-    """Move all files except the lock to the folder `REPLACED`. If it has a run already, the files are those of one that
-    did not replace it, and are deleted. The marker has the state "emptying" meanwhile, so that the next claim goes on
-    if this process is killed."""
+    """Move all files except the lock to the folder `REPLACED`. If that folder has a run already, which `path` was meant
+    to replace, the files are deleted instead.
+
+    The marker has the state "emptying" meanwhile, so that the next claim continues if this process is killed.
+    """
     replaced, old = path / REPLACED, path / REPLACED / f"{MARKER}.new"
     if marker["state"] == "finished":  # what is there was to be deleted when this run was finished
         shutil.rmtree(replaced, ignore_errors=True)
@@ -394,7 +404,8 @@ def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock `run.lock`. The system releases the lock when a process dies, so a remaining file blocks nobody."""
+    """Lock `run.lock` in the folder until the block ends. The system releases the lock when a process dies, so a
+    remaining file blocks nobody. Raises UserError if another process has the lock."""
     file = path / LOCK
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -419,7 +430,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is(file: Path, handle: int) -> bool:
-    """Return whether the open `handle` still refers to `file`, which may have been removed and created again."""
+    """Return whether the open file `handle` is still the one at the path `file`, which may have been removed and
+    created again."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -50,11 +50,13 @@ REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
-    """Time speculative and plain decoding in turn on a few prompts, at draft length k.
+    """Time speculative decoding at draft length k and plain decoding, in turn, on a few prompts. Return figures by
+    name.
 
-    Return speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
-    share_of_cost_table. The last one is the measured decoding speed-up divided by the one that is predicted from tau
-    and the seconds of a round. These seconds are measured separately, once for all checkpoints."""
+    They are: speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
+    share_of_cost_table. The last one is the measured decoding speed-up, divided by the one that is predicted from tau
+    and the seconds of a round. These seconds are measured separately, once for all checkpoints.
+    """
     arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
     stats, speedup = timing.stats("speculative"), timing.ratio("speculative", "plain")
@@ -74,8 +76,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. The random numbers are the
-    same at every checkpoint. New tokens are marked as drafted, corrected or bonus."""
+    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. New tokens are marked as
+    drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -88,8 +90,8 @@ def sample_text(plan: Plan, k: int) -> str:
 
 
 def prepare(plan: Plan) -> None:
-    """Calibrate a draft whose kind needs it, and store the result in its config. The ranking prompts are used for it,
-    which are not timed later."""
+    """Calibrate a draft whose kind needs it, and store the result in its config, in place. The ranking prompts are used
+    for it, which are not timed later."""
     if not student_class(plan.kind).calibrated:
         return
     size, replayed = plan.bench, plan.target.device.type == "cuda"
@@ -135,8 +137,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
     k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
-        print(f"bench: plain decoding is expected to be faster here, {chosen.speedup:.2f}x with drafts at best")
-    print(f"bench: {line}; {size.prompts} prompts in turn: speculative, plain, transformers")
+        print(f"bench: plain decoding is expected to be faster here: with drafts, {chosen.speedup:.2f}x at best")
+    print(f"bench: {line}; {size.prompts} prompts are timed with each engine in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, budget.until(TIMING))
     print("bench: exactness on these prompts, and parity on more tokens")
@@ -205,7 +207,8 @@ def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
 
 
 class TimingDisplay(Display):
-    """Display of the progress of a timing. It counts batches, or seconds if there is a deadline (until < inf)."""
+    """The progress of a timing. batches: how many are timed. until: the deadline, a value of time.perf_counter(); inf
+    for none. With a deadline, seconds are counted instead of batches."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()
@@ -214,7 +217,8 @@ class TimingDisplay(Display):
         super().__init__("bench: timing", total, unit)
 
     def known(self, _: int, within: float) -> None:
-        """Store the largest distance of the interval's ends from the speed-up, as a share of the speed-up."""
+        """Store how narrow the interval is, for the next line. within: the largest distance of its ends from the
+        speed-up, as a share of the speed-up."""
         if within < inf:
             self.near = f"interval within {100 * within:.0f} % of the speed-up"
 
@@ -222,7 +226,7 @@ class TimingDisplay(Display):
         """Show that `done` batches were timed."""
         spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
-            note += ", time is over: only the batches that an interval needs"
+            note += ", the time is over: only batches that the interval needs are still timed"
         if self.limited:
             self.to(min(spent, self.seconds), f"{done} batches, {note}")
         else:
@@ -230,12 +234,12 @@ class TimingDisplay(Display):
 
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
-    """Compare the predicted and the measured number of target calls on at least `parity_tokens` tokens. If the time is
-    over, fewer tokens are used, but at least FEW texts.
+    """Compare the predicted and the measured number of target calls on at least `parity_tokens` tokens, and return the
+    figures. If the time is over, fewer tokens are used, but at least FEW texts.
 
-    The prompts are final ones, beginning after those that were timed, and the random numbers are new. until: the
-    deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled rule, whose calls
-    cannot be predicted from the text.
+    The prompts are final ones, beginning after those that were timed, and the random numbers are new. k: the draft
+    length. until: the deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled
+    rule, whose calls cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
@@ -268,8 +272,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 
 
 def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
-    """Measure the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
-    models repeat themselves. late: the time is over, so only two prompts are used."""
+    """Return the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
+    models repeat themselves. k: the draft length. late: whether the time is over, so only two prompts are used."""
     size = plan.bench
     engines = {"speculative": plan.engine(k), "ngram": plan.engine(k, proposer=NGram()), "plain": plan.plain()}
     arms = plan.arms(engines, Sampling(temperature=0))
@@ -286,8 +290,8 @@ def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode a few final prompts and return the record of their rounds for the page, see `inference.report.replay`.
-    extra: the `extra` of the report, which names the draft length or tree."""
+    """Return the record of the rounds in which a few final prompts are decoded, for the page (see
+    `inference.report.replay`). extra: the `extra` of the report, which names the draft length or tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

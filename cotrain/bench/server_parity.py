@@ -34,10 +34,18 @@ Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of the comparison. served: the server's tau. predicted: the tau predicted on the server's texts. z:
-    standard score of the server's rounds under this prediction. ours: this engine's tau on the same prompts. ratio:
-    served / ours, bootstrapped over prompts. speed: the server's tokens per second, over HTTP. unlike: why the texts
-    are not those of the target, if they are not."""
+    """The result of the comparison.
+
+    Args:
+        speed: the server's tokens per second, over HTTP.
+        rounds: the server's.
+        served: the server's tau.
+        predicted: the tau that is predicted on the server's texts.
+        z: standard score of the server's rounds under this prediction.
+        ours: this engine's tau on the same prompts.
+        ratio: served / ours, bootstrapped over prompts.
+        unlike: why the texts are not those of the target; "" if they are.
+    """
 
     tokens: int
     speed: float
@@ -68,17 +76,20 @@ class Parity:
 
 
 def over_http(client: Client, plan: Plan) -> Ask:
-    """Return a function that completes prompts with a running server in the plan's regime. It raises ValueError if the
-    server returns no token ids, or shows no counters of drafts."""
+    """Return a function (prompts, concurrent requests) that completes prompts with a running server in the plan's
+    regime. It raises ValueError if the server returns no token ids, or shows no counters of drafts."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
         before, clock, size = stable_counters(client), time.perf_counter(), plan.bench
         if before is None:
             raise ValueError(
-                f"url: {client.root}/metrics shows no counters of drafts, to compare: serve with a draft, "
+                f"url: {client.root}/metrics shows no counters of drafts, which are compared: serve with a draft, "
                 "and with metrics (vLLM without --disable-log-stats)"
             )
-        print(f"{client.root}: {len(prompts)} texts are asked for, at most {client.timeout:g} s each", file=sys.stderr)
+        print(
+            f"{client.root}: {len(prompts)} texts are requested, which may take at most {client.timeout:g} s each",
+            file=sys.stderr,
+        )
         answers = client.complete(
             prompts, size.new_tokens, plan.sampling, row_ids(prompts), at_once=at_once, ignore_eos=True
         )
@@ -99,8 +110,11 @@ def over_http(client: Client, plan: Plan) -> Ask:
 
 
 def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
-    """Measure the server's tau and this engine's on the same prompts, at draft length k. at_once: concurrent requests.
-    Raises ValueError if the server counted no drafts."""
+    """Measure the server's tau and this engine's on the same prompts, at draft length k, and return the comparison.
+
+    ask: completes prompts with the server, see `over_http`. at_once: concurrent requests. Raises ValueError if the
+    server counted no drafts, and UserError if it drafts another number of tokens than k.
+    """
     draft = plan.proposer()
     prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
@@ -108,7 +122,7 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
         raise ValueError("url: the server counted no drafts: it serves without a draft, or does not show its metrics")
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
-        raise ValueError(f"url: the server counted {counts}: its counters are of something else")
+        raise ValueError(f"url: the server counted {counts}: its counters are not those of drafts")
     drafts = len(counted.by_depth) or max(k, math.ceil(counted.drafted / counted.rounds))  # rounds may be shorter
     if drafts != k:
         raise UserError(f"url: the server drafts {drafts} tokens a round, not {k}: set k={drafts}")
@@ -138,9 +152,8 @@ def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """Return the expected number of rounds of each text (N,), without its first token. The standard deviation of the
-    sum over all texts is returned with it.
-    """
+    """Return the expected number of rounds of each text (N,), without its first token, and the standard deviation of
+    their sum. tokens: the server's ids for each prompt."""
     figures = figures_after(plan, plan.engine(k, BATCH, proposer=draft), draft, prompts, tokens)
     reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
@@ -151,8 +164,8 @@ def rounds_expected(
 def figures_after(
     plan: Plan, engine: Engine, draft: Proposer, prompts: list[list[int]], tokens: list[list[int]], first: int = 1
 ) -> Figures:
-    """Return p and q on texts of another engine, from the token on that its first round begins with. first: the number
-    of tokens of each text that came without a round."""
+    """Return p and q on texts of another engine, from the token on with which its first round begins. tokens: the ids
+    of each text. first: the number of its tokens that came without a round."""
     starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[first:] for text in tokens], [Counts() for _ in tokens])
     return pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)

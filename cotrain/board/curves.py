@@ -57,8 +57,8 @@ SHOWN = (
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """Return the TensorBoard logger of a run. TensorBoard shows it under the name of the folder. again: the first step
-    of a resumed run; curves are replaced from this step on."""
+    """Return the TensorBoard logger of a run. TensorBoard shows it under the name of `folder`, the run's folder. again:
+    the first step of a resumed run; curves are replaced from this step on."""
     return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
@@ -105,8 +105,9 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the final figures of a run: acceptance and tau on all held-out texts in the regime. If the draft was
-    measured (report is not empty), the speed-up with its interval, the timed tau, and exactness as 1 or 0 are added."""
+    """Return the final figures of a run by name. alpha, tau: on all held-out texts in the regime. report: that of the
+    measurement, or {}. With a report, the speed-up with its interval, the timed tau, and exactness as 1 or 0 are
+    added."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out
@@ -118,8 +119,8 @@ def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[s
 
 
 def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
-    """Write final figures to each logger at the last step. In TensorBoard, the figures and the settings `SHOWN` also
-    become a row of the table of hyperparameters."""
+    """Write final figures to each logger. step: the last step. In TensorBoard, the figures and the settings `SHOWN`
+    also become a row of the table of hyperparameters."""
     settings = dict(flat(cfg.model_dump()))
     named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:

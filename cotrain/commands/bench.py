@@ -29,7 +29,7 @@ Further = Callable[[measurement.Plan, Path], dict[str, Any]]
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
-    support its quantisation setting. It is called before weights are loaded."""
+    support its quantisation setting. It is called before weights are loaded. kind: of the draft."""
     refuse_rounded(kind, cfg.quantisation.kind, pair.target)
     size = cfg.bench
     fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
@@ -37,18 +37,20 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def _plan_line(metadata: Metadata) -> str:
-    """Return a line that says what is measured, if the folder's plan is measured."""
+    """Return a line for the user that says what is measured, if it is what the folder was planned with."""
     return (
-        f"bench: {shape(metadata)} and rule {metadata.rule}, as the folder was planned; to choose anew, set "
-        f"bench.depths=[2,4,8], "
-        "bench.trees=16 or verify="
+        f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder was planned; to choose again, "
+        "set bench.depths=[2,4,8], bench.trees=16 or another verify=, for example verify=token"
     )
 
 
 def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
-    """Return the draft length with which the folder was planned, if its length or its tree is to be measured.
-    bench.depths is filled in. Return None if the settings name others (bench.depths, bench.trees, or `typed`, another
-    rule), or if the folder has no plan. Then the fastest of bench.depths is chosen."""
+    """Return the draft length that the folder was planned with, if that length or the planned tree is to be measured.
+    Return None if the folder has no plan, or if the user set bench.depths, bench.trees or another rule (`typed`, the
+    value of verify=); the fastest of bench.depths is then chosen.
+
+    If bench.depths is empty, it is set to `DEPTHS`. The planned length is added to it.
+    """
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
     size.depths = size.depths or DEPTHS
     if metadata is None or not chosen:
@@ -65,10 +67,15 @@ def _write(folder: Path, report: dict[str, Any]) -> None:
 
 
 def run(cfg: BenchConfig, further: Further | None = None) -> None:
-    """Measure, write report.json and the page to `output`, and print the report. further: measures more, which is added
-    to the report's `extra`; it is given the plan of chains, and the output folder."""
+    """Measure, write report.json and the page to `output`, and print the report.
+
+    further: a function that measures more. It is called with the plan without a tree, and with the output folder, and
+    what it returns is added to the report's `extra`.
+    """
     if cfg.draft.path is None:
-        raise UserError("name the draft folder with draft.path=")
+        raise UserError(
+            "draft.path=null: set draft.path= to a draft folder, for example draft.path=outputs/train/draft"
+        )
     settle(cfg.threads, cfg.bench.seed)
     with answering(cfg.as_json) as answer:
         report = _measured(cfg, cfg.draft.path, further)

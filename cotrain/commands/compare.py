@@ -18,7 +18,7 @@ def run(cfg: CompareConfig) -> None:
     if cfg.report:
         file = Path(cfg.report)
         if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):
-            raise UserError(f"report={file} is a file that cotrain compare did not write: name another")
+            raise UserError(f"report={file} is a file that cotrain compare did not write: name another file")
         writable("report", cfg.report)
     with answering(cfg.as_json) as answer:
         runs = read(Path(cfg.folder))

@@ -40,13 +40,13 @@ def run(cfg: DatastoreConfig) -> None:
                 f"output={cfg.output} has a datastore: name another folder, or set overwrite=true"
             ) from error
     print(
-        f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; "
+        f"wrote {place}: {store.about.tokens} tokens of {store.about.documents} documents; to use it, "
         f"cotrain train draft=retrieval draft.datastore={place}"
     )
 
 
 def _documents(source: Source) -> Iterator[list[int]]:
-    """Yield the ids of each text, or of each prompt with its completion."""
+    """Yield the token ids of each document: of a text, or of a prompt with its completion."""
     if isinstance(source, PromptRows):
         yield from ([*row["prompt"], *row["completion"]] for row in source.rows)
         return

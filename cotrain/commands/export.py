@@ -37,18 +37,19 @@ from inference.models.pretrained import positions_of
 
 
 def run(cfg: ExportConfig) -> None:
-    """Write `output` and print the launch command. With `check=<folder>`, only print what is wrong with that folder."""
+    """Write the exported folder to `output` and print the launch command. With `check=<folder>`, only print what is
+    wrong with that folder."""
     if cfg.check:
         if cfg.check is True:  # as other commands have it
-            raise UserError(f"check=true: name the folder that was written, as in check={cfg.output}")
+            raise UserError(f"check=true: name the exported folder instead, for example check={cfg.output}")
         usual = dict(flat(ExportConfig().model_dump()))
         for key, value in flat(cfg.model_dump()):
             if key not in ("check", "as_json") and value != usual[key] and not isinstance(value, dict):
-                raise UserError(f"{key}: with check= no folder is written, so it has no effect; leave one of them out")
+                raise UserError(f"{key}= has no effect with check=, which writes no folder: leave one of them out")
         _check(cfg.check, cfg.as_json)
         return
     if cfg.as_json:
-        raise UserError("json=true: it works only with check=, because an export has no JSON output")
+        raise UserError("json=true: an export has no JSON output, only check= has: leave json= out")
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     _refuse(cfg)
@@ -68,10 +69,12 @@ def run(cfg: ExportConfig) -> None:
         and gguf_file(served) is None
         and cfg.k >= (room := positions_of(load_config(served)[0]))
     ):
-        raise UserError(f"k={cfg.k}: the context of {served} has {room} tokens, for texts and drafts: set k= below it")
+        raise UserError(
+            f"k={cfg.k}: text and drafts share the {room} tokens of the context of {served}: set k={room - 1} or less"
+        )
     plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
     if cfg.dtype != "auto" and not plain:
-        raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written as they are; leave it out")
+        raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written in their own dtype: leave dtype= out")
     if cfg.layout in FEATURES:
         path = _features(cfg, served)
         _print_launch(path, cfg)
@@ -94,20 +97,24 @@ def run(cfg: ExportConfig) -> None:
 
 
 def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:
-    """Return the target that the draft is exported for. Print a line if its weights are not those that the draft was
-    trained for. Raises UserError if no target is named, or one with an adapter."""
+    """Return the name of the target that the draft is exported for: target.path, or the target in `metadata`. Print a
+    line if its weights are not those that the draft was trained for. Raises UserError if no target is named, or one
+    with an adapter."""
     served = cfg.target.path or (metadata.target["name"] if metadata else None)
     if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {metadata.origin['adapter']}"
-        raise UserError(f"{cfg.draft.path} was made for {both}: give the folder of the merged model as target.path=")
+        raise UserError(
+            f"draft.path={cfg.draft.path} was made for {both}: merge the two, and name the folder of the merged model "
+            "with target.path="
+        )
     if served is None:
-        raise UserError(f"{cfg.draft.path} does not name its target: give target.path=")
+        raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
     say_other_weights(str(cfg.draft.path), metadata, served, None)
     return served
 
 
 def _print_launch(path: Path, cfg: ExportConfig) -> None:
-    """Print the folder's path, the advice and figures of its report, and the launch command."""
+    """Print the path of the exported folder, advice and held-out tau from its report, and the launch command."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
@@ -127,15 +134,16 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
 def _push(path: Path, repo: str, target: str) -> None:
     if publishing.local(target):
         print(
-            f"warning: the card names a target on this machine, {place(target)}, which others cannot load: give its "
-            "hub id as target.path=",
+            f"warning: the README names a target on this machine, {place(target)}, which other people cannot load: "
+            "set target.path= to its hub id",
             file=sys.stderr,
         )
     print(f"pushed: {publishing.push(path, repo)}")
 
 
 def _check(path: str, as_json: bool) -> None:
-    """Raise UserError with the problems of a folder that would not load. as_json: print the result first."""
+    """Print that an exported folder is complete. If it would not load, raise UserError with the problems; with
+    `as_json`, the result is printed first."""
     with answering(as_json) as answer:
         problems = hf.check(path)
         if as_json or not problems:
@@ -146,7 +154,7 @@ def _check(path: str, as_json: bool) -> None:
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """Export a feature draft with its model card, and return the folder."""
+    """Export a feature draft with its model card, and return the folder's path. target: hub id or path."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
@@ -180,7 +188,8 @@ def _features(cfg: ExportConfig, target: str) -> Path:
 
 
 def _remarks(written: Metadata) -> list[str]:
-    """Return remarks on what the layout lacks, and on what is served otherwise than planned."""
+    """Return the remarks in an exported draft's metadata: what the layout lacks, and what is served otherwise than
+    planned."""
     remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
     return remarks
 
@@ -193,7 +202,7 @@ def _print_remarks(path: Path) -> None:
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """Export a causal LM as a folder or as a GGUF file, and return the path."""
+    """Export a causal LM as a folder or as a GGUF file, and return the path. target: hub id or path."""
     assert cfg.draft.path
     settings: dict[str, Any] = {
         "target": target,
@@ -209,20 +218,21 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
         try:
             from cotrain.export import gguf
         except ModuleNotFoundError as error:
-            raise UserError("engine=llamacpp: it needs gguf: pip install 'cotrain[gguf]'") from error
+            raise UserError("engine=llamacpp: it needs the package gguf: pip install 'cotrain[gguf]'") from error
         return gguf.export(cfg.draft.path, cfg.output, cfg.k, dtype=dtype, **settings)
     if dtype == "q8_0":
-        raise UserError("dtype=q8_0: only a GGUF file has it: engine=llamacpp")
+        raise UserError("dtype=q8_0: only GGUF files have this dtype: set engine=llamacpp, or another dtype=")
     weights = getattr(torch, dtype) if dtype else None
     return hf.export(cfg.draft.path, cfg.output, cfg.engine, cfg.k, dtype=weights, **settings)
 
 
 def _refuse(cfg: ExportConfig) -> None:
-    """Raise UserError, before weights are read, for an output that may not be replaced or cannot be written."""
+    """Raise UserError for an `output` that may not be replaced or cannot be written. It is called before weights are
+    read."""
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")
     refuse_replaced(path, "README.md", FILES, MARK)
     if path.is_dir() and any(path.iterdir()) and not cfg.overwrite:
-        raise UserError(f"output={path} exists and is not empty: name another folder, or overwrite=true")
+        raise UserError(f"output={path} exists and is not empty: name another folder, or set overwrite=true")
     writable("output", path)

@@ -27,12 +27,15 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 
 def run(cfg: GenerateConfig) -> None:
-    """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow. The last
+    """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow, and a last
     line has the number of target calls and the speed."""
     drafting = {"policy.k": cfg.policy.k, "policy.file": cfg.policy.file, "verify": cfg.verify}
     typed = [key for key, value in drafting.items() if value is not None]
     if typed and not cfg.draft.path:
-        raise UserError(f"{typed[0]}: without a draft nothing is drafted: name one with draft.path=, or leave it out")
+        raise UserError(
+            f"{typed[0]}={drafting[typed[0]]}: it has no effect without a draft: name one with draft.path=, or leave "
+            f"{typed[0]}= out"
+        )
     if {"policy.k", "policy.file"} <= {*typed}:
         raise UserError("set policy.k= (a fixed draft length) or policy.file= (an adaptive policy), not both")
     prompts = _read_by(cfg, _prompts(cfg.prompt, cfg.prompts))
@@ -52,7 +55,8 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def _colored(engine: Engine, prompts: list[str | list[int]], settings: dict[str, Any]) -> None:
-    """Print each text while it is generated, and a summary after the last text."""
+    """Print each text while it is generated, and a summary after the last text. settings: arguments of
+    `Engine.stream`."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
     events, began = list[Event](), time.perf_counter()
@@ -66,32 +70,41 @@ def _colored(engine: Engine, prompts: list[str | list[int]], settings: dict[str,
 
 
 def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
+    """Yield the events, and append each to the list `into`."""
     for event in events:
         into.append(event)
         yield event
 
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
-    """Return the final line. seconds: the time of all texts, including prefill."""
+    """Return the line that ends coloured output, with the meaning of the colours. seconds: the time of all texts,
+    including prefill."""
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
-    kinds = f"{COLORS['drafted']}{drafts} accepted drafts{PLAIN}, {COLORS['corrected']}corrected{PLAIN}, bonus"
+    kinds = (
+        f"colours: {COLORS['drafted']}accepted draft ({drafts}){PLAIN}, {COLORS['corrected']}corrected{PLAIN} "
+        "(replaces a rejected draft), bonus (after all drafts were accepted)"
+    )
     speed = f"{mean:.2f} per call; {tokens / seconds:.0f} tokens per second"
     return f"{tokens} tokens in {len(events)} target calls, {speed}; {kinds}"
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:
-    """Raise UserError if the text of a prompt ended in an error. The message names the first such prompt."""
+    """Raise UserError if the text of a prompt ended in an error. errors: the message of each prompt, or None. The
+    UserError names the first prompt that has one."""
     for number, message in enumerate(errors, 1):
         if message is not None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
 def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | list[int]]:
-    """Fill in settings from the draft folder, and return the prompts: the ids of messages, or texts. Raise UserError,
-    before weights are loaded, for a draft that does not fit the target, and for prompts that do not fit into the
-    context."""
+    """Return the prompts: the ids of messages, or texts. Settings that `cfg` leaves open are set to those of the draft
+    folder.
+
+    rows: places, and rows of data. Raises UserError, before weights are loaded, for a draft that does not fit the
+    target, and for prompts that do not fit into the context.
+    """
     metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, `load` chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
@@ -131,8 +144,8 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         longest = max(longest, tokens)
     if longest + cfg.max_new_tokens > room:
         print(
-            f"max_new_tokens={cfg.max_new_tokens}: after the longest prompt, the {room} tokens of the context leave "
-            f"room for {room - longest}",
+            f"max_new_tokens={cfg.max_new_tokens}: the context has {room} tokens, so after the longest prompt at most "
+            f"{room - longest} are generated",
             file=sys.stderr,
         )
     with user_errors():
@@ -145,7 +158,7 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """Return the engine of a draft folder, or an engine for plain decoding if there is only a target."""
+    """Return the engine with the draft folder's draft, or an engine for plain decoding if no draft is named."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.verify is None else {"verify": cfg.verify}
         if cfg.policy.k is not None:
@@ -161,10 +174,13 @@ def _engine(cfg: GenerateConfig) -> Engine:
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
-    """Return the prompts as rows of data with their places: `prompt`, the rows or lines of the file `prompts`, or
-    standard input. Standard input is one prompt. With `prompts=-` it has one prompt per line."""
+    """Return (place, row of data) for each prompt. place: where the prompt is, for messages.
+
+    prompt: the text; prompts: a file of rows or lines, or "-" for one prompt per line of standard input. If both are
+    None, standard input is one prompt. Raises UserError if both are set, or if there is no prompt.
+    """
     if prompt is not None and prompts is not None:
-        raise UserError("set either prompt= (the text) or prompts= (a file with one prompt per line), not both")
+        raise UserError("set prompt= (the text) or prompts= (a file with one prompt per line), not both")
     if prompt is not None and not prompt:
         raise UserError("prompt= is empty: set it to the text that is to be continued")
     if prompt == "null":  # as every other setting is unset

@@ -50,9 +50,9 @@ Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def run(cfg: PlanConfig) -> None:
-    """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. With `log=`,
-    compare a server's counters with the plan in `output` instead; with `shapes=`, time drafts that do not exist yet;
-    with `costs=` and no draft, forecast drafts of each acceptance."""
+    """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. Three settings
+    ask for something else: `log=` compares a server's counters with the plan in `output`; `shapes=` times drafts that
+    do not exist yet; `costs=` without a draft forecasts drafts of each acceptance."""
     with answering(cfg.as_json) as answer:
         if cfg.log is not None:
             compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
@@ -61,12 +61,13 @@ def run(cfg: PlanConfig) -> None:
         paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
         if paths and cfg.shapes or not (paths or cfg.shapes or cfg.costs):
             raise UserError(
-                "name a draft folder with draft.path=, or several with drafts=[a,b], or shapes= of drafts "
-                "that do not exist yet, and not both"
+                "name a draft folder with draft.path=, or several with drafts=[a,b]; or, without a draft folder, "
+                "drafts that do not exist yet with shapes="
             )
         if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
             raise UserError(
-                "costs: rounds of another machine cannot be timed here: leave out measure=, shapes= and bench.trees="
+                f"costs={cfg.costs}: these are of another machine, so nothing is timed here: leave out measure=, "
+                "shapes= and bench.trees="
             )
         settle(cfg.threads, cfg.bench.seed)
         refuse(cfg.output, cfg.overwrite)
@@ -74,7 +75,8 @@ def run(cfg: PlanConfig) -> None:
 
 
 def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
-    """Forecast drafts, write the files, and return the content of plan.json and the text to print."""
+    """Forecast the drafts of the folders `paths`, write the files, and return the content of plan.json and the text to
+    print."""
     began = time.monotonic()
     settings = {path: _settings(cfg, path) for path in paths}
     _refuse_others(settings)
@@ -100,11 +102,12 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
-    """Time drafts of these shapes, write plan.json, and return its content and the text to print."""
+    """Time drafts of the shapes in `cfg`, write plan.json, and return its content and the text to print. In `cfg`,
+    settings of the target that are open are set."""
     began = time.monotonic()
     if cfg.measure or cfg.temperatures:
         raise UserError(
-            "shapes: a draft that does not exist yet has no acceptance to forecast or measure: leave out "
+            "shapes=: drafts that do not exist yet have no acceptance, so only their costs are timed: leave out "
             "measure= and temperatures="
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
@@ -120,7 +123,7 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 
 
 def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
-    """Forecast drafts of each acceptance by the costs of a file, write plan.json, and return its content and the text
+    """Forecast drafts of each acceptance by the costs in a file, write plan.json, and return its content and the text
     to print."""
     speedups = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
     plan = {"environment": environment(), "speedups": speedups}
@@ -131,7 +134,7 @@ def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 
 
 def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
-    """Return the entries of plan.json that say how it was made."""
+    """Return the entries of plan.json that say how it was made. texts: the target's texts, by temperature."""
     return {
         "environment": environment(),
         "settings": {
@@ -147,7 +150,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
-    """Return the settings for one draft, with those of its folder filled in. Raises the errors of `resolved`."""
+    """Return a copy of the settings for the draft folder `path`; settings that are open are set to those of the folder.
+    Raises the errors of `resolved`."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)
@@ -155,15 +159,15 @@ def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
 
 
 def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
-    """Raise UserError unless all drafts are for the same target, regime and form of prompts, since they share the
-    target's texts. Without data.path= their folders must have the same prompts: a draft may have learnt from prompts
-    that another one did not."""
+    """Raise UserError unless all drafts have the same target, regime and form of prompts, since they share the target's
+    texts. Without data.path= their folders must have the same prompts: a draft may have learnt from prompts that
+    another one did not. settings: by draft folder."""
     (first, one), *others = settings.items()
     for path, other in others:
         if one.data.path is None and _own_prompts(path) != _own_prompts(first):
             raise UserError(
-                f"drafts: {first} and {path} have not the same prompts set aside: name prompts that "
-                "neither has learnt from with data.path="
+                f"drafts: the folders {first} and {path} have different prompts to measure on: with data.path=, name "
+                "prompts that neither draft has learnt from"
             )
         for key in (*SHARED, *(() if one.temperatures else ("regime.temperature",))):
             mine, theirs = (reduce(getattr, key.split("."), cfg) for cfg in (one, other))
@@ -179,7 +183,8 @@ def _own_prompts(path: str) -> bytes | None:
 
 
 def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
-    """Load the draft of `cfg`, and join it with the target. pair: the target and its tokenizer."""
+    """Load the draft of `cfg`, and return its plan. pair: the target and its tokenizer. In `cfg`, the planned draft
+    length is added to bench.depths."""
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
     draft_folder, outline = measured(path), refuse_pair(path, name, cfg.target.trust_remote_code)
     room, start = room_of(outline), start_of(outline.target)
@@ -191,12 +196,12 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
     if metadata and metadata.tree and not size.trees:
         nodes = len(metadata.tree.parents)
         print(
-            f"plan: {path} is served with a tree of {nodes} nodes, and forecasts are of chains: bench.trees={nodes} "
-            "adds those of trees"
+            f"plan: {path} is served with a tree of {nodes} nodes, but only chains are forecast: set "
+            f"bench.trees={nodes} to forecast trees too"
         )
     return plan_of(cfg, draft_folder, pair, size, cfg.verify, given=given)
 
 
 def _best(drafts: list[Drafted]) -> Drafted:
-    """Return the draft with the highest mean of the logarithms of its speed-ups, as recommended."""
+    """Return the draft to recommend: the one with the highest geometric mean of its forecast speed-ups."""
     return max(drafts, key=lambda one: sum(torch.tensor([cell.speedup for cell in one.cells.values()]).log().tolist()))

@@ -18,9 +18,10 @@ from inference.measure.environment import environment
 
 
 def run(cfg: ServeCheckConfig) -> None:
-    """Query the server and write report.json to `output`. Raises UserError if the acceptances differ."""
+    """Query the server, write report.json to `output`, and print the comparison. Raises UserError if the server's
+    acceptance is too far from the prediction or from this engine's."""
     if cfg.url is None or cfg.draft.path is None:
-        raise UserError("name the server with url= and the draft that it serves with draft.path=")
+        raise UserError("set url= to the server, and draft.path= to the draft folder that it serves")
     with answering(cfg.as_json) as answer:
         report, figures = _compared(cfg, cfg.url, cfg.draft.path)
         answer(report, f"{cfg.url}: {figures.line()}")
@@ -38,7 +39,7 @@ def run(cfg: ServeCheckConfig) -> None:
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """Measure the server, write the report, and return it with its figures."""
+    """Measure the server at `url`, write the report, and return it with the comparison."""
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
     refuse(cfg.output, cfg.overwrite)
@@ -48,7 +49,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     (target, tokenizer), metadata = models(cfg), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
     if k is None:
-        raise UserError(f"{draft_path} names no draft length: set k= to the draft length of the server")
+        raise UserError(f"draft.path={draft_path} names no draft length: set k= to the draft length of the server")
     others = {"objective": objective(cfg.objective)} if cfg.objective else {}
     size = Bench(
         prompts=cfg.prompts,

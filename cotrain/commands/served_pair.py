@@ -52,8 +52,8 @@ UNSAID = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **asdict(ServedAs()), "d
 
 
 class Pair(NamedTuple):
-    """A target and a draft as models without storage, and the target's tokenizer. draft: None if its folder has no
-    weights."""
+    """A target and a draft as models without storage (no weights), and the target's tokenizer. draft: None if its
+    folder has no weights."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -61,12 +61,15 @@ class Pair(NamedTuple):
 
 
 def resolved(cfg: DraftFolderConfig) -> str:
-    """Return the target's path. It is `target.path` or, if that is null, the target that the draft folder names.
+    """Return the target's path: `target.path`, or the target that the draft folder names.
 
-    target.path, target.adapter and the settings of `as_trained` are filled in. Raises UserError if the draft folder is
-    invalid, or if no target is named."""
+    Also sets, in `cfg`, target.path, target.adapter and the settings of `as_trained`. Raises UserError if the draft
+    folder is invalid, or if no target is named.
+    """
     if cfg.draft.path is None:
-        raise UserError("name the draft folder with draft.path=")
+        raise UserError(
+            "draft.path=null: set draft.path= to a draft folder, for example draft.path=outputs/train/draft"
+        )
     metadata = folder(cfg.draft.path).metadata
     if cfg.target.path is None:
         if metadata is None:
@@ -79,10 +82,10 @@ def resolved(cfg: DraftFolderConfig) -> str:
 
 
 def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | None) -> None:
-    """Replace the open settings of `KNOWN` by the values `stored` in the draft folder. If the user set other values,
-    print a line that lists them.
+    """Set the settings of `KNOWN` that `cfg` leaves open to the values that the draft folder stores. If the user set
+    other values, print a line that lists them.
 
-    metadata: that of the folder. `UNSAID` has the values that a folder lacks.
+    metadata: that of the folder, or None. A value that the folder lacks is that of `UNSAID`.
     """
     said, typed = stored(metadata) if metadata else {}, []
     for key, (stored_as, left_open) in KNOWN.items():
@@ -106,7 +109,7 @@ def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | Non
 
 
 def shape(metadata: Metadata) -> str:
-    """Return in words what a draft folder was planned with."""
+    """Return text that says what a draft folder was planned with: a tree or a draft length."""
     return f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
 
 
@@ -124,10 +127,11 @@ def folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """Return the pair without storage. A warning is printed if the draft is larger than the target.
+    """Return the pair that a draft folder and a target make, without storage. A warning is printed if the draft is
+    larger than the target.
 
-    Raises UserError, before weights are loaded, in three cases: the target is missing, the draft has other token ids,
-    or the draft does not fit the target (`Proposer.fits`).
+    target_path: a hub id or folder. Raises UserError, before weights are loaded, in three cases: the target is missing,
+    the draft has other token ids, or the draft does not fit the target (`Proposer.fits`).
     """
     draft_folder = folder(draft_path)
     try:
@@ -154,8 +158,8 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
 
 
 def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """Return a folder's network without storage, or None if its kind has no network. Raises OSError or ValueError if
-    the files are missing or invalid."""
+    """Return the network of a draft folder without storage, or None if its kind has no network. network: the class of
+    the kind's network. Raises OSError or ValueError if the files are missing or invalid."""
     if network is None:
         return None
     if network is CausalLM:
@@ -173,14 +177,14 @@ def measured(path: str) -> Folder:
     draft_folder = folder(path)
     if draft_folder.kind not in KINDS:
         raise UserError(
-            f"draft.path: {path} is of kind {draft_folder.kind!r}; the kinds that can be measured are "
+            f"draft.path={path} is a draft of kind {draft_folder.kind!r}, which cannot be measured: name one of kind "
             f"{', '.join(KINDS)}"
         )
     return draft_folder
 
 
 def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the network of a draft folder on the target's device. Raises the errors of `load_draft`."""
+    """Return the network of a draft folder, loaded on the target's device. Raises the errors of `load_draft`."""
     network_class = kind_of(draft_folder.kind).network_class
     draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)
@@ -195,8 +199,11 @@ def plan_of(
     verify: str | None,
     **others: Any,
 ) -> Plan:
-    """Return the plan that measures the draft of a folder as the folder says. The settings of `cfg` must be those of
-    `resolved`. models: the target and its tokenizer. others: further fields of the plan."""
+    """Return the plan that measures the draft of a folder as the folder says, with the draft loaded.
+
+    cfg: settings that `resolved` has completed. models: the target and its tokenizer. verify: the rule. others: further
+    fields of the plan.
+    """
     assert verify is not None
     drafting = {"objective": draft_folder.metadata.objective} if draft_folder.metadata else {}
     return Plan(
@@ -212,7 +219,7 @@ def plan_of(
 
 
 def room_of(pair: Pair) -> int:
-    """Return the length of the longest text that both models can read."""
+    """Return the length in tokens of the longest text that both models can read."""
     return min(positions_of(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
@@ -225,21 +232,27 @@ def prompts(
     draft: Path | None = None,
     key: str = "bench.prompt_tokens",
 ) -> Prompts:
-    """Return the prompts to measure on. These are the prompts of data.path that are not in the training split, and do
-    not begin like one of it. Without data.path they are those that the folder `draft` has, and without these the
-    shipped ones.
+    """Return the prompts to measure on.
 
-    Prompts of a folder were not learnt from and ranked no checkpoint; the `PART`-th part of them ranks draft lengths.
-    room: the largest allowed number of tokens of a prompt, if the user did not set `key`. size.prompt_tokens is then
-    raised for texts that have a domain without a prompt of that length. The value in the folder is for other texts."""
+    With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
+    Without it, they are those that the draft folder has: the draft did not learn from them, and they ranked no
+    checkpoint; the `PART`-th part of them ranks draft lengths. If the folder has none, they are the shipped ones.
+
+    Args:
+        size: has the prompt length (size.prompt_tokens) and the seed. The prompt length is changed in place if `room`
+            is given and a domain has no prompt of that length.
+        room: the most tokens that a prompt may have, if the user left the prompt length open.
+        draft: the draft folder, or None.
+        key: the setting that has the prompt length, for messages.
+    """
     encoder = target.config.is_encoder_decoder
     own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
     if own is None and data.path is None:
         file = draft / REPORT if draft else None
         if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
             print(
-                f"prompts: those of this package, and {file} is of other ones: data.path= names the texts "
-                "that the draft learnt from, of which the held-out prompts are taken",
+                f"prompts: the shipped ones are used, but {file} was measured on the user's: set data.path= to the "
+                "texts that the draft learnt from, and their held-out prompts are used",
                 file=sys.stderr,
             )
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")

@@ -27,9 +27,15 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs]) -> dict[str, Any]:
-    """Return the entry of a shape in plan.json. settings: those of `cotrain train`. parameters: of the draft. costs: by
-    number of rows. by_acceptance: for each of `ACCEPTANCES`, the speed-up over plain decoding and the best draft
-    length, 0 for plain decoding."""
+    """Return the entry of a shape in plan.json.
+
+    settings: the shape, as settings of `cotrain train`. kind: of the draft. parameters: their number. costs: seconds of
+    rounds, by number of rows.
+
+    For each number of rows, the entry has the seconds of rounds, the acceptance from which on drafts pay
+    (`break_even`), and `by_acceptance`: for each of `ACCEPTANCES`, the speed-up over plain decoding and the best draft
+    length, which is 0 for plain decoding.
+    """
     rows = {}
     for count, one in costs.items():
         by_acceptance = {
@@ -48,13 +54,14 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
 def shapes(
     cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> list[dict[str, Any]]:
-    """Time the shapes of `cfg.shapes`, `composed` each, with a target and its tokenizer, and return the `entry` of
-    each. Raises the errors of `assembly.initial`."""
+    """Time the shapes of `cfg.shapes`, and return the `entry` of each. composed: the settings of each shape, see
+    `composed_shape`. pair: a target and its tokenizer. Raises the errors of `assembly.initial`."""
     return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
 def composed_shape(settings: str) -> TrainConfig:
-    """Return the settings of a shape. Raises UserError if they are not those of `cotrain train`."""
+    """Return the settings of `cotrain train` that a shape stands for. settings: the shape, as "key=value key=value".
+    Raises UserError if it is not such settings."""
     typed = quote(settings.split())
     try:
         cfg = checked("train", compose("train", overrides=typed))
@@ -90,7 +97,7 @@ def _timed(
 
 
 def shape_table(timed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the shapes, by their entries, as a table."""
+    """Return a table of the shapes as text. timed: the `entry` of each."""
     head = [
         "shape",
         "parameters",

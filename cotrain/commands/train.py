@@ -45,7 +45,7 @@ def run(cfg: TrainConfig) -> float | None:
         cfg.overwrite = False
         if not rank():
             print(
-                f"output={cfg.output} has an unfinished run of the same settings, which goes on; to start anew, "
+                f"output={cfg.output} has an unfinished run of the same settings, which is resumed; to start again, "
                 "delete the folder"
             )
     deadline, work = Deadline(cfg.minutes, time.monotonic()), joint.joint if cfg.mode == "joint" else train
@@ -90,8 +90,8 @@ def run(cfg: TrainConfig) -> float | None:
 
 
 def _damage(cfg: TrainConfig) -> str:
-    """Return what is wrong with the draft folder of a finished run, "" if nothing is. Raises UserError if there is no
-    checkpoint to write it again from."""
+    """Return what is wrong with the draft folder of a finished run, "" if nothing is. Raises UserError if it is damaged
+    and there is no checkpoint from which it can be written again."""
     draft = Path(cfg.output) / "draft"
     try:
         stored = read_draft(draft)
@@ -111,15 +111,15 @@ def _damage(cfg: TrainConfig) -> str:
 
 
 def _go_on(cfg: TrainConfig) -> None:
-    """Read prompts as the run in `output` began to, which may be by an earlier version's default."""
+    """Set data.chat, if it is null, to that of the run in `output`, which may be an earlier version's default."""
     marker = None if cfg.overwrite else read_marker(Path(cfg.output))
     if marker and marker.get("command") == "train" and cfg.data.chat is None:
         cfg.data.chat = marker["settings"].get("data", {}).get("chat")
 
 
 def swept(outputs: list[str]) -> None:
-    """Print the tables of a sweep. One has the measured speeds. The other has held-out figures, compared with the first
-    run at the temperatures that all runs share."""
+    """Print the tables of a sweep: one of the measured speeds, and one of the held-out figures, each compared with the
+    first run at the temperatures that both have. outputs: the folders of the runs."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
         print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))

@@ -25,7 +25,7 @@ class Mark(Enum):
 
 
 class With(NamedTuple):
-    """The kinds of init= with which a field of a draft is read."""
+    """The values of init= with which a field of a draft is read."""
 
     inits: tuple[str, ...]
 
@@ -36,20 +36,22 @@ SCRATCH, NEW = With(("scratch",)), With(("scratch", "target_layers"))  # NEW: th
 class Settings(BaseModel):
     """A group of settings. A field has a type with its range, a default, and a docstring that says what it does.
 
-    presets: the options of Hydra's group, as name -> the fields that differ from the defaults; {}: the options are
-    files of conf/; None: the settings are no group.
+    presets: the options of Hydra's group, as name -> the fields that differ from the defaults. {}: the options are
+    files of conf/. None: the settings are no group.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
     presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the fields that nothing reads in a run of the settings `run`, with the reason and what to set."""
+        """Return the fields that nothing reads in this run, as name -> the reason and what to set. run: the settings of
+        the command."""
         return {}
 
 
 def fields(settings: type[Settings], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key of each field, including those of groups and of all kinds of a draft, and the field."""
+    """Yield (key, field) for each field of `settings`, of the groups in it and of all kinds of draft. The key is
+    dotted. before: what keys begin with."""
     for name, field in settings.model_fields.items():
         key = f"{before}{field.alias or name}"
         yield key, field
@@ -75,12 +77,12 @@ def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Return the range of a text that is one of `names`."""
+    """Return the range of a field that is one of the texts `names`."""
     return allowed(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def at_least(least: float) -> AfterValidator:
-    """Return the range of a finite number with a lower end."""
+    """Return the range of a field that is a finite number, `least` or more."""
     return allowed(f"at least {least}", lambda value: least <= value < math.inf)
 
 

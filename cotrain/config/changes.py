@@ -13,10 +13,14 @@ BUDGETS = marked(TrainConfig, Mark.LONGER)
 
 
 def change(key: str, old: Any, new: Any, rounds: int = 1, draft: type[Settings] | None = None) -> Change:
-    """Return what a changed setting means: the weights of a run stay as they are ("free"), the training gets longer
-    ("longer"), or it is another run ("other"). "same": an earlier version had another default that meant the same, or
-    read nothing of it. rounds: rounds of sampling. draft: the settings of its kind. A budget is a number, or None
-    without a limit."""
+    """Return what a changed setting means for the run that is resumed.
+
+    "same": the old value meant the same, or nothing read it. "free": the weights of the run stay as they are. "longer":
+    its training gets longer. "other": it is another run.
+
+    key, old, new: the setting and its values; a budget is a number, or None for no limit. rounds: rollout.rounds.
+    draft: the class of the draft's settings.
+    """
     group, _, name = key.partition(".")
     lacking = group == "draft" and draft is not None and name not in draft.model_fields
     unknown = key == "target.weights" and None in (old, new)  # of an earlier version, or not on this machine

@@ -14,10 +14,10 @@ Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 
 
 
 class Draft(Settings):
-    """What all kinds have. A setting that only other kinds have is None, for code that reads all kinds.
+    """What all kinds of draft have. A setting that only other kinds have is None, for code that reads all kinds.
 
     trained: False for kinds that are measured and exported without training. one_start: whether init=scratch and
-    init=target_layers make the same draft. layers_with: the kinds of init= with which init.layers is read.
+    init=target_layers make the same draft. layers_with: the values of init= with which init.layers is read.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -27,7 +27,8 @@ class Draft(Settings):
 
     kind: str
     quantisation: Annotated[str, one_of("none", "int8", "nf4")] = "none"
-    """Of the projections when served: none, int8 or nf4; training is then quantisation-aware."""
+    """The weights of the projections when the draft is served: none, int8 or nf4; with int8 and nf4, training is
+    quantisation-aware."""
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_KINDS:
@@ -36,11 +37,11 @@ class Draft(Settings):
 
     @property
     def by_depth(self) -> bool:
-        """Whether the draft's distribution depends on the depth."""
+        """Return whether the draft's distribution depends on the depth."""
         return "depths" in type(self).model_fields
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that this kind does not read with this init=."""
+        """Return the settings of this kind that are not read with the run's init=."""
         read = {
             name: one.inits
             for name, field in type(self).model_fields.items()
@@ -148,7 +149,7 @@ class EarlyExitDraft(_Started):
     layers: NewSize = None
     """null: chosen before training, from measured costs and from what linear exits accept."""
     rank: Annotated[Count, NEW] = 16
-    """Of the change; 0: none."""
+    """The rank of the change; 0: no change."""
     depths: Size | None = 4
 
     @property
@@ -156,8 +157,9 @@ class EarlyExitDraft(_Started):
         return self.rank > 0
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the depths too, if an exit without a change drafts alike at all of them."""
-        alike = "with draft.rank=0 an exit drafts alike at every depth: leave it out, or set draft.rank=16"
+        """Return the settings of `Draft.unread`, and the depths if the exit has no low-rank change, so its distribution
+        is the same at all depths."""
+        alike = "with draft.rank=0 an exit drafts in the same way at every depth: leave it out, or set draft.rank=16"
         return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
 
 

@@ -42,7 +42,7 @@ class Regime(Settings):
 
 
 class ServedRegime(Settings):
-    """The regime of a command that opens a draft folder. null selects the value stored in the folder."""
+    """The regime of a command that opens a draft folder. null: the value that the folder stores."""
 
     presets = {}
 
@@ -52,8 +52,8 @@ class ServedRegime(Settings):
 
 
 class PolicySettings(Settings):
-    """Draft length of a command. k: the draft length of every round; null selects the plan, a draft length or a tree,
-    stored in the draft folder."""
+    """The draft length of a command. k: the draft length of every round. null: as the draft folder was planned, with a
+    draft length or a tree."""
 
     presets = {"fixed": {}, "planned": {"k": None}}
 
@@ -61,7 +61,7 @@ class PolicySettings(Settings):
 
 
 class ServedPolicy(PolicySettings):
-    """The same where drafts may be left out (k=0)."""
+    """As `PolicySettings`, for commands to which drafts may be left out (k=0)."""
 
     k: Count | None = 4
     file: Path = None
@@ -69,13 +69,14 @@ class ServedPolicy(PolicySettings):
 
 
 class Model(Settings):
-    """A model on disk or on the hub; of a command with a draft folder, null is the target that the folder names."""
+    """A model on disk or on the hub. path=null, in a command that opens a draft folder: the target that the folder
+    names."""
 
     path: Path = None
 
 
 class ServedTarget(Settings):
-    """The target of a command that opens a draft folder. path=null selects the target and the adapter that the folder
+    """The target of a command that opens a draft folder. path=null: the target and the adapter that the folder
     names."""
 
     path: Path = None
@@ -86,9 +87,11 @@ class ServedTarget(Settings):
 
 
 class Target(ServedTarget):
-    """The model that is served. path=bundled selects the model shipped in data/target. adapter: a PEFT folder. It is
-    merged into the weights, before `int8_rows` rounds them, or runs without being merged if these are
-    quantised otherwise."""
+    """The model that is served. path=bundled selects the model shipped in data/target.
+
+    adapter: a PEFT folder. It is merged into the weights (before quantisation.kind=int8_rows rounds them) or, if they
+    are quantised otherwise, runs beside them, unmerged.
+    """
 
     presets = {}
 
@@ -121,8 +124,8 @@ class Init(Settings):
 
 
 class Loss(Settings):
-    """The loss expressions of a training, see losses.spec: `first` until the fraction `switch` of the steps is done,
-    and `then` afterwards."""
+    """The loss expressions of a training (the module `cotrain/losses/spec.py` says how they are written): `first` until
+    the fraction `switch` of the steps is done, and `then` afterwards."""
 
     presets = {
         **{name: {"first": name, "then": None, "switch": 1.0} for name in LOSSES},
@@ -138,10 +141,11 @@ class Loss(Settings):
     number of target calls that acceptance at this depth saves."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return what a loss without a second one, or a draft without depths, does not read."""
+        """Return `then` and `switch` if there is no second loss, and `decay` for a draft whose distribution does not
+        depend on the depth."""
         wrong = {}
         if run.draft.trained and not run.draft.by_depth:
-            wrong["decay"] = "this draft has one distribution for all depths: leave it out"
+            wrong["decay"] = "this draft has the same distribution at all depths: leave it out"
         if self.switch >= 1:
             wrong["then"] = "the loss never switches: set loss.switch=0.5"
         if self.then is None:
@@ -150,9 +154,9 @@ class Loss(Settings):
 
 
 class Data(Settings):
-    """Source of the user's texts. A row is a whole prompt, a text that begins with a prompt, or a conversation, see
-    data.rows. The embedded corpora are texts from this machine: the standard library, installed packages, and records
-    from a seeded generator."""
+    """Source of the user's texts. A row is a whole prompt, a text that begins with a prompt, or a conversation; the
+    module `cotrain/data/rows.py` says how they are told apart. The embedded corpora are texts from this machine: the
+    standard library, installed packages, and records from a seeded generator."""
 
     presets = {"embedded": {}, "self": {"from_target": True}}
 
@@ -160,9 +164,11 @@ class Data(Settings):
     """A jsonl, parquet, csv or text file (also compressed), a glob, a folder of such files, a saved data set, or a hub
     id. null selects the embedded corpora."""
     from_target: bool = False
-    """With path=null: the target samples the prompts itself, see rollout.self_prompts (arXiv 2406.08464)."""
+    """With path=null: the target samples the prompts itself, as in cotrain/rollout/self_prompts.py (arXiv
+    2406.08464)."""
     column: str | None = None
-    """Of prompts, texts or conversations; null: by the names that data.rows knows."""
+    """The column of prompts, texts or conversations; null: messages, conversations, prompt, instruction or text,
+    whichever of them a row has first."""
     split: str = "train"
     bytes: dict[str, int] = {"code": 4_000_000, "prose": 2_500_000, "records": 500_000}
     """Embedded corpora: the size of each domain, for training."""
@@ -178,7 +184,7 @@ class Data(Settings):
     embedded_shares: dict[str, Share] = {"records": 0.1}
     """The same for embedded domains that `shares` does not name; few records are enough to learn from."""
     config: str | None = None
-    """Of a data set that has several."""
+    """The configuration, of a data set that has several."""
     chat: bool | None = None
     """Whether a prompt or text becomes a user's message in the target's chat template. null: prompts do, if the target
     has a template. Messages always do."""
@@ -187,7 +193,7 @@ class Data(Settings):
     take: int = 20_000
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return what texts of this source do not read."""
+        """Return the settings that do not apply to this source of texts."""
         path, wrong = str(self.path), {}
         file = File(path).is_file() or bool(set(path) & set("*?["))
         if not self.streaming:
@@ -207,17 +213,18 @@ class Rollout(Settings):
     presets = {"default": {}}
 
     texts: TrainingSize = 600
-    """At most, per domain, for training."""
+    """The most texts per domain, for training."""
     held_out_texts: TrainingSize = 24
-    """At most, per domain, for evaluation."""
+    """The most texts per domain, for evaluation."""
     prompt_tokens: Count = 0
     """Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
     data.path do not exceed, or 48 if data.path has no prompts."""
     new_tokens: TrainingSize = 208
     temperatures: Annotated[list[Temperature], Mark.TRAINING, Mark.FREE] = [0.0, 0.5, 1.0]
-    """Of the held-out texts."""
+    """The temperatures of the held-out texts."""
     train_temperatures: Annotated[list[Temperature], Mark.TRAINING] = []
-    """Of the training texts, equally many at each; an empty list: draft.temperatures, or the regime's temperature."""
+    """The temperatures of the training texts, equally many texts at each; []: draft.temperatures, or the regime's
+    temperature."""
     rows: TrainingSize = 32
     """Prompts that are continued at once."""
     rounds: TrainingSize = 1
@@ -229,14 +236,14 @@ class Rollout(Settings):
     """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return what only a training reads."""
+        """Return the settings that only `cotrain train` reads."""
         why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave it out"
         return {} if hasattr(run, "trainer") else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
 
 
 class Joint(Settings):
-    """Settings of mode=joint, which trains an adapter of the target together with the draft, see training.joint: the
-    target moves a little, so that it agrees more with its draft."""
+    """Settings of mode=joint, which trains an adapter of the target together with the draft (the module
+    `cotrain/training/joint.py`). The target changes a little, so that it agrees more with its draft."""
 
     presets = {"default": {}}
 
@@ -244,15 +251,16 @@ class Joint(Settings):
     """The bound: mean KL(original target || moved target), in nats per token of held-out texts of both, certified with
     95 % confidence."""
     rank: Size = 8
-    """Of the LoRA adapter in every projection of the target."""
+    """The rank of the LoRA adapter in every projection of the target."""
     lr: Fraction = 1.0e-3
     """Learning rate of the adapter."""
     warm_steps: Count = 600
-    """First steps: the draft learns alone from the original target; 0: draft.path= has learnt."""
+    """The first steps, in which only the draft learns, from the original target; 0: the draft of draft.path= has
+    learnt."""
     steps: Size = 300
-    """Steps of both; afterwards the draft learns trainer.steps= from the moved target."""
+    """Steps in which both learn; afterwards the draft learns trainer.steps= from the changed target."""
     every: Size = 1
-    """The adapter moves in one of so many steps."""
+    """The adapter is updated in one of so many steps."""
     weight: Least | None = None
     """A fixed weight of the KL, without a bound; null: adapted so that the bound holds."""
     detach: Share = 0.0
@@ -261,7 +269,7 @@ class Joint(Settings):
     """Export the pair even if its KL is not certified to be within epsilon."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return all fields, if the run is not of this mode."""
+        """Return all fields, if the run has another mode."""
         if run.mode == "joint":
             return {}
         return dict.fromkeys(Joint.model_fields, "it applies to joint training: set mode=joint")
@@ -329,7 +337,7 @@ class Trainer(Settings):
     """tensorboard; wandb: TensorBoard and Weights & Biases."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return what a run without measurements does not read."""
+        """Return `patience`, if the run measures nothing."""
         return {} if run.measure else {"patience": "it applies to measured runs only: set measure=true"}
 
 
@@ -337,7 +345,8 @@ class Bench(Settings):
     """The sizes of the benchmark.
 
     minutes=0 measures exactly these sizes. Otherwise prompts are timed until the speed-up's 95 % interval is narrow
-    enough (see `interval`) or the minutes are over. Fewer parity tokens are sampled if the time requires it."""
+    enough (see `interval`) or the minutes are over; fewer parity tokens are sampled if the minutes do not suffice.
+    """
 
     presets = {
         "default": {},
@@ -373,7 +382,7 @@ class Bench(Settings):
 
 
 class ServedBench(Bench):
-    """The same for commands that open a draft folder, which then has the values that are left open."""
+    """As `Bench`, for commands that open a draft folder. Values that are left open are those of the folder."""
 
     prompt_tokens: Count = 48
     """0: the value stored in the draft folder."""
@@ -381,7 +390,7 @@ class ServedBench(Bench):
 
 
 class FolderBench(ServedBench):
-    """The same for `cotrain bench`."""
+    """As `ServedBench`, for `cotrain bench`."""
 
     depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
     """As in Bench; []: the length or the tree that the folder was planned with."""

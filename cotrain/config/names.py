@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting of earlier versions. neutral: the value at which it changed nothing. instead: what to do now."""
+    """A setting of earlier versions. neutral: the value with which it had no effect. instead: what the user should do
+    now."""
 
     neutral: Any
     instead: str
@@ -51,7 +52,8 @@ PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """Return the error message for an unknown key; it names the most similar known key, or says that it was removed."""
+    """Return the error message for an unknown key. It names the most similar known key, or says that the key was
+    removed. keys: those that the command has."""
     if key in REMOVED:
         return f"{key}= was removed: {REMOVED[key].instead}"
     last = "path" if key in PATHS else key
@@ -69,19 +71,21 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 
 def alias(key: str, keys: Collection[str]) -> str | None:
-    """Return the setting that does what `key` does in other programs, if the command has one."""
+    """Return the setting that does what `key` does in other programs, or None if `keys`, those of the command, have no
+    such setting."""
     settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], [])
     return next((known for known in settings if known in keys and key != known), None)
 
 
 def below(key: str, keys: Collection[str]) -> str | None:
-    """Return the error message for a group of settings, which takes no value itself; None if `key` is no group."""
+    """Return the error message for a key that is a group of settings, which has no value itself. Return None if `key`
+    is no group."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
-    return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)}" if below else None
+    return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)} instead" if below else None
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """Return the key most similar to `key`. Among similar keys, those with the same last part are preferred."""
+    """Return the key of `keys` that is most similar to `key`, or None. Keys with the same last part are preferred."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
     return near[0] if near else None

@@ -86,7 +86,8 @@ def _open_keys() -> tuple[set[str], tuple[str, ...]]:
 
 def _opens(key: str, value: str) -> bool:
     """Return whether the setting may add a key: a name of the user's in a mapping, or a setting that only other kinds
-    of draft have, which `checked` then names. Hydra rejects these as unknown keys without `++`."""
+    of draft have, which `checked` then rejects with a better message. Without `++`, Hydra rejects both as unknown
+    keys."""
     mappings, inner = _open_keys()
     return (
         (key in mappings and value.startswith("{"))
@@ -137,7 +138,8 @@ def _path_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | No
 
 
 def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object], error: Exception) -> str | None:
-    """Return the error message for several values of one setting without -m, and for one value of a list."""
+    """Return the error message for several values of one setting without -m, or for one value of a list, else None.
+    typed: value by key."""
     for key, value in typed.items():
         said = f"{key}={value}: "
         if str(error).startswith("Ambiguous value") and f"'{key}={value}'" in str(error):
@@ -154,7 +156,7 @@ def _unparsed(error: Exception, keys: Mapping[str, object]) -> str | None:
     if not isinstance(error, OverrideParseException):
         return None
     if "=" not in error.override:
-        return f"{error.override!r} is not a setting: write key=value"
+        return f"{error.override!r} is not a setting: write key=value, for example output=outputs/new"
     key, _, value = error.override.partition("=")
     if isinstance(keys.get(key), list) and "=" in value:  # settings in a list
         quoted = ",".join(f'"{one}"' for one in re.split(r",(?=[\w.]+=)", value.removeprefix("[").removesuffix("]")))
@@ -191,7 +193,8 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def flag(name: str, command: str) -> str:
-    """Return the error message for a flag, such as --learning_rate, that is no flag here."""
+    """Return the error message for a flag that no command has, such as --learning_rate. It names the setting that is
+    meant."""
     key = name.lstrip("-").replace("-", "_")
     keys = keys_of(command)
     if key not in keys:

@@ -300,7 +300,8 @@ def register() -> None:
 
 
 def presets() -> dict[str, dict[str, Settings]]:
-    """Return the options of each group that are not files of conf/. All groups are those of `cotrain train`."""
+    """Return the options of each group that are not files of conf/, as group -> option -> settings. All groups are
+    those of `cotrain train`."""
     groups = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     drafts: dict[str, Settings] = {kind: one(kind=kind) for kind, one in DRAFTS.items()}
     return {"draft": drafts} | {
@@ -311,7 +312,8 @@ def presets() -> dict[str, dict[str, Settings]]:
 
 
 def _own(schema: type[Settings]) -> dict[str, Any]:
-    """Return the defaults of a command. Of a group, these are the values that differ from the option's."""
+    """Return the defaults of a command, nested. For a group, only the values that differ from the group's option are
+    returned."""
     node = {}
     for name, field in schema.model_fields.items():
         value = field.default
@@ -323,7 +325,8 @@ def _own(schema: type[Settings]) -> dict[str, Any]:
 
 
 def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
-    """Return every dotted key of a command with its default, including groups. kind: of the draft to train."""
+    """Return every dotted key of the command `name` with its default, including groups. kind: of the draft, for
+    `cotrain train`."""
     values = SCHEMAS[name]().model_dump(by_alias=True)
     if kind in DRAFTS and name == "train":
         values["draft"] = DRAFTS[kind](kind=kind).model_dump()
@@ -359,7 +362,8 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 def _wrong(name: str, composed: Any, error: ValidationError) -> str:
-    """Return the message for the first wrong setting. It names key and value, and what to set."""
+    """Return the message for the first wrong setting. It names the key and the value, and says what to set. composed:
+    all settings, nested."""
     first = error.errors(include_url=False)[0]
     kind, path = None, [part for part in first["loc"] if isinstance(part, str)]
     if path[0] == "draft" and len(path) > 1 and path[1] in DRAFTS:
@@ -376,7 +380,7 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
     if first["type"] == "union_tag_invalid":
         return f"draft.kind={value['kind']}: it must be one of {', '.join(DRAFTS)}"
     if first["type"] == "list_type":
-        return f"{said}it is a list: write {key}=[{value}]"
+        return f"{said}it must be a list: write {key}=[{value}]"
     if group := below(key, keys):
         return group
     word = (
@@ -388,8 +392,9 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
 
 
 def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
-    """Raise UserError for the first setting, `key=value`, that the user typed and nothing reads in this run. The values
-    null, 0 and [] are always accepted. For some only a line is printed: a sweep over kinds gives them to all."""
+    """Raise UserError for the first setting that the user typed and nothing reads in this run. typed: settings, as
+    key=value. The values null, 0 and [] are always accepted. For settings of no use to this kind of draft (`_idle`)
+    only a line is printed, since a sweep over kinds sets them for all."""
     pairs = (setting.partition("=") for setting in typed)
     values = {key.lstrip("+"): value for key, _, value in pairs if value not in ("null", "0", "[]")}
     wrong = {
@@ -427,19 +432,19 @@ def refuse_from_target(name: str, cfg: Any) -> None:
     """Raise UserError for data=self with a command that samples no prompts."""
     if "data" in type(cfg).model_fields and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
         raise UserError(
-            f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts; give the file "
-            "that a run sampled, as in data.path=outputs/train/rollouts/self_prompts.jsonl"
+            f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts: name the file of prompts that "
+            "a run sampled, for example data.path=outputs/train/rollouts/self_prompts.jsonl"
         )
 
 
 def from_target(data: Data) -> bool:
-    """Return whether the target samples the prompts itself. If data.path is set, it has priority."""
+    """Return whether the target samples the prompts itself. If data.path is set, it does not."""
     return data.from_target and data.path is None
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """Return the regime as sampling settings of the engine. `temperature`, if given, replaces the regime's. No value of
-    the regime may be None, see `served_pair.as_trained`."""
+    """Return the regime as sampling settings of the engine. temperature: replaces the regime's. No value of the regime
+    may be None, see `served_pair.as_trained`."""
     from inference import Sampling  # imports torch
 
     temperature = regime.temperature if temperature is None else temperature
@@ -448,19 +453,19 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of a run's training texts. Each has equally many texts. They are
+    """Return the temperatures of a run's training texts, which has equally many texts at each:
     rollout.train_temperatures, else draft.temperatures, else the regime's temperature."""
     return cfg.rollout.train_temperatures or cfg.draft.temperatures or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of the held-out texts, in ascending order. They are rollout.temperatures, those of the
-    training texts, and the regime's temperature, at which checkpoints are ranked."""
+    """Return the temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training
+    texts, and the regime's temperature, at which checkpoints are ranked."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """Return a function logits (n, V) -> (n, V) that applies the regime's top-k and top-p, or None if it has
+    """Return a function logits (n, V) -> logits (n, V) that applies the regime's top-k and top-p, or None if it has
     neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 

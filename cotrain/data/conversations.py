@@ -23,7 +23,7 @@ DIRECTIVES = [f"%{sign}{letter}" for letter in "aAbBcdDeFGHIjmMpSTuUVwWxXyY" for
 
 
 class Turn(NamedTuple):
-    """Ids of a prompt and of its completion. lost: why the completion is left out, if it is."""
+    """Ids of a prompt and of its completion. lost: why the completion cannot be used; "" if it can."""
 
     prompt: list[int]
     completion: list[int]
@@ -32,9 +32,14 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Renders messages by the target's chat template. options: arguments of the template, such as enable_thinking.
-    ends: ids that end a completion; the template may add more after one (a line break, say), which was never
-    generated. day: the date that the template writes; None: today's."""
+    """Renders messages by the target's chat template.
+
+    Args:
+        options: arguments of the template, such as enable_thinking.
+        ends: ids that end a completion. The template may add more after one (a line break, say), which was never
+            generated.
+        day: the date that the template writes; None: today's.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     options: Mapping[str, Any]
@@ -43,12 +48,13 @@ class Template:
 
     @property
     def dated(self) -> bool:
-        """Whether the template writes a date."""
+        """Return whether the template writes a date."""
         return CLOCK in str(self.tokenizer.chat_template)
 
     def text(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
-        """The messages rendered by the chat template. prompt: end with the tokens that open the assistant's turn.
-        Raises ValueError when the template fails, or renders nothing."""
+        """Return the messages as text, rendered by the chat template. tools: their definitions, or None. prompt:
+        whether the text ends with the tokens that open the assistant's turn. Raises ValueError if the template fails or
+        renders nothing."""
         try:
             text = self._rendered(messages, tools, prompt)
         except ValueError:
@@ -56,16 +62,17 @@ class Template:
                 raise
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
-            raise ValueError("the target's chat template renders nothing for it")
+            raise ValueError("the target's chat template renders no text for it")
         if self.ignores_user:
             raise ValueError(
-                "the target's chat template renders the same text whatever the user says: mend message.content in it"
+                "the target's chat template renders the same text whatever the user says: correct how it uses "
+                "message.content"
             )
         return text
 
     @cached_property
     def ignores_user(self) -> bool:
-        """Whether the template drops what a user says."""
+        """Return whether the template drops what a user says."""
         try:
             said, other = (self._rendered([{"role": "user", "content": one}], None, True) for one in ("a", "b"))
         except ValueError:  # it needs more than a message
@@ -92,16 +99,17 @@ class Template:
             raise ValueError(f"the target's chat template fails: {reason}") from error
 
     def ids(self, text: str) -> list[int]:
-        """The template has written the special tokens already."""
+        """Return the ids of rendered text. No special tokens are added, since the template has written them already."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def ended(self, ids: list[int]) -> list[int]:
-        """The ids up to and including the first end token."""
+        """Return the ids up to and including the first end token."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
     def turns(self, row: DataRow) -> Iterator[Turn]:
-        """Each turn of the assistant that follows one of a user, and of an open conversation also its last prompt.
-        Raises ValueError if the template cannot render a prompt."""
+        """Yield each turn of the assistant that follows one of a user. If the conversation ends without an answer, also
+        yield its last prompt. A row without messages is one turn. Raises ValueError if the template cannot render a
+        prompt."""
         if not row.messages:
             end = self.tokenizer.eos_token_id
             said = [*self.ids(row.completion), *([] if end is None else [end])] if row.completion else []
@@ -116,30 +124,33 @@ class Template:
             yield Turn(self.ids(self.text(row.messages, row.tools, prompt=True)), [])
 
     def _turn(self, before: str, message: Message, whole: str) -> Turn:
-        """whole: what the template renders up to the end of the message, before: up to where it begins."""
+        """Return the turn of `message`. before: the rendered text up to where the message begins; whole: the same up to
+        its end."""
         prompt = self.ids(before)
         if not message["content"].strip() and "tool_calls" not in message:
-            return Turn(prompt, [], "it is empty")
+            return Turn(prompt, [], "the answer is empty")
         if not whole.startswith(before):
             return Turn(
-                prompt, [], "the target's chat template renders what is before an answer otherwise once it is there"
+                prompt, [], "the target's chat template renders the text before an answer differently with the answer"
             )
         said = whole[len(before) :]
         thought = EMPTY_THOUGHT.match(said)  # the target did not write it, unless the message has it
         own = EMPTY_THOUGHT.match(message["content"])  # templates write it with blanks of their own
         if thought and not (own and own[1] == thought[1]):
             said = said[thought.end() :]
-        return Turn(prompt, self.ended(self.ids(said))) if said.strip() else Turn(prompt, [], "nothing is rendered")
+        if not said.strip():
+            return Turn(prompt, [], "the target's chat template renders no text for the answer")
+        return Turn(prompt, self.ended(self.ids(said)))
 
 
 def _fixed(day: date) -> str:
-    """What makes a template write a day instead of today."""
+    """Return a piece of template that makes the rest of it write `day` as today's date."""
     values = "".join(f".replace({one!r}, {day.strftime(one)!r})" for one in DIRECTIVES)
     return f"{{%- macro {CLOCK}(format) %}}{{{{ format{values} }}}}{{%- endmacro %}}{{{{ '' }}}}"
 
 
 def _written(message: Message) -> Message:
-    """The message with arguments of tool calls as JSON text, which some templates concatenate."""
+    """Return the message with the arguments of tool calls as JSON text, which some templates concatenate."""
     calls = [json.loads(json.dumps(call)) for call in message.get("tool_calls", ())]
     for call in calls:
         function = call.get("function", call)

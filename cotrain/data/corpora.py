@@ -68,9 +68,10 @@ def _hash(text: str) -> int:
 
 
 def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
-    """Documents of a domain without repeated texts, until they have `max_bytes` of UTF-8 together.
+    """Return documents of a domain, each text once, up to the first with which they have `max_bytes` of UTF-8 together.
 
-    Raises ValueError for an unknown domain or split, and if there is no document.
+    domain: one of `DOMAINS`. split: "train" or "held_out". Raises ValueError for another domain or split, and if there
+    is no document.
     """
     sources = {"code": _code, "prose": _prose, "records": _records}
     if domain not in sources:
@@ -106,7 +107,8 @@ def pieces(text: str) -> list[str]:
 
 
 def manifest(documents: Iterable[Document]) -> dict[str, int | str]:
-    """The number of documents, their UTF-8 bytes, and a hash of the texts in order."""
+    """Return the number of documents ("files"), their UTF-8 bytes ("bytes"), and a hash of their texts in this order
+    ("hash")."""
     digest, files, size = hashlib.blake2b(digest_size=16), 0, 0
     for document in documents:
         data = document.text.encode()
@@ -156,7 +158,7 @@ def _docstrings(source: str) -> Iterator[str]:
 
 
 def _source_files() -> list[tuple[str, Path]]:
-    """(path relative to its root, file) of every usable source file, ordered by the hash of the path."""
+    """Return (path relative to its root, file) of every usable source file, ordered by the hash of the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(str(file.relative_to(root)), file) for file in root.rglob("*.py")]
     for name in _distributions():
@@ -181,7 +183,7 @@ def _read(file: Path) -> str | None:
 
 
 def _distributions() -> list[str]:
-    """Names of the installed distributions that this project requires, directly or indirectly."""
+    """Return the names of the installed distributions that this project requires, directly or indirectly."""
     needed: set[str] = set()
     queue = ["cotrain"]
     while queue:
@@ -259,7 +261,8 @@ def _date(rng: random.Random) -> str:
 
 
 def records(number: int) -> str:
-    """The text of document `number`: two to eight records of one kind, one JSON object per line or indented."""
+    """Return the text of the generated document `number`: two to eight JSON objects of the same form (persons, orders,
+    sensor readings or events). Each is on a line of its own, or indented over several lines."""
     rng = random.Random(number)
     make = rng.choice([_person, _order, _reading, _event])
     indent = rng.choice([None, 2])
@@ -267,8 +270,8 @@ def records(number: int) -> str:
 
 
 def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
-    """The shipped prompts, or sources, as rows {"domain", "text"}. Domains alternate, so the first n rows cover all of
-    them."""
+    """Return the rows {"domain", "text"} of a file in data/, by default the shipped prompts. The domains of the rows
+    alternate, so the first n rows have texts of all domains."""
     lines = (folder("data") / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -276,11 +279,12 @@ def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
 def shipped_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Split the shipped prompts, cut to `tokens` ids and without repeats, into (ranking, final). encoder: whether the
-    target has an encoder; the shipped sources are then used, which are short and are not cut.
+    """Return the ids of the shipped prompts, each once, as two lists: those that rank checkpoints and draft lengths (a
+    third), and those that time the exported draft. Domains alternate in both.
 
-    ranking, a third of them, ranks checkpoints and draft lengths; final times the exported draft. Domains alternate in
-    both lists."""
+    tokens: the length to which prompts are cut. encoder: whether the target has an encoder; the shipped sources are
+    then used instead, uncut because they are short.
+    """
     places: dict[tuple[int, ...], int] = {}
     for place, (ids, _) in enumerate(_shipped_prompts(tokenizer, tokens, encoder)):
         places.setdefault(ids, place // len(DOMAINS))
@@ -291,21 +295,21 @@ def shipped_ids(
 def shipped_domains(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> dict[tuple[int, ...], str]:
-    """Return the domain of each prompt of `shipped_ids` by its ids."""
+    """Return the domain of each prompt of `shipped_ids`; the keys are the ids of the prompts."""
     return dict(_shipped_prompts(tokenizer, tokens, encoder))
 
 
 def _shipped_prompts(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the ids and the domain of each shipped prompt."""
     for row in shipped(SOURCES if encoder else PROMPTS):
         ids = tokenizer(row["text"])["input_ids"]
         yield tuple(ids if encoder else ids[:tokens]), row["domain"]
 
 
 def write_prompts(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` prompts per domain. The shipped file is made by write_prompts(80, Path("data/prompts.jsonl"))."""
+    """Write `count` prompts per domain to the file `path`. write_prompts(80, Path("data/prompts.jsonl")) made the
+    shipped file."""
     rng = random.Random(seed)
     texts = {domain: _texts(domain) for domain in DOMAINS}
     chosen = {domain: [_cut(rng, rng.choice(texts[domain])) for _ in range(count)] for domain in DOMAINS}
@@ -314,18 +318,19 @@ def write_prompts(count: int, path: Path, seed: int = 0) -> None:
 
 
 def _texts(domain: str) -> list[str]:
-    """The texts of held-out documents that may be redistributed: those of Python itself, and generated records."""
+    """Return the held-out texts that may be redistributed: those of Python itself, and generated records."""
     documents = embedded(domain, "held_out", 300_000 if domain == "records" else ALL)
     return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or is_of_python(d))]
 
 
 def is_of_python(document: Document) -> bool:
+    """Return whether the document is of Python itself: a help topic, or a file of its standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return document.path.startswith("topics/") or (root / document.path).is_file()
 
 
 def _cut(rng: random.Random, text: str) -> str:
-    """PROMPT_LENGTH characters that begin at a random line."""
+    """Return `PROMPT_LENGTH` characters of the text, from the beginning of a random line."""
     starts = [0] + [i + 1 for i, c in enumerate(text) if c == "\n" and i + 1 < len(text) - PROMPT_LENGTH]
     start = rng.choice(starts)
     return text[start : start + PROMPT_LENGTH]

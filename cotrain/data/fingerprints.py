@@ -30,7 +30,7 @@ HEXADECIMAL = 24  # a string of at least so many hexadecimal digits is a hash, a
 
 
 def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fingerprint of a target: its config, tokenizer, weights, end ids and adapter."""
+    """Return the fingerprint of a target: its config, tokenizer, weights, end ids and adapter."""
     return {
         "config": settings(model.config),
         "tokenizer": spoken(tokenizer),
@@ -41,13 +41,14 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The config without names and versions. Values that equal the defaults of transformers are left out, so keys that
-    a later release adds do not change the fingerprint."""
+    """Return the config without names and versions. Values that equal the defaults of transformers are left out, so
+    keys that a later release adds do not change the fingerprint."""
     return dict(_plain(config.to_diff_dict()))
 
 
 def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Hashes of the vocabulary with its special ids, of the chat template, and of the ids of `PROBE`."""
+    """Return hashes of the vocabulary with its special ids, of the chat template (None without one), and of the ids of
+    `PROBE`."""
     return {
         "vocabulary": hash_tokenizer(tokenizer),
         "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,
@@ -56,12 +57,13 @@ def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the weights, which changes if the model is trained further or quantised.
+    """Return a hash of the weights. It changes if the model is trained further or quantised.
 
     It covers `SAMPLE` values of each tensor, the sum of the bits of all its values, and the method of quantisation. The
     same numbers in bfloat16 and in float32 have the same hash. The other hash of weights,
     `inference.drafts.compatibility.hash_weights`, is of some bytes of files that need not be loaded. This one is of a
-    loaded target, quantised and with its adapter, since caches hold what that target computed."""
+    loaded target, quantised and with its adapter, since caches hold what that target computed.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for place, tensor in enumerate(model.state_dict().values()):
         flat = tensor.detach().flatten()
@@ -91,7 +93,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def contents(files: Mapping[str, Path]) -> str:
-    """A hash of the contents of files. The keys of `files` are hashed too, the paths are not."""
+    """Return a hash of the contents of files. The keys of `files` are hashed too, the paths are not."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in sorted(files.items()):
         stat = path.stat()
@@ -101,25 +103,26 @@ def contents(files: Mapping[str, Path]) -> str:
 
 @cache
 def _held(path: Path, size: int, changed: int) -> str:
-    """A hash of a file's content. It is cached until the file's size or modification time changes."""
+    """Return a hash of a file's content. It is cached until the file's size or modification time changes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def stamps(files: Mapping[str, Path]) -> str:
-    """A hash of the names, sizes and modification times of files, for files too large to be read."""
+    """Return a hash of the names, sizes and modification times of files, for files that are too large to be read."""
     stats = {name: path.stat() for name, path in files.items()}
     return _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())])
 
 
 def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The dotted keys of the values that differ."""
+    """Return the dotted keys whose values differ between two fingerprints."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def said(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """A message that lists the values that differ, and only the key if the value is a hash."""
+    """Return a message that lists the values that differ between two fingerprints. If a value is a hash, only its key
+    is listed. actual: what is stored; wanted: what is asked for now."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     parts = []
     for key in differences(actual, wanted):
@@ -142,7 +145,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _adapter(model: PreTrainedModel) -> str | None:
-    """A hash of the settings of unmerged adapters, such as their scale; their tensors are in the state dict."""
+    """Return a hash of the settings of unmerged adapters, such as their scale; None without adapters. The tensors of
+    adapters are in the state dict."""
     adapters = getattr(model, "peft_config", None)  # set by peft alone
     if not adapters:
         return None
@@ -151,7 +155,7 @@ def _adapter(model: PreTrainedModel) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to JSON values, without the keys in `NAMES`."""
+    """Return the value with JSON types, without the keys in `NAMES`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items() if key not in NAMES}
     if isinstance(value, list | tuple):

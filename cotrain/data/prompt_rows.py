@@ -19,8 +19,8 @@ BATCH = 1000  # texts that are tokenized at once
 SHORTEST = 48  # tokens: the least limit, and the limit if there are no whole prompts
 COVERED = 0.95  # share of the prompts that do not exceed the limit
 LONGER = (
-    "raise rollout.prompt_tokens (for cotrain bench, bench.prompt_tokens) or, where the context of the models is the "
-    "limit, give shorter prompts or lower rollout.new_tokens and bench.new_tokens"
+    "raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=) or, if the context of the models is the "
+    "limit, give shorter prompts or lower rollout.new_tokens= and bench.new_tokens="
 )
 STEP = 16  # the limit is a multiple of it
 
@@ -29,9 +29,10 @@ STEP = 16  # the limit is a multiple of it
 class PromptRows:
     """Whole prompts, each with its completion if the data has one; rows have the keys of `training_texts.FEATURES`.
 
-    Methods leave out prompts longer than a limit in tokens. They are not cut, since the target would answer a cut
-    prompt differently. rendered: whether the target's chat template rendered them. remarks: lines about how the data
-    were read."""
+    Methods leave out prompts of more ids than their argument `tokens`. Such prompts are not cut, since the target would
+    answer a cut prompt differently. rendered: whether the target's chat template rendered the prompts. remarks: lines
+    for the user about how the data were read.
+    """
 
     rows: list[Row]
     rendered: bool = False
@@ -41,13 +42,13 @@ class PromptRows:
         return len(self.rows)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """A line that says how many prompts are not used because they are empty or have more than `tokens` ids, the
-        value of the setting `key`. Empty if all are used."""
+        """Return a line that says how many prompts are not used because they are empty or have more than `tokens` ids.
+        Return "" if all are used. split: the name of their split. key: the setting whose value is `tokens`."""
         sizes = [len(row["prompt"]) for row in self.rows]
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
         reasons = [f"{long} are longer than {key}={tokens}"] * (long > 0)
         reasons += [f"{empty} are empty"] * (empty > 0)
-        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}: left out"
+        said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}; these are left out"
         return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
@@ -65,40 +66,45 @@ class PromptRows:
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def covered(self, tokens: int) -> bool:
-        """Whether each domain has a prompt of at most `tokens` ids."""
+        """Return whether each domain has a prompt of at most `tokens` ids."""
         return all(each[0] <= tokens for each in _lengths(self))
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
-        """At most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
+        """Return at most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
         fitting = self._fitting(tokens, seed)
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
     def each(self, tokens: int) -> list[list[int]]:
-        """The prompt of each row, in order; empty for a row whose prompt is not used."""
+        """Return the prompt of each row, in order; [] for a row whose prompt has more than `tokens` ids."""
         return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """The rows whose prompt is not `splits.shared` with those that are learnt."""
+        """Return the rows whose prompt is not `splits.shared` with one of `learnt`, and add a remark on how many rows
+        are left out. tokens: the most ids of a prompt."""
         common = _common(self.each(tokens), learnt, tokens)
         rest = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
         return replace(self, rows=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """All prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
+        """Return all prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
         fitting = self._fitting(tokens, seed)
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
-            raise ValueError(f"data.path: no prompt of at most {tokens} tokens, the shortest has {shortest}: {LONGER}")
+            raise ValueError(
+                f"data.path: it has no prompt of at most {tokens} tokens, the shortest has {shortest}: {LONGER}"
+            )
         return [row["prompt"] for row in fitting]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """The domain of each prompt by its ids; empty if there is only one."""
+        """Return the domain of each prompt; the keys are the ids of the prompts. It is empty if all have the same
+        domain."""
         domains = {tuple(row["prompt"]): row["domain"] for row in self.rows}
         return domains if len({*domains.values()}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
-        """The conversation of each prompt by its ids, as a number: turns of one are not independent."""
+        """Return the number of the conversation that each prompt is from; the keys are the ids of the prompts. Turns of
+        one conversation are not independent."""
         return {tuple(row["prompt"]): row.get("unit", place) for place, row in enumerate(self.rows)}
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
@@ -110,8 +116,9 @@ class PromptRows:
 class TextStarts:
     """Texts whose beginnings are prompts: the first `tokens` ids of a text, or all ids of a shorter one.
 
-    starts: rows (text, domain) that prompts are the beginnings of. texts: rows (text, domain) for corpus steps and
-    datastores; the same rows, or the documents that `starts` are pieces of."""
+    starts: rows (text, domain), whose texts begin with the prompts. texts: rows (text, domain) for corpus steps and
+    datastores: the rows of `starts`, or the documents from which those were cut. remarks: as in `PromptRows`.
+    """
 
     starts: datasets.Dataset
     texts: datasets.Dataset
@@ -123,11 +130,11 @@ class TextStarts:
         return len(self.starts)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Empty: long texts are used too, see `PromptRows.left_out`."""
+        """Return "", since long texts are cut, not left out. Compare `PromptRows.left_out`."""
         return ""
 
     def covered(self, tokens: int) -> bool:
-        """True: texts are cut to any length."""
+        """Return True, since texts are cut to any length."""
         return True
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
@@ -142,27 +149,30 @@ class TextStarts:
         return prompts
 
     def each(self, tokens: int) -> list[list[int]]:
-        """The prompt of each text, in order."""
+        """Return the prompt of each text, in order."""
         return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """The same without texts whose prompt is `splits.shared` with those that are learnt."""
+        """Return the texts whose prompt is not `splits.shared` with one of `learnt`, and add a remark on how many are
+        left out. tokens: the most ids of a prompt."""
         common = _common(self.each(tokens), learnt, tokens)
         rest = self.starts.select([place for place, shared in enumerate(common) if not shared])
         return replace(self, starts=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """The prompts of all texts, in random order."""
+        """Return the prompts of all texts, in random order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
         return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """The domain of each prompt by its ids; empty if there is only one."""
+        """Return the domain of each prompt; the keys are the ids of the prompts. It is empty if all have the same
+        domain."""
         domains: list[str] = list(self.starts["domain"])
         return dict(zip(map(tuple, self.each(tokens)), domains, strict=True)) if len({*domains}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
-        """The document of each prompt by its ids, as a number: pieces of one are not independent."""
+        """Return the number of the document that each prompt is from; the keys are the ids of the prompts. Pieces of
+        one document are not independent."""
         rows = self.starts
         documents = rows["document"] if "document" in rows.column_names else range(len(rows))
         return dict(zip(map(tuple, self.each(tokens)), documents, strict=True))
@@ -172,29 +182,31 @@ Source = PromptRows | TextStarts
 
 
 def said(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_tokens") -> list[str]:
-    """Lines about how the data of splits were read, and what is left out of each."""
+    """Return lines for the user about how the data were read, and how many prompts of each split are left out.
+
+    sources: by split. tokens: the most ids of a prompt. key: the setting that has this number.
+    """
     lines = [line for source in sources.values() for line in source.remarks]
     left_out = (source.left_out(tokens, split, key) for split, source in sources.items())
     return [*dict.fromkeys(lines), *filter(None, left_out)]
 
 
 def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
-    """Whether each prompt is shared with those that are learnt. Raises ValueError if all are."""
+    """Return, for each prompt, whether it is `splits.shared` with one of `learnt`. Raises ValueError if all are."""
     both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
         raise ValueError(
-            f"data.path: all {len(common)} held-out prompts begin like ones that are learnt, of which "
-            f"the model sees at most {tokens} tokens: give more texts, or raise rollout.prompt_tokens "
-            "(for cotrain bench, bench.prompt_tokens)"
+            f"data.path: all {len(common)} held-out prompts begin like training prompts (their first {tokens} tokens "
+            "are compared): give more texts, or raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=)"
         )
     return common
 
 
 def _apart(common: Sequence[bool], tokens: int) -> list[str]:
     return [
-        f"data.path: {sum(common)} of {len(common)} held-out prompts begin like ones that are learnt, of which the "
-        f"model sees at most {tokens} tokens: left out"
+        f"data.path: {sum(common)} of {len(common)} held-out prompts are left out, because they begin like training "
+        f"prompts (their first {tokens} tokens are compared)"
     ] * any(common)
 
 
@@ -205,8 +217,8 @@ def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that a text starts with: the tokenizer's start token if it writes one, else its end token. Raises
-    ValueError if it has neither."""
+    """Return the id that a text starts with: the tokenizer's start token if the tokenizer writes one, else its end
+    token. Raises ValueError if the tokenizer has neither."""
     first = next(iter(tokenizer("a")["input_ids"]), None)
     start = first if first == tokenizer.bos_token_id else tokenizer.eos_token_id
     if start is None:
@@ -215,7 +227,7 @@ def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Tokenize rows (text, domain) that are whole prompts."""
+    """Return rows (text, domain), which are whole prompts, tokenized and without completions."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
@@ -224,7 +236,7 @@ def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _lengths(prompts: PromptRows) -> list[list[int]]:
-    """The lengths of the prompts of each domain, in ascending order; empty prompts are left out."""
+    """Return the ascending lengths of the prompts of each domain, without empty prompts."""
     lengths: dict[str, list[int]] = {}
     for row in prompts.rows:
         if row["prompt"]:
@@ -233,12 +245,14 @@ def _lengths(prompts: PromptRows) -> list[list[int]]:
 
 
 def prompt_tokens(train: Source | None, room: int, others: Iterable[Source] = ()) -> int:
-    """The limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
+    """Return the limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
 
-    For whole prompts, the share `COVERED` of the training prompts of each domain does not exceed it; it is at least
-    `SHORTEST`, and at most `room`, the tokens that the context has before the new ones. Each domain of the `others`,
-    the splits to measure on, has a prompt that does not exceed it either. Otherwise it is `SHORTEST`. None: the
-    embedded corpora."""
+    train: the training prompts; None: the embedded corpora. If they are not whole prompts, the limit is `SHORTEST`.
+    Otherwise it is the lowest multiple of `STEP` that the share `COVERED` of the training prompts of each domain does
+    not exceed. It is also high enough for one prompt of each domain of `others`, the splits to measure on.
+
+    room: the tokens of the context that are left for prompts. The limit is at least `SHORTEST`, and at most `room`.
+    """
     if not isinstance(train, PromptRows):
         return SHORTEST
     covering = [each[min(int(COVERED * len(each)), len(each) - 1)] for each in _lengths(train)]

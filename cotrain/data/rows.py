@@ -34,13 +34,17 @@ COMPLETION = ("completion", "response", "output")
 COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT)  # one of them must be in a row; the first that is there is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 REASONS = 4  # as many are listed
-BLANK = "it holds no text"  # as many rows of a corpus: these do not stop a run
+BLANK = "it holds no text"  # many rows of a corpus are so: they do not stop a run
 
 
 @dataclass(frozen=True)
 class DataRow:
-    """place: where the row is, for messages. messages: to be rendered; without them, prompt and completion, or a text,
-    are used as they are. columns: those that were read. unread: the other columns that have a value."""
+    """What was read of a row of the user's data. It has `messages`, which the chat template renders, or a prompt and
+    its completion, or a text; these are used as they are.
+
+    place: where the row is, for messages to the user. columns: the names of the columns that were read. unread: the
+    other columns that have a value.
+    """
 
     place: str
     columns: tuple[str, ...]
@@ -54,23 +58,29 @@ class DataRow:
 
     @cached_property
     def opening(self) -> str:
-        """What opens the row, up to the first answer. It decides the split."""
+        """Return what opens the row, up to the first answer. It decides the split of the row."""
         roles = [one["role"] for one in self.messages]
         asked = self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
         return json.dumps(asked) if self.messages else self.prompt or self.text
 
     @property
     def content(self) -> str:
-        """All that is read of the row."""
+        """Return all that was read of the row, as JSON text."""
         return json.dumps([self.messages, self.tools, self.prompt, self.completion, self.text])
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads rows. column: the column of the conversation, prompt or text; None: the first of `COLUMNS`. chat: whether
-    a prompt or text becomes a message of a user; None: a prompt does, if the target has a chat template. templated:
-    whether it has one. encoder: whether rows are sources of an encoder. other: what to do about a row without such a
-    column."""
+    """Reads rows of the user's data.
+
+    Args:
+        column: the column that has the conversation, prompt or text; None: the first of `COLUMNS` in the row.
+        chat: whether a prompt or text becomes a message of a user; None: only a prompt does, if the target has a chat
+            template.
+        templated: whether the target has a chat template.
+        encoder: whether the target has an encoder, so each row is a source.
+        other: for the error message of a row without such a column: what the user should do.
+    """
 
     column: str | None = None
     chat: bool | None = None
@@ -79,7 +89,8 @@ class Reader:
     other: str = "name another by data.column="
 
     def row(self, values: Any, place: str = "") -> DataRow:
-        """Read a row. Raises ValueError with the reason for which it is skipped."""
+        """Return what a row holds. values: the row; one that is no mapping is an error too. place: where the row is,
+        for messages to the user. Raises ValueError, with the reason, for a row that is to be skipped."""
         if not isinstance(values, Mapping):
             raise ValueError(
                 "it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
@@ -94,7 +105,7 @@ class Reader:
         return DataRow(place, read, tuple(left), domain, **content)
 
     def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:
-        """The column that holds the conversation, prompt or text."""
+        """Return the name of the column that has the conversation, prompt or text."""
         names = (self.column,) if self.column else (SOURCE, PROMPT, TEXT) if self.encoder else COLUMNS
         for name in names:
             if name in left:
@@ -141,8 +152,12 @@ class Reader:
 
 
 def conversation(value: Any) -> list[Message]:
-    """The messages of a conversation, of the keys and roles of OpenAI's API or of ShareGPT, with tool calls whose
-    arguments are objects. Raises ValueError for other values."""
+    """Return the messages of a conversation with the keys and roles of OpenAI's API, and tool calls whose arguments are
+    objects.
+
+    value: a list of messages with the keys of OpenAI's API or of ShareGPT, or such a list as JSON text. Raises
+    ValueError for any other value.
+    """
     value = decoded("messages", value)
     if not isinstance(value, list) or not value or not all(isinstance(one, Mapping) for one in value):
         raise ValueError("it holds no list of messages, each with role and content")
@@ -154,17 +169,18 @@ def _message(who: str, given: Mapping[str, Any]) -> Message:
     one = {names.get(key, key): value for key, value in given.items() if value is not None}
     role = one.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
+        raise ValueError(f"{who} has the role {role!r}: it must be one of {', '.join(ROLES)}")
     call = decoded(who, one.pop("function_call", None))  # of OpenAI's first API
     calls = decoded(who, one.pop("tool_calls", None)) or ([{"type": "function", "function": call}] if call else [])
     if not isinstance(calls, list):
-        raise ValueError(f"{who}: tool_calls holds no list")
+        raise ValueError(f"{who}: its tool_calls must be a list")
     one |= {"role": ROLES[role]} | ({"tool_calls": [_call(who, each) for each in calls]} if calls else {})
     return one | {"content": content_of(who, one) or ""}
 
 
 def _call(who: str, call: Any) -> dict[str, Any]:
-    """A tool call whose arguments are an object."""
+    """Return a tool call with its arguments as an object. who: the message that calls the tool, for the error
+    message."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     arguments = decoded(who, function.get("arguments")) if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments or {}, Mapping):
@@ -174,17 +190,19 @@ def _call(who: str, call: Any) -> dict[str, Any]:
 
 
 def decoded(who: str, value: Any) -> Any:
-    """The value of JSON text; other values, and None for blank text or an empty object, as they are."""
+    """Return the value of JSON text, and any other value unchanged. Return None for blank text, and for an empty object
+    or list. who: what has the value, for the error message. Raises ValueError for text that is not JSON."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"{who}: {error.args[0]}: it is text, but no JSON") from error
+            raise ValueError(f"{who}: the text is not JSON: {error.args[0]}") from error
     return None if value in ({}, []) or _blank(value) else value
 
 
 def _answer(left: dict[str, Any]) -> list[Message]:
-    """The messages of the completion, without its column; [] if there is none."""
+    """Return the messages of the completion, [] if there is none. The columns of the completion are removed from
+    `left`."""
     given = {name: left[name] for name in COMPLETION if name in left}
     for name in given:
         del left[name]
@@ -198,7 +216,8 @@ def _answer(left: dict[str, Any]) -> list[Message]:
 
 
 def _plain(messages: list[Message]) -> dict[str, Any]:
-    """A prompt and its answer, which no chat template renders."""
+    """Return a prompt and its answer, which no chat template renders. Raises ValueError if `messages` are more than
+    these."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError(
             "without a chat template (the target's tokenizer has none, or data.chat=false) only one message of a user, "
@@ -225,17 +244,19 @@ def _text(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows, or answers, that are left out: the reason of each, and where the first of a reason is."""
+    """Rows, or answers, that are left out. reasons: how many are left out, by reason. first: the place of the first
+    one, by reason."""
 
     reasons: Counter[str]
     first: dict[str, str]
 
     def add(self, place: str, reason: Exception | str) -> None:
+        """Count one more row at `place`, which is left out for this reason."""
         self.reasons[str(reason)] += 1
         self.first.setdefault(str(reason), place)
 
     def said(self) -> str:
-        """The reasons, the most frequent first, each with its count and its first row."""
+        """Return the reasons as text, the most frequent first, each with its count and its first row."""
         listed = [f"{count}, the first {self.first[reason]}: {reason}" for reason, count in self.reasons.most_common()]
         return "; ".join(listed[:REASONS] + ["other reasons"] * (len(listed) > REASONS))
 
@@ -247,11 +268,13 @@ class Skipped:
 
 
 def nothing_skipped() -> Skipped:
+    """Return a `Skipped` without rows."""
     return Skipped(Counter(), {})
 
 
 def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
-    """Lines about which columns were read, what became of prompts, and what was left out. total: the number of rows."""
+    """Return lines for the user: which columns were read, how prompts are used, and which rows were left out. total:
+    the number of rows, including those that were skipped."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
     lines = [
@@ -280,12 +303,13 @@ def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
 
 
 def _counted(columns: Mapping[str, int], rows: int) -> str:
-    """The names of columns, with their counts if they are not in all rows."""
+    """Return the names of columns as text, with their counts if they are not in all rows."""
     return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
 
 
 def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
-    """The rows, without texts among prompts, which are skipped."""
+    """Return the rows. If some are prompts and others texts, only the prompts are returned, and the texts are added to
+    `skipped`."""
     rows = list(rows)
     if all(row.text for row in rows):
         return rows

@@ -50,7 +50,8 @@ EVENT = (
 
 @dataclass(frozen=True)
 class SequencePair:
-    """A source, the output that belongs to it, and texts of which each is in one split only."""
+    """A source, and the output that a target should give for it. task: one of `TASKS`. keys: texts of the pair that a
+    training pair may not have in common with a held-out one."""
 
     task: str
     source: str
@@ -59,10 +60,10 @@ class SequencePair:
 
 
 def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Rows (source, output, domain) of a split, the domain being the task, without repeated sources.
+    """Return rows (source, output, domain) of a split, each source once. The domain is the task.
 
-    max_bytes: the size of the documents to read of the corpora "code" and "records"; there are no tasks of others.
-    Raises the errors of `embedded`, and ValueError if there is no pair.
+    max_bytes: the bytes of documents to read of the corpora "code" and "records"; other corpora have no tasks. split:
+    "train" or "held_out". Raises the errors of `embedded`, and ValueError if there is no pair.
     """
     held_out = set()
     if split == "train":
@@ -74,7 +75,10 @@ def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
             seen.add(pair.source)
             rows.append({"source": pair.source, "output": pair.output, "domain": pair.task})
     if not rows:
-        raise ValueError(f"data.bytes: {max_bytes} hold no sequence task of the split {split}: raise code or records")
+        raise ValueError(
+            f"data.bytes={max_bytes}: the texts have no sequence task of the split {split}: raise the bytes of code or "
+            "records"
+        )
     return datasets.Dataset.from_list(rows)
 
 
@@ -109,14 +113,14 @@ def functions(source: str) -> Iterator[SequencePair]:
 
 
 def _first_sentence(docstring: str) -> str:
-    """The first paragraph in one line, up to its first full stop that a space follows."""
+    """Return the first paragraph in one line, up to the first full stop that a space follows."""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0]
 
 
 def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
-    """The first line of a function, and the function without its docstring and decorators, as `ast.unparse` writes
-    it."""
+    """Return the first line of a function, and the function without its docstring and decorators ("" if nothing
+    remains), as `ast.unparse` writes them."""
     bare = copy.copy(node)
     bare.body, bare.decorator_list = [ast.Pass()], []
     signature = ast.unparse(bare).partition("\n")[0]
@@ -125,7 +129,8 @@ def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
 
 
 def sentences(text: str) -> Iterator[SequencePair]:
-    """Yield the pair `sentence` of each record of a document of `corpora.records`."""
+    """Yield one pair of the task `sentence` for each record. text: a document of `corpora.records`, which is JSON
+    objects with a line end between them."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         record, end = decoder.raw_decode(text, at)
@@ -135,7 +140,7 @@ def sentences(text: str) -> Iterator[SequencePair]:
 
 
 def sentence(record: dict[str, Any], rng: random.Random) -> str:
-    """The English sentence of a record, one of a few phrasings of it."""
+    """Return an English sentence that says what a record of `corpora.records` says. rng chooses the phrasing."""
     if "order" in record:
         return _order(record, rng)
     if "sensor" in record:
@@ -189,8 +194,8 @@ def _list(parts: list[str]) -> str:
 
 
 def write_sources(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` held-out sources per task, of Python's own files and of records. The shipped file is made by
-    write_sources(60, Path("data/sources.jsonl"))."""
+    """Write `count` held-out sources per task, of Python's own files and of records, to the file `path`.
+    write_sources(60, Path("data/sources.jsonl")) made the shipped file."""
     rng, by_task = random.Random(seed), {task: list[str]() for task in TASKS}
     documents = [one for one in embedded("code", "held_out", ALL) if is_of_python(one)]
     pairs = [pair for one in documents for pair in functions(one.text)]

@@ -51,15 +51,18 @@ UNREADABLE = (
 
 
 def kind_of(path: Path) -> str | None:
-    """The extension that selects the loader, without that of a compression; None if no loader reads the file."""
+    """Return the file extension that selects the loader, such as ".jsonl"; that of a compression is skipped. Return
+    None if no loader reads the file."""
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
     return ending if ending in LOADERS else None
 
 
 def files_of(path: str) -> dict[str, Path]:
-    """The local files that data.path names, by their names relative to it; empty for a hub id.
+    """Return the local files that data.path names; the keys are their names relative to it. It is empty if `path` may
+    be a hub id.
 
-    Raises ValueError for a missing file, a pattern that matches nothing, and a folder without data.
+    Raises ValueError for a missing file, a pattern that matches nothing, a folder without data, and the folder of a
+    model.
     """
     place = Path(path)
     if place.is_dir():
@@ -89,13 +92,13 @@ def files_of(path: str) -> dict[str, Path]:
 
 
 def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
-    """Yield each row of data.path, data.config and data.split, with its place, such as "own.jsonl, line 3"; with
-    data.streaming, the first data.take of them. A line that is no JSON is yielded as text.
+    """Yield (place, row) for each row of data.path, data.config and data.split; with data.streaming, only for the first
+    data.take. place: such as "own.jsonl, line 3". A row is a mapping; a line that is not JSON is yielded as text.
 
-    Raises ValueError, naming the key to change, if they are missing or unreadable.
+    Raises ValueError, naming the key to change, if the data are missing or unreadable.
     """
     if data.streaming and data.take < 1:
-        raise ValueError(f"data.take={data.take}: with data.streaming=true give at least 1")
+        raise ValueError(f"data.take={data.take}: with data.streaming=true it must be at least 1")
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and kind_of(path):
@@ -103,8 +106,8 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
     table = next((path for path in files.values() if path.suffix == ".parquet"), None)
     if table and is_rollout(table):
         raise ValueError(
-            f"data.path: {table} holds texts that a target sampled: give rollout.folder={table.parent}, and the "
-            "prompts as data.path="
+            f"data.path: {table} holds texts that a target sampled: set rollout.folder={table.parent}, and name the "
+            "prompts with data.path="
         )
     none = True
     try:
@@ -118,7 +121,7 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
 
 
 def is_rollout(path: Path) -> bool:
-    """Whether a Parquet file is one that a rollout wrote: its prompts are ids."""
+    """Return whether a rollout wrote this Parquet file: the prompts in it are ids."""
     try:
         schema = pyarrow.parquet.read_schema(path)
     except UNREADABLE:  # said where its rows are read
@@ -127,10 +130,10 @@ def is_rollout(path: Path) -> bool:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """A JSON value that identifies the settings and the files from which the prompts of a split come.
+    """Return a JSON value that identifies where the prompts of a split come from: the settings and the files.
 
-    Files are hashed whole; streamed files are identified by size and modification time. For the embedded corpora the
-    value contains only the sizes, not the texts, which may differ between machines.
+    Whole files are hashed; streamed files are identified by size and modification time. For the embedded corpora the
+    value has only their sizes, not the texts, which may differ between machines.
     """
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
@@ -149,7 +152,7 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
 
 
 def _revision(data: Data) -> str:
-    """The name, config and current revision of a hub data set. Raises the errors of `read_rows`."""
+    """Return the name, config and current revision of a hub data set as text. Raises the errors of `read_rows`."""
     try:
         builder = datasets.load_dataset_builder(str(data.path), name=data.config)
     except UNREADABLE as error:
@@ -165,7 +168,9 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
         if Path(path).is_dir():  # `datasets` derives splits from the names of its files
             splits = datasets.load_dataset_builder(loader, data_dir=glob.escape(path)).config.data_files
             if data.split not in splits:
-                raise ValueError(f"no split {data.split!r}, it has {', '.join(map(str, splits))}: set data.split=")
+                raise ValueError(
+                    f"it has no split {data.split!r}, but {', '.join(map(str, splits))}: set data.split= to one of them"
+                )
             texts = filter(kind_of, map(Path, splits[data.split]))
             files = {str(file.relative_to(Path(path).absolute())): file for file in texts}
         yield from rows_in(files)
@@ -179,7 +184,8 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of files with their places, see `read_rows`. Raises the errors in `UNREADABLE`."""
+    """Yield (place, row) for each row of the files, see `read_rows`. files: by the names that places have. Raises the
+    errors in `UNREADABLE`."""
     readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
         for number, row in readers.get(kind_of(path) or "", _json)(name, path):
@@ -187,12 +193,14 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(path: Path) -> Any:
-    """The decompressed bytes of a file."""
+    """Return the open file, from which decompressed bytes are read."""
     return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
 
 
 def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of JSON lines, or of lines of text; blank lines are no rows."""
+    """Yield (place, row) for each line that is not blank. place: such as "line 3". A line of a .txt file becomes {TEXT:
+    line}; any other line is read as JSON. name: the file, for the error. Raises ValueError for a line that is not
+    UTF-8."""
     with _bytes(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -204,8 +212,8 @@ def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file that is a list of objects, or one object over several lines, whatever its ending; or of JSON
-    lines."""
+    """Yield (place, row) for each row of a JSON file. The file is a list of objects, one object over several lines, or
+    JSON lines, whatever its extension."""
     rows = None
     with _bytes(path) as file:
         begin = file.read(1024)
@@ -245,14 +253,14 @@ def _parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Without the keys that are null: Arrow gives every row the keys of all rows."""
+    """Return the value without keys that are null, at any depth. Arrow gives every row the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _cleaned(one) for key, one in value.items() if one is not None}
     return [_cleaned(one) for one in value] if isinstance(value, list) else value
 
 
 def _loader(path: str, files: Mapping[str, Path]) -> str:
-    """The name of the `datasets` loader for all of the files."""
+    """Return the name of the `datasets` loader that reads all the files. path: data.path, for the error message."""
     counts = Counter(kind for kind in map(kind_of, files.values()) if kind)
     kinds = [kind for kind, _ in counts.most_common()]
     loaders = {LOADERS[kind] for kind in kinds}
@@ -260,7 +268,8 @@ def _loader(path: str, files: Mapping[str, Path]) -> str:
         raise ValueError(f"it ends in none of {', '.join(LOADERS)}")
     if len(loaders) > 1:
         raise ValueError(
-            f"it holds files of several kinds, {', '.join(kinds)}: give a pattern, as in {path}/*{kinds[0]}"
+            f"it holds files of several types, {', '.join(kinds)}: name one with a pattern, as in "
+            f"data.path={path}/*{kinds[0]}"
         )
     return loaders.pop()
 
@@ -269,13 +278,13 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
     saved = datasets.load_from_disk(path)
     if isinstance(saved, datasets.DatasetDict):
         if data.split not in saved:
-            raise ValueError(f"no split {data.split!r}, it has {', '.join(saved)}: set data.split=")
+            raise ValueError(f"it has no split {data.split!r}, but {', '.join(saved)}: set data.split= to one of them")
         saved = saved[data.split]
     return saved.to_iterable_dataset() if data.streaming else saved
 
 
 def unreadable(data: Data, error: BaseException) -> ValueError:
-    """The ValueError to raise for an error of `datasets`: it names the key and gives the reason."""
+    """Return the ValueError to raise for an error of `datasets`. Its message names the key and gives the reason."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 
@@ -283,14 +292,17 @@ def _reason(data: Data, error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
     first = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
     if not files_of(str(data.path)):
-        return f"there is no such file or folder, and the hub gave no data set of this name: {first}"
+        return f"there is no such file or folder, and no data set of this name was read from the hub: {first}"
     return first
 
 
 @dataclass
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """N packed blocks of T tokens: ids (N, T), and domain (N,), an index into `domains`. position_ids (N, T): the
-    position of each token in its text; None if each block is one text."""
+    """N packed blocks of T tokens.
+
+    ids (N, T). domain (N,): indices into `domains`. position_ids (N, T): the position of each token in its text; None
+    if each block is one text.
+    """
 
     ids: torch.Tensor
     domain: torch.Tensor
@@ -305,7 +317,8 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Rows (text, domain) of the embedded corpora. max_bytes: by domain, see `embedded`."""
+    """Return rows (text, domain) of the embedded corpora. max_bytes: bytes to read of each domain, see `embedded`.
+    split: "train" or "held_out"."""
     rows = [
         {"text": document.text, "domain": domain}
         for domain, size in max_bytes.items()
@@ -316,24 +329,30 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 
 
 def source_of(data: Data, split: str, template: Template, encoder: bool = False) -> Source:
-    """The prompts of one split, see `sources_of`."""
+    """Return the prompts of one split, see `sources_of`."""
     return sources_of(data, (split,), template, encoder)[split]
 
 
 def sources_of(data: Data, splits: Collection[str], template: Template, encoder: bool = False) -> dict[str, Source]:
-    """The prompts of some of `splits.SPLITS`, as data.path and the other settings ask.
+    """Return the prompts of some splits, as data.path and the other settings of `data` ask.
 
-    `splits.ALL_ROWS` stands for all rows. A hash assigns the user's rows to splits; the embedded corpora have no split
-    "final". Rows are read by `rows.Reader`. encoder: whether the target has an encoder. Each row is then a whole
-    source; those of the embedded corpora are of `sequence_tasks`. Raises the errors of `read_rows`, and ValueError if
-    more than a tenth of the rows cannot be read, or if a split has none.
+    Args:
+        splits: some of `splits.SPLITS`, to which a hash assigns the user's rows; `splits.ALL_ROWS` stands for all rows.
+            The embedded corpora have no split "final".
+        template: renders the messages of rows, which `rows.Reader` reads.
+        encoder: whether the target has an encoder. Each row is then a whole source; the embedded corpora give the
+            sources of `sequence_tasks`.
+
+    Raises the errors of `read_rows`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
+    none.
     """
     if data.path is None:
         return {split: _embedded(data, split, template.tokenizer, encoder) for split in splits}
     templated = template.tokenizer.chat_template is not None
     if data.chat and not templated:
         raise ValueError(
-            "data.chat: the target's tokenizer has no chat template; with data.chat=false texts are used unchanged"
+            "data.chat=true: the target's tokenizer has no chat template: set data.chat=false, which uses texts as "
+            "they are"
         )
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
     rows, total, read = list[DataRow](), 0, set[str]()
@@ -354,19 +373,19 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         mine = [rows[place] for place in in_split(openings, split)]
         if not mine:
             raise ValueError(
-                f"data.path: none of {len(rows)} rows falls to the split {split}: they begin with "
-                f"{len({*openings})} different prompts, and it takes {PART}: give more"
+                f"data.path: the split {split} gets none of the {len(rows)} rows: they begin with {len({*openings})} "
+                f"different prompts, and at least {PART} are needed: give more rows"
             )
         sources[split] = _texts(mine, template.tokenizer) if mine[0].text else _turns(mine, template, skipped, lost)
         skipped.refuse(f"data.path: {data.path}", total)
         if not len(sources[split]):
-            raise ValueError(f"data.path: no row of the split {split} can be read: {skipped.said()}")
+            raise ValueError(f"data.path: no row of the split {split} can be read; rows skipped: {skipped.said()}")
     said = remarks(rows, reader, skipped, total)
     if "" not in read and (unread := [name for name in files_of(data.path) if name not in read]):
         said[0] += f"; files not read ({len(unread)}): {', '.join(unread[:3])}"
     if lost.reasons:
         said.append(
-            f"data.path: {lost.reasons.total()} answers are not learnt from, their prompts are read: {lost.said()}"
+            f"data.path: {lost.reasons.total()} answers are not learnt from, but their prompts are used: {lost.said()}"
         )
     return {split: replace(source, remarks=tuple(said)) for split, source in sources.items()}
 
@@ -374,8 +393,11 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 def sources_apart(
     data: Data, splits: Collection[str], template: Template, encoder: bool, limit: Callable[[Mapping[str, Source]], int]
 ) -> dict[str, Source]:
-    """The prompts of `sources_of`. If "train" is one of the splits, held-out prompts are none that begin like prompts
-    to learn from. limit: returns the most tokens of a prompt, by the sources."""
+    """Return the prompts of `sources_of`. If both "train" and "held_out" are among the splits, held-out prompts that
+    begin like a training prompt are left out.
+
+    limit: a function that returns the most tokens of a prompt, given the sources by split.
+    """
     sources = sources_of(data, splits, template, encoder)
     tokens = limit(sources)
     if {"train", "held_out"} <= sources.keys():
@@ -398,8 +420,8 @@ def _texts(rows: Sequence[DataRow], tokenizer: PreTrainedTokenizerBase) -> TextS
 
 
 def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
-    """The prompts of rows with their completions. Rows that the chat template cannot render are `skipped`; of answers
-    that are `lost` only the prompt is read."""
+    """Return the prompts of rows with their completions. Rows that the chat template cannot render are added to
+    `skipped`. Answers that cannot be used are added to `lost`, and their prompts have no completion."""
     sources = list[dict[str, Any]]()
     for unit, row in enumerate(rows):
         try:
@@ -427,10 +449,11 @@ def _cut(texts: datasets.Dataset) -> datasets.Dataset:
 
 
 def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
-    """Tokenize the texts of each domain into one stream, and cut it into blocks of `length` tokens for corpus steps.
+    """Tokenize the texts of each domain into one stream, and return it cut into blocks of `length` tokens for corpus
+    steps.
 
-    Each text starts with the tokenizer's start token, or its end token if it writes no start token. Raises ValueError
-    if there is less text than one block, or the tokenizer has no end token.
+    texts: rows (text, domain). Each text starts with the tokenizer's start token, or its end token if the tokenizer
+    writes no start token. Raises ValueError if there is less text than one block, or if the tokenizer has no end token.
     """
     refuse_short(texts, tokenizer, length)
     ids, domain, names, start = [], [], sorted(set(texts["domain"])), start_token(tokenizer)
@@ -444,15 +467,15 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
 
 
 def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-    """Raise the errors of `pack`. It reads texts only until they fill a block."""
+    """Raise the errors of `pack`. Texts are tokenized only until they fill one block."""
     if tokenizer.eos_token_id is None:
         raise ValueError("target.path: its tokenizer has no end token, which separates texts")
     start = start_token(tokenizer)
     streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))
     if not any(next(islice(stream, length - 1, None), None) is not None for stream in streams):
         raise ValueError(
-            f"data.block: {len(texts)} texts make less than one block of {length} tokens: lower it, or "
-            "set trainer.corpus_steps=0"
+            f"data.block={length}: {len(texts)} texts make less than one block of {length} tokens: lower data.block=, "
+            "or set trainer.corpus_steps=0"
         )
 
 
@@ -461,7 +484,7 @@ def _domain(texts: datasets.Dataset, name: str) -> list[str]:
 
 
 def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Position ids of packed blocks: they restart at 0 at every token `start`; ids (N, T) -> (N, T)."""
+    """Return the position ids (N, T) of packed blocks. Positions restart at 0 at every token `start`. ids: (N, T)."""
     places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
     return places - torch.where(ids == start, places, 0).cummax(1).values
 
@@ -475,7 +498,8 @@ def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) ->
 
 
 class SeededOrder(Sampler[int]):
-    """Endless shuffled indices, which depend only on the seed and the epoch; `start` skips the first ones."""
+    """Endless shuffled indices below `size`, which depend only on the seed and the epoch. start: how many of the first
+    ones are skipped."""
 
     def __init__(self, size: int, seed: int, start: int = 0) -> None:
         self.size, self.seed, self.start = size, seed, start

@@ -16,7 +16,7 @@ Prompt = list[int]
 
 
 def split_of(content: str) -> str:
-    """The split of a row of the user's data. It is a hash of the content, so equal rows are in one split."""
+    """Return the split of a row of the user's data. A hash of `content` decides it, so equal rows are in one split."""
     place = _hash(content) % 100
     for name, percent in PERCENT.items():
         if place < percent:
@@ -30,9 +30,11 @@ def _hash(content: str) -> int:
 
 
 def splits_of(contents: Sequence[str]) -> list[str]:
-    """The split of each row of a data set: that of `split_of`. If held_out or final has fewer than LEAST different
-    rows, it gets those of the training rows with the lowest hashes. If no training row is left, it gets those of the
-    other split."""
+    """Return the split of each row of a data set, by the `contents` of the rows.
+
+    It is that of `split_of`, unless held_out or final has fewer than `LEAST` different rows. That split then gets those
+    training rows that have the lowest hashes or, if no training row is left, rows of the other split.
+    """
     split = {content: split_of(content) for content in contents}
     least = min(LEAST, len(split) // PART)
     for name in PERCENT:
@@ -43,12 +45,13 @@ def splits_of(contents: Sequence[str]) -> list[str]:
 
 
 def in_split(contents: Sequence[str], split: str) -> list[int]:
-    """The rows of a data set that are in a split, see `splits_of`; all rows for `ALL_ROWS`."""
+    """Return the indices of the rows that are in a split, see `splits_of`, or of all rows for `ALL_ROWS`. contents: of
+    the rows."""
     return [row for row, own in enumerate(splits_of(contents)) if split in (own, ALL_ROWS)]
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that are equal to one of `others`, that are a prefix of one, or that begin with one."""
+    """Return the prompts that equal one of `others`, that are a prefix of one, or that begin with one."""
     ordered = sorted(others)
     whole, sizes = {tuple(other) for other in others}, sorted({len(other) for other in others})
 
@@ -63,16 +66,21 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The distinct prompts, in order, without those that are `shared` with the others."""
+    """Return the distinct prompts, in order, without those that are `shared` with one of `others`."""
     common = {tuple(prompt) for prompt in shared(prompts, others)}
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in common]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """ranking: prompts that rank checkpoints and draft lengths; final: prompts on which the exported draft is timed and
-    checked; source: "own" or "shipped"; domains: that of each prompt by its ids, empty if there is only one. Raises
-    ValueError if a set is empty, or a prompt is `shared` by both."""
+    """Prompts to measure on. Raises ValueError if `ranking` or `final` is empty, or if a prompt is `shared` by both.
+
+    Args:
+        ranking: prompts that rank checkpoints and draft lengths.
+        final: prompts on which the exported draft is timed and checked.
+        source: "own" (the user's data) or "shipped".
+        domains: the domain of each prompt, by its ids; empty if all have the same domain.
+    """
 
     ranking: Sequence[Prompt]
     final: Sequence[Prompt]
@@ -83,14 +91,15 @@ class Prompts:
         for name, prompts in (("rank checkpoints", self.ranking), ("time the exported draft", self.final)):
             if not prompts:
                 raise ValueError(
-                    f"data.path: no prompt to {name} remains after those of the other splits are dropped: give more "
+                    f"data.path: no prompt is left to {name}, since all are also prompts of another split: give more "
                     "texts, or raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=)"
                 )
         refuse_shared(self.final, self.ranking, "rank checkpoints")
 
 
 def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) -> None:
-    """Raise ValueError if a final prompt is `shared` with the others. used: their use, for the message."""
+    """Raise ValueError if a final prompt is `shared` with one of `others`. used: what else the prompts do, for the
+    message, such as "rank checkpoints"."""
     common = shared(final, others)
     if common:
         raise ValueError(
@@ -100,10 +109,12 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
-    """Make the prompts of a run disjoint, since texts of different splits may begin with the same prompt.
+    """Return the prompts of a run, made disjoint, since texts of different splits may begin with the same prompt.
 
     A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt of the user's data is dropped
-    if it is also a training prompt. Raises the errors of `Prompts`."""
+    if it is also a training prompt. learnt: the training prompts. source: "own" or "shipped". Raises the errors of
+    `Prompts`.
+    """
     ranking = without(ranking, learnt) if source == "own" else ranking
     prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)
     refuse_shared(prompts.final, learnt, "were learnt from")

@@ -25,11 +25,16 @@ def _hash(row: list[int]) -> str:
 class Texts:
     """N texts of at most T tokens.
 
-    ids (N, T) are padded with 0 on the right. prompt (N,) and length (N,): tokens of the prompt and of the whole text.
-    position_ids (N, T): for rows that are several packed texts, see `Blocks`. temperature (N,), or () for one value:
-    the target's temperature in the loss. whole: whether the tokens of prompts count in the loss too. source (N, S): of
-    an encoder-decoder, the ids that the encoder reads, padded with `NO_ID` on the right; a text is then the decoder's,
-    and its prompt is the ids that it begins with."""
+    Args:
+        ids (N, T): token ids, padded with 0 on the right.
+        prompt (N,), length (N,): the number of tokens of the prompt, and of the whole text.
+        domain: the domain of each text.
+        position_ids (N, T): for rows that are several packed texts, see `Blocks`.
+        temperature (N,), or () for one value: the target's temperature in the loss.
+        whole: whether the tokens of prompts count in the loss too.
+        source (N, S): the ids that the encoder of an encoder-decoder reads, padded with `NO_ID` on the right. `ids` are
+            then those of the decoder, and the prompt is the ids that they begin with.
+    """
 
     ids: Tensor
     prompt: Tensor
@@ -44,29 +49,30 @@ class Texts:
         return len(self.ids)
 
     def at(self, temperature: float, whole: bool = False) -> Self:
-        """The same texts with one temperature for all."""
+        """Return the same texts with one temperature for all. whole: see the class."""
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
     def in_turn(self, temperatures: Sequence[float]) -> Self:
-        """The same texts at several temperatures in turn: text i has temperature number i modulo their count."""
+        """Return the same texts, text i with temperatures[i modulo their number]. With several temperatures, tokens of
+        prompts do not count in the loss."""
         if len(temperatures) == 1:
             return self.at(temperatures[0])
         each = torch.tensor(temperatures, dtype=torch.float32)
         return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
 
     def evenly(self, count: int) -> list[int]:
-        """The rows of `count` texts, or of all if there are fewer. They are spaced evenly, and each domain has its
-        share of them, up to one text."""
+        """Return the indices of `count` texts, or of all if there are fewer. They are spaced evenly, and each domain
+        has its share of them, up to one text."""
         by_domain = sorted(range(len(self)), key=self.domain.__getitem__)
         count = min(count, len(self))
         return sorted(by_domain[i * len(self) // count] for i in range(count))
 
     def spread(self, count: int) -> Self:
-        """The texts that `evenly` chooses."""
+        """Return `count` of the texts, or all if there are fewer: evenly spaced, and each domain in its share."""
         return self.rows(self.evenly(count))
 
     def rows(self, chosen: Sequence[int]) -> Self:
-        """The texts at the indices `chosen`."""
+        """Return the texts with the indices `chosen`, in that order."""
         at = torch.tensor(chosen, dtype=torch.int64)
         ids, places, source = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
@@ -82,43 +88,45 @@ class Texts:
         )
 
     def hashes(self) -> list[str]:
-        """A hash of the ids of each text, and of its source."""
+        """Return a hash of each text: of its ids and of its source."""
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
         if self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
         return list(map(_hash, rows))
 
     def prompt_hashes(self) -> list[str]:
-        """A hash of the ids of each prompt."""
+        """Return a hash of the ids of each prompt."""
         return list(map(_hash, self.prompts))
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The inputs of a model for some rows: ids, position_ids and source."""
+        """Return a model's inputs for the texts with the indices `rows`: ids, position_ids and source (None if the
+        texts have none)."""
         places, source = (None if part is None else part[rows] for part in (self.position_ids, self.source))
         return self.ids[rows], places, source
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The ids of each prompt, which are those of its source if it has one."""
+        """Return the ids of each prompt. For texts with a source, the source is the prompt."""
         if self.source is not None:
             return [row[row != NO_ID].tolist() for row in self.source]
         return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
 
     @property
     def sampled(self) -> Tensor:
-        """(N, T-1): True at t if token t+1 is after the prompt."""
+        """Return a mask (N, T-1). It is True at t if token t+1 is after the prompt."""
         after = torch.arange(1, self.ids.shape[1])
         return (after >= self.prompt.unsqueeze(1)) & (after < self.length.unsqueeze(1))
 
     @property
     def predicted(self) -> Tensor:
-        """(N, T-1): True at t if token t+1 counts in the loss: any token if `whole`, else one after the prompt."""
+        """Return a mask (N, T-1). It is True at t if token t+1 counts in the loss: any token if `whole`, else one after
+        the prompt."""
         inside = torch.arange(1, self.ids.shape[1]) < self.length.unsqueeze(1)
         return inside if self.whole else self.sampled
 
 
 def of_blocks(blocks: Blocks) -> Texts:
-    """Packed corpus blocks as texts with a prompt of one token, so that every later token counts in the loss."""
+    """Return packed corpus blocks as texts whose prompt is one token, so that every later token counts in the loss."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
     first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
@@ -126,13 +134,14 @@ def of_blocks(blocks: Blocks) -> Texts:
 
 
 def none() -> Texts:
-    """An empty set of texts."""
+    """Return an empty set of texts."""
     empty = torch.empty(0, dtype=torch.int64)
     return Texts(empty.view(0, 2), empty, empty, [])
 
 
 def joined(sets: Sequence[Texts]) -> Texts:
-    """Concatenate sets of texts, padded on the right to one width. All must have the same `whole`."""
+    """Return all texts of several sets as one, padded on the right to one width. All sets must have the same
+    `whole`."""
     width = max(texts.ids.shape[1] for texts in sets)
     ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
     prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
@@ -144,18 +153,19 @@ def joined(sets: Sequence[Texts]) -> Texts:
 
 
 def widened(sources: Sequence[Tensor]) -> Tensor:
-    """Concatenate sources (N, S) of several widths S, padded on the right to one width."""
+    """Return all sources of several tensors (N, S), which differ in S, as one tensor padded on the right."""
     width = max(part.shape[1] for part in sources)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
 
 
 def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
-    """Keep only the share shares[domain] of the texts of each domain in `shares`, its first ones.
+    """Return the texts without those that exceed their domain's share. Of a domain in `shares`, the first
+    shares[domain] of its texts remain, as a fraction; of other domains, all remain.
 
     Raises ValueError for a share outside [0, 1], and if no text remains.
     """
     if not all(0 <= share <= 1 for share in shares.values()):
-        raise ValueError(f"data.shares: {dict(shares)} must lie in [0, 1]")
+        raise ValueError(f"data.shares={dict(shares)}: each share must be a number from 0 to 1")
     seen: Counter[str] = Counter()
     chosen = []
     for row, domain in enumerate(texts.domain):
@@ -163,14 +173,16 @@ def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
         if seen[domain] <= shares.get(domain, 1.0) * texts.domain.count(domain):
             chosen.append(row)
     if not chosen:
-        raise ValueError(f"data.shares: {dict(shares)} leave no text to learn from")
+        raise ValueError(f"data.shares={dict(shares)}: these shares leave no text to learn from: raise one of them")
     return texts.rows(chosen)
 
 
 class Learnt(Dataset[dict[str, Tensor]]):
-    """A data set of texts. A batch has ids (B, T), predicted and sampled (B, T-1), temperature (B,), position_ids
-    (B, T) if texts are packed, source (B, S) if they have sources, and key (B,): the number of the text, counted from
-    `first`."""
+    """A data set of texts. first: the number that the first text has as its key.
+
+    A batch has ids (B, T), predicted and sampled (B, T-1), temperature (B,) and key (B,), the numbers of the texts. It
+    also has position_ids (B, T) if texts are packed, and source (B, S) if they have sources.
+    """
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
         self.texts, self.first = texts, first
@@ -194,7 +206,8 @@ class Learnt(Dataset[dict[str, Tensor]]):
 
 
 class Strided(Sampler[int]):
-    """The part of an endless order that process `rank` of `world` reads: every `world`-th index."""
+    """The indices that one process reads of an endless `order`: every `world`-th, from number `rank` on. world: the
+    number of processes."""
 
     def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
         self.order, self.rank, self.world = order, rank, world
@@ -204,10 +217,11 @@ class Strided(Sampler[int]):
 
 
 class Curriculum(Sampler[int]):
-    """Shuffled indices into two concatenated sets: `first` indices into the first, then endlessly into the second.
+    """Shuffled indices into two sets of texts that are concatenated: the first `first` indices are into the first set,
+    all later ones into the second, endlessly.
 
-    They depend on the seed alone, and `start` skips the first ones, so a resumed run sees the same samples as an
-    uninterrupted one.
+    sizes: the number of texts in each set. They depend on the seed alone, and `start` of them are skipped, so a resumed
+    run sees the same samples as an uninterrupted one.
     """
 
     def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:

@@ -49,41 +49,52 @@ def export(
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
-    """Copy a draft folder of kind eagle, p_eagle or block to one that engines load. Returns `output`.
+    """Write the draft in the folder `source`, of kind eagle, p_eagle or block, to the folder `output` in a layout that
+    engines load. Return `output`.
 
-    engine: what will serve it; target: the model that it was trained for; name: the target's hub id or path; k: drafts
-    per round; objective: "sampled" or "greedy". name, k and objective are by default those in cotrain.json, and k is
-    planned anew for an engine that drafts in another way (`planned_anew`). card: writes the README.
+    Args:
+        layout: a key of `engines.FEATURES`.
+        k: drafts per round. By default that in cotrain.json, planned again for an engine that drafts in another way
+            (`planned_anew`).
+        engine: the engine that will serve the draft.
+        target: the model that the draft was trained for.
+        objective: "sampled" or "greedy", by default that in cotrain.json.
+        name: the target's hub id or path, by default that in cotrain.json.
+        replace: whether a folder at `output` is replaced.
+        card: a function that returns the README, given the metadata.
+
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
     remarks on what the layout lacks.
 
     Raises UserError for a layout that the kind does not have, and for a head of low rank. Raises ValueError for a
-    folder of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. If
-    the draft drafts in one pass, k may be at most its depths; if its masks see each other, k must be its depths.
+    folder of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A
+    draft that drafts in one pass allows k up to its depths; if its masks attend to each other, k must be its depths.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
     if folder.metadata is None or folder.kind not in features:
-        raise ValueError(f"{source}: kind is {folder.kind!r}, not {' or '.join(features)}")
+        raise ValueError(f"{source} is a draft of kind {folder.kind!r}, not {' or '.join(features)}")
     if layout not in features[folder.kind]:
-        raise UserError(f"layout={layout}: {folder.kind} drafts have {', '.join(features[folder.kind])}")
+        raise UserError(
+            f"layout={layout}: {folder.kind} drafts are written with layout={' or '.join(features[folder.kind])}"
+        )
     refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
-        raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts of a round")
+        raise ValueError(f"k={metadata.k}: {source} was trained for {depths} drafts a round: set k={depths} or less")
     if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
         if k:
             raise ValueError(
-                f"k={k}: an engine gives the draft as many masks, and the masks of {source}, which see "
-                f"each other, were trained {depths} at a time"
+                f"k={k}: an engine gives the draft one mask for each token, and the masks of {source}, which attend to "
+                f"each other, were trained {depths} at a time: set k={depths}"
             )
         remarks.append(
-            f"Its plan has {metadata.k} drafts a round, but an engine gives it as many masks as drafts, and "
-            f"its masks, which see each other, were trained {depths} at a time."
+            f"Its plan has {metadata.k} drafts a round, but here it drafts {depths}: an engine gives it one mask for "
+            f"each draft, and its masks, which attend to each other, were trained {depths} at a time."
         )
         metadata = metadata.exported(None, depths, None)
     elif not k and not (metadata.tree and (engine, layout) in TREES):
@@ -91,8 +102,8 @@ def export(
         metadata, remarks = planned_anew(source, folder.metadata, metadata, way, markov)
     elif not k and metadata.tree and not metadata.tree.likeliest:
         remarks.append(
-            f"Its tree was planned with sampled children, and {engine} drafts the likeliest tokens: time "
-            "smaller trees, and k= for chains, too."
+            f"Its tree was planned with sampled children, but {engine} drafts the likeliest tokens: also time smaller "
+            "trees, and chains (export with k=)."
         )
     remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
     layers = list(network.config.layers)
@@ -114,7 +125,7 @@ def export(
 
 
 def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list[str]:
-    """Remove the Markov head from a network. Returns a remark about it if there was one."""
+    """Remove the Markov head from a network in place. Return a remark about it, [] if there was none."""
     config, remarks = network.config, []
     if network.markov_head is not None:
         network.markov_head, config.markov_rank = None, 0
@@ -123,7 +134,7 @@ def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list
 
 
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
-    """Convert the written folder to the format of speculators."""
+    """Convert the files in `folder`, which are in the EAGLE-3 format, to the format of speculators."""
     embedding: Any = target.get_input_embeddings()
     save_file(
         renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
@@ -135,12 +146,13 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of the EAGLE-3 format as speculators names them."""
+    """Return tensors of the EAGLE-3 format under the names of speculators."""
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
-    """Convert config.json of an EAGLE-3 folder to the format of speculators. architecture: the target's class name."""
+    """Return the content of config.json in the format of speculators. ours: that of an EAGLE-3 folder. architecture:
+    the target's class name."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": metadata.k,

@@ -48,9 +48,13 @@ FILES = (
 class ServingEngine:
     """How one engine serves a draft.
 
-    layout: the module of cotrain/export that writes the folder. versions: of the engine that load it. drafts: the
-    objectives that it serves. command(draft, target, k, objective): the launch command for a POSIX shell. note: a
-    remark for the user. parallel: the launch command for parallel drafts, None if the engine does not serve them.
+    Args:
+        layout: the module of cotrain/export that writes the folder.
+        versions: the versions of the engine that load it.
+        drafts: the objectives that the engine serves: "sampled", "greedy" or both.
+        command: a function (draft, target, k, objective) -> the launch command for a POSIX shell.
+        note: a remark for the user.
+        parallel: the same function for parallel drafts; None if the engine does not serve them.
     """
 
     layout: str
@@ -132,7 +136,8 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
 
 
 def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
-    """In builds whose default of --spec-draft-p-min is not 0, drafts end at a token of which the draft is not sure."""
+    """Return the launch command. p-min is set because its default is not 0 in some builds, which then end drafts at a
+    token of which the draft is not sure."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
     return shlex.join(
         [
@@ -215,34 +220,34 @@ ENGINES = {
 
 
 def engine_named(name: str) -> ServingEngine:
-    """The engine's row of the table. Raises UserError, which lists the engines, for an unknown name."""
+    """Return the row of `ENGINES` with this name. Raises UserError, which lists the engines, for an unknown name."""
     if name not in ENGINES:
-        raise UserError(f"engine={name}: no such engine; there are {', '.join(ENGINES)}")
+        raise UserError(f"engine={name}: there is no such engine: set engine= to one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
-    """The module (with `export` and `launch`) that writes a kind of draft for an engine; None for the plain layout of
-    `hf`. Raises UserError for a kind that the engine does not load."""
+    """Return the module (with `export` and `launch`) that writes drafts of a kind for an engine, None for the plain
+    layout of `hf`. Raises UserError for a kind that the engine does not load, and for feature drafts."""
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
         raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
     student = student_class(kind)
     if student.features:
         if not any(engine in FEATURES[layout] for layout in student.features):
-            raise UserError(f"engine={engine}: no {kind} drafts are written for it; engine=vllm")
+            raise UserError(f"engine={engine}: it loads no {kind} drafts: set engine=vllm")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None
     if engine not in student.layouts:
         loads = ", ".join(student.layouts) or "no engine of the table"
-        raise UserError(f"engine={engine}: it loads no {kind} drafts, {loads} does")
+        raise UserError(f"engine={engine}: it loads no {kind} drafts; they are loaded by {loads}")
     return import_module(student.layouts[engine])
 
 
 def usual_layout(kind: str, engine: str) -> str:
-    """The layout of layout=auto: for feature drafts the first of theirs that the engine loads, else that of its plain
-    drafts. Raises UserError for an unknown engine."""
+    """Return the layout that layout=auto stands for: for feature drafts the first of their layouts that the engine
+    loads, else the engine's layout for plain drafts. Raises UserError for an unknown engine."""
     plain = engine_named(engine).layout
     features = student_class(kind).features if kind in STUDENTS else ()
     return next((layout for layout in features if engine in FEATURES[layout]), plain)
@@ -252,23 +257,23 @@ def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
     if layout == "dspark":
         raise UserError(
-            "layout=dspark: not written, since vLLM runs DSpark only with Triton, where it was not tried; "
-            "layout=dflash, which leaves out the Markov head"
+            "layout=dspark: it is not written, since vLLM runs DSpark only with Triton, with which it was not tested: "
+            "set layout=dflash, which leaves out the Markov head"
         )
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
-        raise UserError(f"layout={layout}: {engine} loads {', '.join(loads)}")
+        raise UserError(f"layout={layout}: {engine} does not load it: set layout= to one of {', '.join(loads)}")
 
 
 def refuse_kind(engine: str, kind: str) -> None:
     """Raise UserError, naming the key, for a kind of draft that the engine does not serve."""
     if is_parallel(kind) and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
-        raise UserError(f"engine={engine}: it does not draft in parallel; engine={able}")
+        raise UserError(f"engine={engine}: it does not load drafts of kind {kind}: set engine={able}")
 
 
 def is_parallel(kind: str) -> bool:
-    """Whether this kind drafts all tokens of a round in one pass."""
+    """Return whether drafts of this kind draft all tokens of a round in one pass."""
     return kind in STUDENTS and student_class(kind).parallel
 
 
@@ -283,19 +288,25 @@ def launch(
     tree: PlannedTree | None = None,
     layers: Sequence[int] = (),
 ) -> str:
-    """The command that serves `target` with the draft in `draft_path`, k drafts per round, for a POSIX shell.
+    """Return the command that serves `target` with the draft in `draft_path`, for a POSIX shell.
 
-    objective: "sampled" or "greedy", what the draft was trained for; it sets how the engine drafts. kind: the draft's.
-    tree: the planned tree, used if the engine drafts trees in this layout (`TREES`); otherwise chains of k are drafted.
-    layers: the layers whose outputs a feature draft reads, see `captured`. Raises ValueError, naming the key, for an
-    unknown engine or objective and for k < 1, and the errors of `refuse_kind`.
+    Args:
+        k: drafts per round.
+        objective: "sampled" or "greedy", what the draft was trained for. It sets how the engine drafts.
+        kind: of the draft.
+        tree: the planned tree. It is used if the engine drafts trees in this layout (`TREES`); otherwise chains of k
+            are drafted.
+        layers: the layers whose outputs a feature draft reads, see `captured`.
+
+    Raises ValueError, naming the key, for an unknown engine or objective and for k < 1, and the errors of
+    `refuse_kind`.
     """
     refuse_kind(engine, kind)
     engine_named(engine)
     if objective not in OBJECTIVES:
-        raise ValueError(f"export.objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
+        raise ValueError(f"objective={objective}: it must be one of {', '.join(OBJECTIVES)}")
     if k < 1:
-        raise ValueError(f"export.k must be at least 1, not {k}")
+        raise ValueError(f"k={k}: it must be at least 1")
     if tree is not None and (engine, layout) in TREES:
         return _sglang_features(draft_path, target, k, objective, tree=tree)
     if layers and engine == "tensorrt_llm" and layout in FEATURES:
@@ -305,7 +316,8 @@ def launch(
 
 
 def _command(engine: str, layout: str, parallel: bool) -> Command:
-    """The launch command of an engine that serves drafts of this layout."""
+    """Return the function that makes the launch command of an engine, for drafts of this layout. parallel: whether the
+    draft drafts all tokens in one pass."""
     row = ENGINES[engine]
     if layout in FEATURES:
         command = FEATURES[layout][engine]
@@ -314,25 +326,26 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
 
 
 def captured(origin: Mapping[str, Any]) -> list[int]:
-    """The layers whose outputs an exported feature draft reads; [] for other drafts. origin: of its metadata."""
+    """Return the layers whose outputs an exported feature draft reads, [] for other drafts. origin: that of the draft's
+    metadata."""
     layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
     return layers
 
 
 def place(target: str) -> str:
-    """The target's name in a launch command: the absolute path of a folder, else the hub id."""
+    """Return the target's name in a launch command: the absolute path of a folder, else the hub id."""
     folder = Path(resolve(target))
     return str(folder.absolute()) if folder.is_dir() else target
 
 
 def drafting(engine: str, objective: str) -> str:
-    """How an engine drafts with a draft that was trained for `objective`: "sampled" or "greedy"."""
+    """Return how an engine drafts ("sampled" or "greedy") with a draft that was trained for `objective`."""
     drafts = engine_named(engine).drafts
     return objective if objective in drafts else drafts[0]
 
 
 def caveats(engine: str, objective: str) -> list[str]:
-    """Remarks for users who serve a draft trained for `objective`, one or two sentences each."""
+    """Return remarks for users who serve, with this engine, a draft trained for `objective`."""
     note = engine_named(engine).note
     if objective == drafting(engine, objective):
         return [note]

@@ -31,7 +31,7 @@ TRIED = 8  # number of ids on which the exported model is compared with the cond
 
 
 def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Resize the draft's vocabulary to `size` rows in place; return the mean probability of all added rows.
+    """Resize the draft's vocabulary to `size` rows in place. Return the mean probability of all added rows together.
 
     An added id v should never be drafted: the target rejects it, so the text stays exact, but the round ends there. If
     the head has a bias, it is -1e4 at v, so q(v) = 0. Otherwise (Llama, and every tied embedding) the logit is w_v . h,
@@ -39,7 +39,8 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
     probability: a copy of the row of the least likely token u, so q(v) = q(u) in every context, or 0, whose logit is
     always 0. Means are over texts sampled from the draft.
 
-    Rows past `size` are removed, since no target id refers to them. Raises ValueError if the tokenizer has more ids.
+    Rows past `size` are removed, since no target id refers to them. tokenizer: the draft's. Raises ValueError if it has
+    more than `size` ids.
     """
     old, used = model.config.vocab_size, max(tokenizer.get_vocab().values()) + 1
     if size < used:
@@ -55,7 +56,7 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
 
 
 def _least_likely(logits: Tensor) -> int | None:
-    """The token with the lowest mean probability, or None if a logit of 0 has a lower one. logits (B, T, V)."""
+    """Return the id with the lowest mean probability, or None if a logit of 0 has a lower one. logits (B, T, V)."""
     norm = logits.logsumexp(-1, keepdim=True)
     masses = (logits - norm).exp().mean((0, 1))
     return None if (-norm).exp().mean() < masses.min() else int(masses.argmin())
@@ -63,7 +64,8 @@ def _least_likely(logits: Tensor) -> int | None:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
-    """Set the rows from `old` on, in the embedding and in the head, to copies of row `least`, or to 0 for None."""
+    """Set the rows from `old` on, in the embedding and in the head, to copies of the row `least`, or to 0 if it is
+    None."""
     head = model.get_output_embeddings()
     tables: tuple[Any, ...] = (model.get_input_embeddings(), head)
     for table in tables:
@@ -73,7 +75,7 @@ def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
 
 
 def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
-    """Sample texts from the draft at temperature 1 with a fixed seed: ids (TEXTS, LENGTH), all below `used`."""
+    """Return ids (TEXTS, LENGTH), all below `used`, sampled from the draft at temperature 1 with a fixed seed."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(used, (TEXTS, 1), generator=random)
     while ids.shape[1] < LENGTH:
@@ -84,7 +86,7 @@ def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(B, T, V) float32 on the CPU."""
+    """Return logits (B, T, V) as float32 on the CPU."""
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
 
 
@@ -92,20 +94,24 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def refuse(folder: str | Path, temperature: float | None) -> None:
-    """Raise UserError if a conditioned draft has no temperature to export it for, or another draft has one."""
+    """Raise UserError if the draft in `folder` is conditioned and `temperature` is None, or if it is not and a
+    temperature is given."""
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
         raise UserError(
-            f"temperature: {folder} depends on the temperature, and an export is for a single one: "
-            "give the one that you serve at, as temperature=0.7"
+            f"temperature=null: the draft {folder} depends on the temperature, and an export is for a single one: "
+            "set the one that you serve at, for example temperature=0.7"
         )
     if not conditioned and temperature is not None:
-        raise UserError(f"temperature={temperature:g}: {folder} does not depend on it: leave temperature= out")
+        raise UserError(
+            f"temperature={temperature:g}: the draft {folder} does not depend on the temperature: leave temperature= "
+            "out"
+        )
 
 
 def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | None:
-    """A remark if the draft was measured at another temperature than this one, else None."""
+    """Return a remark if the draft was measured at another temperature than this one, else None."""
     if metadata is None or metadata.report is None or (at := metadata.regime.get("temperature", 1.0)) == temperature:
         return None
     return (
@@ -115,7 +121,7 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 
 def network_class(temperature: float | None) -> Any:
-    """The class that loads the draft folder; the temperature must have passed `refuse`."""
+    """Return the class that loads the draft folder. The temperature must have passed `refuse`."""
     return CausalLM if temperature is None else ConditionedNetwork
 
 
@@ -125,12 +131,13 @@ def network_class(temperature: float | None) -> Any:
 def refuse_small_head(folder: str | Path) -> None:
     """Raise UserError for a draft folder whose head no engine loads, see `small_head_problem`."""
     if problem := small_head_problem(folder):
-        raise UserError(f"{problem}; or serve it with this engine (cotrain generate, cotrain bench)")
+        raise UserError(f"{problem}; or serve this draft with cotrain's engine (cotrain generate, cotrain bench)")
 
 
 def small_head_problem(folder: str | Path) -> str | None:
-    """Why no engine loads the head of a draft folder, and what to train instead; None for a head that engines load.
-    They read pruned vocabularies of feature drafts (d2t), and no product of two matrices."""
+    """Return why no engine loads the head of a draft folder, and what to train instead. Return None for a head that
+    engines load. Engines read pruned vocabularies of feature drafts (d2t), but no head that is a product of two
+    matrices."""
     file = Path(folder) / CONFIG
     values, kind = read_json(file) if file.is_file() else {}, read(folder).kind
     if rank := values.get(RANK):
@@ -147,9 +154,11 @@ def small_head_problem(folder: str | Path) -> str | None:
 
 @torch.no_grad()
 def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
-    """Multiply the weight and bias of the final norm by the network's scale at `temperature`, in place, and return the
-    network without its conditioning. Raises ValueError if the logits then differ, as for a model family that changes
-    the norm's output before the head."""
+    """Return the network without its conditioning: the weight and bias of its final norm are multiplied, in place, by
+    its scale at `temperature`.
+
+    Raises ValueError if the logits then differ, as for a model family that changes the norm's output before the head.
+    """
     ids = torch.arange(min(TRIED, network.config.get_text_config().vocab_size), device=network.device).unsqueeze(0)
     scale = Scale(network).at(torch.tensor(float(temperature)))
     states = network.base_model(input_ids=ids, use_cache=False).last_hidden_state

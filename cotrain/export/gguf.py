@@ -70,11 +70,18 @@ def export(
     name: str | None = None,
     **settings: Any,
 ) -> Path:
-    """Write a draft folder's model to a GGUF file, with a README that has the launch command. Returns `output`.
+    """Write the draft in the folder `source` to a GGUF file in the folder `output`, with a README that has the launch
+    command. Return `output`.
 
-    k, settings: see `hf.prepare`. target: hub id, folder or GGUF file. dtype: of the matrices, a key of `TYPES`, by
-    default unchanged. name: the folder's name on the hub, if it will be pushed. Raises ValueError naming the key or
-    file to change, and FileExistsError if `output` is not empty, without replace.
+    Args:
+        k, settings: see `hf.prepare`.
+        target: hub id, folder or GGUF file.
+        dtype: of the matrices, a key of `TYPES`, by default unchanged.
+        replace: whether a folder at `output` is replaced.
+        name: the folder's name on the hub, if it will be pushed.
+
+    Raises ValueError naming the key or file to change, and FileExistsError if `output` is not empty and `replace` is
+    not set.
     """
     draft = prepare(source, ENGINE, k, target=target, **settings)
     remarks, reader = list(draft.remarks), None
@@ -100,13 +107,15 @@ def export(
 def write_file(
     model: PreTrainedModel, words: PreTrainedTokenizerBase | GGUFReader, file: Path, dtype: str | None = None
 ) -> list[str]:
-    """Write a causal LM and its tokenizer, or the tokenizer of another file, to `file`, which must be in a folder that
-    `new_folder` makes. dtype: as in `export`. Returns remarks. Raises UserError for a model or a tokenizer that cannot
-    be written."""
+    """Write a causal LM and a tokenizer to a GGUF file, and return remarks for the README.
+
+    words: the tokenizer, or another GGUF file, whose tokenizer is copied. file: its path, in a folder that `new_folder`
+    makes. dtype: as in `export`. Raises UserError for a model or a tokenizer that cannot be written.
+    """
     config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
     refuse(config)
     if dtype not in TYPES:
-        raise UserError(f"dtype={dtype}: a GGUF file is written in {', '.join(TYPES)}")
+        raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
     stored, file_type = TYPES[dtype]
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
@@ -131,22 +140,24 @@ def refuse(config: PretrainedConfig) -> None:
     """Raise UserError, naming the key of config.json, for a model that is not of Llama's shape."""
     at = f"engine={ENGINE}: config.json:"
     if config.model_type not in ARCHITECTURES:
-        raise UserError(f"{at} model_type is {config.model_type}, and {', '.join(ARCHITECTURES)} are written")
+        raise UserError(f"{at} model_type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written")
     if config.hidden_act != "silu":
-        raise UserError(f"{at} hidden_act is {config.hidden_act}, and silu is written")
+        raise UserError(f"{at} hidden_act is {config.hidden_act}, but only silu can be written")
     window = config.model_type == "mistral" and config.sliding_window is not None
     if window or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"{at} sliding_window is {config.sliding_window}, and whole attention is written")
+        raise UserError(f"{at} sliding_window is {config.sliding_window}, but only full attention can be written")
     for key in ("attention_bias", "mlp_bias"):
         if getattr(config, key, False):
-            raise UserError(f"{at} {key} is true, and projections without such a bias are written")
+            raise UserError(f"{at} {key} is true, but only projections without such a bias can be written")
     rope, scaled = config.rope_parameters["rope_type"], ("default", "linear", "llama3")
     if rope not in scaled[: 3 if ARCHITECTURES[config.model_type] is MODEL_ARCH.LLAMA else 2]:
-        raise UserError(f"{at} rope_type is {rope}, and {', '.join(scaled)} are written (llama3 for Llama alone)")
+        raise UserError(
+            f"{at} rope_type is {rope}, but only {', '.join(scaled)} can be written (llama3 for Llama alone)"
+        )
 
 
 def add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    """Write the sizes of a model of Llama's shape, its norms and its rope."""
+    """Add the sizes of a model of Llama's shape, its norms and its rope to the file that is being written."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer.add_vocab_size(config.vocab_size)
@@ -170,7 +181,8 @@ def add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[str, np.ndarray]]:
-    """The name in the file and the values, in float32, of every tensor."""
+    """Yield the name in the file, and the values in float32, of each tensor of the model. Raises UserError for a tensor
+    for which llama.cpp has no name."""
     config, names = model.config, get_tensor_name_map(architecture, model.config.num_hidden_layers)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for key, values in model.state_dict().items():
@@ -187,20 +199,25 @@ def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """The rows (heads * 2 * n, ...) in llama.cpp's order: rows i and i + n of each head become neighbours."""
+    """Return the rows of `weight` (heads * 2 * n, ...) in llama.cpp's order: rows i and i + n of each head become
+    neighbours."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: Any) -> np.ndarray:
-    """What llama.cpp divides the rotary frequencies of an unscaled rope by, (head_dim / 2,) float32."""
+    """Return (head_dim / 2,) float32: llama.cpp divides the rotary frequencies of an unscaled rope by these."""
     scaled = model.model.rotary_emb.inv_freq.float().cpu().numpy()
     powers = np.arange(len(scaled), dtype=np.float32) / len(scaled)
     return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
 
 
 def pack(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """The bytes of a tensor and their type: vectors stay in float32, and a matrix whose rows are not divisible into
-    blocks is not quantised. Raises UserError for values that the type cannot hold."""
+    """Return the bytes of a tensor as they are stored, and their type. Vectors stay in float32, and a matrix whose rows
+    are not divisible into blocks is not quantised.
+
+    name: of the tensor, for the error. stored: the type that is wanted. Raises UserError for values that float16 cannot
+    represent.
+    """
     if values.ndim == 1:
         return values, GGMLQuantizationType.F32
     if stored is GGMLQuantizationType.Q8_0 and values.shape[-1] % BLOCK:
@@ -215,11 +232,11 @@ def pack(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[n
 
 
 def fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str) -> list[str]:
-    """Resize the draft's vocabulary, in place, to that of a GGUF target; returns remarks. Raises UserError if the
-    draft's tokens are not those of the file."""
+    """Resize the draft's vocabulary to that of a GGUF target, in place, and return remarks for the README. path: the
+    target's file, for messages. Raises UserError if the draft's tokens are not those of the file."""
     field = target.get_field(TOKENS)
     if field is None:
-        raise UserError(f"target.path={path}: it has no {TOKENS}")
+        raise UserError(f"target.path={path} has no key {TOKENS}, which lists the tokens: name another GGUF file")
     theirs, size = field.contents(), model.config.vocab_size
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if index >= len(theirs) or theirs[index] != token:
@@ -242,15 +259,16 @@ def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[str]:
-    """Write a byte-level BPE, with a token for every row of the embedding. Returns a remark for the user if llama.cpp
-    has no name for how the tokenizer cuts texts into words."""
+    """Add a byte-level BPE to the file that is being written, with a token for every row of the embedding. Return a
+    remark for the user if llama.cpp has no name for how the tokenizer cuts texts into words. Raises UserError for
+    another tokenizer."""
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
     if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
         one["type"] for one in _steps(core, "decoder")
     }:
         raise UserError(
-            f"engine={ENGINE}: the tokenizer is no byte-level BPE: give the target's GGUF file as "
-            "target.path=, and its tokenizer is copied"
+            f"engine={ENGINE}: the draft's tokenizer is no byte-level BPE, so it cannot be written: set target.path= "
+            "to the target's GGUF file, and its tokenizer is copied"
         )
     tokens, types = _tokens(tokenizer, model.config.vocab_size)
     cut = split_name(core)
@@ -282,7 +300,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:
-    """The text and the type of every id below `size`; ids without a token are unused."""
+    """Return the text and the type of every id below `size`. Ids without a token have the type "unused"."""
     tokens, types = [f"[PAD{index}]" for index in range(size)], [int(TokenType.UNUSED)] * size
     for token, index in tokenizer.get_vocab().items():
         tokens[index], types[index] = token, int(TokenType.NORMAL)
@@ -292,15 +310,16 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], l
 
 
 def _other_end(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int | None:
-    """The first id besides the tokenizer's that ends a text, such as one that ends a turn; None if there is none."""
+    """Return the first id that ends a text and is not the tokenizer's end token, such as one that ends a turn. Return
+    None if there is none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     others = [end for end in (ends if isinstance(ends, list) else [ends]) if end != tokenizer.eos_token_id]
     return others[0] if others else None
 
 
 def split_name(core: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how a tokenizer.json cuts texts into words before it merges; `UNKNOWN_SPLIT` if it has
-    none."""
+    """Return llama.cpp's name for how a tokenizer cuts texts into words before it merges, or `UNKNOWN_SPLIT` if it has
+    none. core: the content of tokenizer.json."""
     normalizers = {one["type"] for one in _steps(core, "normalizer")}
     name = SPLITS.get(tuple(_cut(one) for one in _steps(core, "pre_tokenizer")), UNKNOWN_SPLIT)
     whole = bool(core["model"].get("ignore_merges"))
@@ -308,7 +327,8 @@ def split_name(core: Mapping[str, Any]) -> str:
 
 
 def _steps(core: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
-    """The steps of a part of tokenizer.json, whose sequences have theirs under `pretokenizers` and the like."""
+    """Return the steps of a part of tokenizer.json, such as "pre_tokenizer": the part itself, or the steps of a
+    sequence."""
     step = core.get(part)
     if step is None:
         return []
@@ -317,7 +337,7 @@ def _steps(core: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
 
 
 def _cut(step: Mapping[str, Any]) -> tuple[str, Any]:
-    """A step of the pre-tokenizer as in `SPLITS`."""
+    """Return a step of the pre-tokenizer in the form of the keys of `SPLITS`."""
     if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
         return "ByteLevel", step.get("use_regex", True)
     if step["type"] == "Digits":

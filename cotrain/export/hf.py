@@ -44,8 +44,8 @@ from inference.report.build import validate
 
 
 class Prepared(NamedTuple):
-    """A draft as an engine loads it: with the target's vocabulary, and for one temperature. report: the draft's, if it
-    was measured. remarks: for the README."""
+    """A draft as an engine loads it: with the target's vocabulary, and for one temperature. report: the draft's
+    report.json, None if it was not measured. remarks: lines for the README."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -64,9 +64,13 @@ def export(
     name: str | None = None,
     **settings: Any,
 ) -> Path:
-    """Copy a draft folder to one that `engine` serves, with a README that has the launch command. Returns `output`.
+    """Write the draft in the folder `source` to the folder `output`, as `engine` loads it, with a README that has the
+    launch command. Return `output`.
 
-    k and settings: see `prepare`. name: the folder's name in the README, by default its path.
+    Args:
+        k, settings: see `prepare`.
+        replace: whether a folder at `output` is replaced.
+        name: the folder's name in the README, by default its path.
 
     The folder is written only if it passes `check`. Raises ValueError naming the key or file to change, and
     FileExistsError as `inference.drafts.draft_folder.save` does.
@@ -94,23 +98,28 @@ def prepare(
     dtype: torch.dtype | None = None,
     temperature: float | None = None,
 ) -> Prepared:
-    """Load a draft folder and fit it to the target. A Markov head, which no engine reads in this layout, is left out
-    with a remark.
+    """Return the draft of the folder `source`, fitted to the target. A Markov head, which no engine reads in this
+    layout, is left out with a remark.
 
-    k: drafts per round; target: hub id or path to serve; objective: "sampled" or "greedy". Their defaults are in
-    cotrain.json; for a folder without it, k and target are required, and objective is "sampled". target_config: resize
-    the vocabulary to the target's (`fitting.resize`); target_tokenizer: compare the vocabularies. dtype: of the
-    weights, by default unchanged. temperature: the serving temperature of a conditioned draft, which is written as an
-    independent draft (`fitting.folded`).
+    Args:
+        k: drafts per round.
+        target: hub id or path of the target to serve.
+        target_config: its config; the draft's vocabulary is resized to it (`fitting.resize`). None: it is not resized.
+        target_tokenizer: its tokenizer, whose vocabulary is compared with the draft's.
+        objective: "sampled" or "greedy".
+        dtype: of the weights, by default unchanged.
+        temperature: the serving temperature of a conditioned draft, which becomes an independent draft
+            (`fitting.folded`).
 
-    Raises ValueError naming the key or file to change.
+    k, target and objective are by default those in cotrain.json. For a folder without it, k and target are required,
+    and objective is "sampled". Raises ValueError naming the key or file to change.
     """
     engine_named(engine)
     refuse(source, temperature)
     refuse_small_head(source)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if model.config.is_encoder_decoder and engine != "transformers":
-        raise ValueError(f"engine={engine}: it has no drafts for encoder-decoders; engine=transformers")
+        raise ValueError(f"engine={engine}: it loads no drafts for encoder-decoders: set engine=transformers")
     if tokenizer is None:
         raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
     metadata = _metadata(original, k, target, objective)
@@ -131,8 +140,8 @@ def prepare(
     metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:
         remarks.append(
-            f"It was measured with a tree of {len(original.tree.parents)} nodes a round; the command above "
-            f"drafts {metadata.k} tokens in a row."
+            f"It was measured with a tree of {len(original.tree.parents)} nodes a round, but the command above drafts "
+            f"chains of {metadata.k} tokens."
         )
     if temperature is not None:
         remarks.append(f"Made for temperature {temperature:g}: at others, export it again.")
@@ -142,20 +151,23 @@ def prepare(
 
 
 def _metadata(metadata: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
+    """Return the metadata for the export. metadata: that of the folder, or None if it has no cotrain.json."""
     if metadata is None:
         if k is None or target is None:
-            raise ValueError(f"export.{'k' if k is None else 'target'}: give it, the draft has no {METADATA}")
+            key = "k" if k is None else "target.path"
+            raise ValueError(f"{key}=null: set {key}=, because the draft folder has no {METADATA} that names it")
         return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
     return metadata.exported(target, k, objective)
 
 
 def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """The metadata of a conditioned draft after it was fixed at one temperature."""
+    """Return the metadata of a conditioned draft after it was fixed at one temperature."""
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
 def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
-    """The draft's report. None if the metadata names none; a report.json is then from another program."""
+    """Return the draft's report. Return None if the metadata names none; a report.json in the folder is then from
+    another program. Raises ValueError if the report is missing, changed or invalid."""
     if metadata is None or metadata.report is None:
         return None
     file = source / REPORT
@@ -175,7 +187,8 @@ def _fit(
     target_config: PretrainedConfig | None,
     target_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Resize the draft's vocabulary to the target's, and compare the two; return remarks for the README."""
+    """Resize the draft's vocabulary to the target's, in place, and compare the vocabularies. Return remarks for the
+    README. Raises ValueError if they do not match."""
     if target_config is None:
         return []
     old, size = model.config.vocab_size, target_config.get_text_config(decoder=True).vocab_size
@@ -199,13 +212,14 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 
 def check(folder: str | Path) -> list[str]:
-    """The problems of a draft folder, each with file and key; empty if there are none.
+    """Return the problems of a draft folder, each with its file and key; [] if there are none.
 
     A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as
-    this package's engine loads it, so a folder that `train` wrote passes. Checks the required files, the keys of
-    config.json and generation_config.json, names, shapes, dtypes and values of the tensors, the tokenizer's size, and
-    the hash of report.json. Tensors are loaded by transformers, since some model families have other names on disk
-    than in memory.
+    this package's engine loads it, so a folder that `train` wrote passes.
+
+    The required files are checked, the keys of config.json and generation_config.json, the names, shapes, dtypes and
+    values of the tensors, the tokenizer's size, and the hash of report.json. Tensors are loaded by transformers, since
+    some model families have other names on disk than in memory.
     """
     try:
         draft = read(folder)
@@ -226,7 +240,7 @@ def check(folder: str | Path) -> list[str]:
 
 
 def _generation(path: Path) -> list[str]:
-    """Problems with the keys that set the draft length of transformers' assisted generation."""
+    """Return problems with the keys that set the draft length of transformers' assisted generation."""
     if not (path / GENERATION).is_file():
         return []
     values, file = read_json(path / GENERATION), path / GENERATION
@@ -241,7 +255,7 @@ def _generation(path: Path) -> list[str]:
 
 
 def _weights(path: Path, network: Any) -> list[str]:
-    """Problems with the tensors. network: the class of the model; None for that of transformers."""
+    """Return problems with the tensors. network: the class of the model; None for that of transformers."""
     try:
         with building(path):
             network = network or auto_class(AutoConfig.from_pretrained(path))
@@ -253,8 +267,8 @@ def _weights(path: Path, network: Any) -> list[str]:
 
 
 def _dtypes(path: Path) -> list[str]:
-    """Problems with tensors whose dtype on disk is not that of config.json. Quantised models have several dtypes and
-    are not checked."""
+    """Return problems with tensors whose dtype on disk is not that of config.json. Quantised models have several dtypes
+    and are not checked."""
     config = read_json(path / CONFIG)
     wanted = DTYPES.get(str(config.get("dtype")))
     if wanted is None or "quantization_config" in config:

@@ -40,18 +40,23 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Copy a folder of kind retrieval or hybrid, with a README that has the launch command. Returns `output`. The
-    prompts of the folder are left out, since engines do not read them.
+    """Copy the folder `source`, of kind retrieval or hybrid, to `output`, with a README that has the launch command.
+    Return `output`. The prompts of the folder are left out, since engines do not read them.
 
-    k: drafts per round, target: hub id or path, by default those in cotrain.json. name: the folder's name on the hub,
-    if it will be pushed. Raises ValueError, naming the key, for a folder without metadata, and for one to be pushed
-    that has a datastore; FileExistsError if `output` is not empty, without replace.
+    k: drafts per round; target: hub id or path; both are by default those in cotrain.json. replace: whether a folder at
+    `output` is replaced. name: the folder's name on the hub, if it will be pushed.
+
+    Raises ValueError, naming the key, for a folder without metadata, and for a folder with a datastore if it is to be
+    pushed. Raises FileExistsError if `output` is not empty and `replace` is not set.
     """
     source_metadata = read(source).metadata
     if source_metadata is None:
         raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
-        raise ValueError(f"push_to_hub: {source} looks up a datastore of this machine, which others do not have")
+        raise ValueError(
+            f"push_to_hub={name}: {source} looks up drafts in a datastore on this machine, which other people do not "
+            "have: leave push_to_hub= out"
+        )
     metadata = source_metadata.exported(target, k, None)
     remarks = [*filter(None, [metadata.origin.get("warning")])]
     if source_metadata.kind == "hybrid" and not k:
@@ -76,5 +81,6 @@ def export(
 
 
 def launch(draft: str, target: str, k: int) -> str:
-    """The launch command, for a POSIX shell."""
+    """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
+    round."""
     return f"{FOLDER}={shlex.quote(draft)} {serve_vllm(place(target), custom_class(k))}"

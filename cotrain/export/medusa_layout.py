@@ -39,23 +39,28 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Copy a folder of Medusa heads to one that vLLM serves, with the target's output head, which all of them use, and
-    a README that has the launch command. Returns `output`.
+    """Write the Medusa heads in the folder `source` to the folder `output` as vLLM loads them, with the target's output
+    head, which all of them use, and a README that has the launch command. Return `output`.
 
-    k: drafts per round, at most the number of heads; target: hub id or path. Both are by default those in cotrain.json.
-    name: the folder's name in the README, by default its path. Raises ValueError naming the key or file to change, and
-    FileExistsError if `output` is not empty, without replace.
+    k: drafts per round, at most the number of heads; target: hub id or path; both are by default those in cotrain.json.
+    replace: whether a folder at `output` is replaced. name: the folder's name in the README, by default its path.
+
+    Raises ValueError naming the key or file to change, and FileExistsError if `output` is not empty and `replace` is
+    not set.
     """
     network, _, metadata = load_draft(source, network=MedusaNetwork)
     served = target or (metadata.target["name"] if metadata else None)
     if served is None:
-        raise ValueError(f"{source} does not name its target: give target.path=")
+        raise ValueError(f"draft.path={source} does not name its target: give target.path=")
     planned, remarks = metadata, list[str]()
     if metadata and not k:
         planned, remarks = planned_anew(source, metadata, metadata, "greedy", network.markov_head is None)
     k = k or min(planned.k if planned else network.depths, network.depths)
     if k > network.depths:
-        raise ValueError(f"k={k}: {source} holds {network.depths} heads, each for one draft of a round")
+        raise ValueError(
+            f"k={k}: {source} has {network.depths} heads, each of which drafts one token of a round: set "
+            f"k={network.depths} or less"
+        )
     folder = resolve(str(served))
     model = load_model(folder)
     network.fits(model, str(source))
@@ -77,18 +82,19 @@ def export(
 
 
 def launch(draft: str, target: str, k: int) -> str:
-    """The launch command, for a POSIX shell."""
+    """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
+    round."""
     return shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(speculative(draft, k))])
 
 
 def speculative(draft: str, k: int) -> dict[str, Any]:
-    """vLLM's speculative_config."""
+    """Return vLLM's speculative_config. draft: the exported folder. k: drafts per round."""
     return {"method": "medusa", "model": draft, "num_speculative_tokens": k}
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """config.json for vLLM. original_lm_head says that all heads share one output head. Without medusa_fc_bias vLLM
-    would ignore the biases without an error."""
+    """Return the content of config.json for vLLM. original_lm_head says that all heads share one output head. Without
+    medusa_fc_bias vLLM would ignore the biases without an error."""
     ours = network.config
     return {
         "model_type": "medusa",
@@ -107,8 +113,8 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of head 0.
-    Raises ValueError if the target's head has a bias, a cap or a scale."""
+    """Return the tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of
+    head 0. Raises ValueError if the target's head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
@@ -127,7 +133,8 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
     for part in ("config", "tokenizer"):
         if trained_for[part] and trained_for[part] != served[part]:
             raise ValueError(
-                f"{source}: its heads were made for {trained_for['name']}, the {part} of target.path= is another"
+                f"{source}: its heads were made for {trained_for['name']}, but target.path= has another {part}: set "
+                "target.path= to the target that they were made for"
             )
 
 

@@ -39,9 +39,11 @@ def card(
     remarks: list[str],
     layout: str = "hf",
 ) -> str:
-    """The README in Markdown: launch command, caveats, remarks on the export, regime, measured table, licence note.
+    """Return the README in Markdown: launch command, caveats, remarks on the export, regime, measured table, licence
+    note.
 
     draft_path: the folder, or its name on the hub. report: a valid one (`inference.report.build.validate`), or None.
+    remarks: lines that are added to the caveats.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     learnt = metadata.learnt_from
@@ -52,7 +54,7 @@ def card(
     parts = [
         FRONT,
         f"# Draft for {learnt}",
-        f"Guesses {k} tokens a round for speculative decoding; the target checks them all.",
+        f"Drafts {k} tokens a round for speculative decoding; the target verifies them.",
         *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
         f"```sh\n{command}\n```",
@@ -75,8 +77,8 @@ def card(
 
 
 class VllmCommand(NamedTuple):
-    """The command on a card that serves a draft in vLLM. environment: its variables. target: a folder or hub id.
-    speculative: vLLM's speculative_config."""
+    """The command in a README that serves a draft in vLLM. environment: its environment variables. target: a folder or
+    hub id. speculative: vLLM's speculative_config."""
 
     environment: dict[str, str]
     target: str
@@ -84,7 +86,7 @@ class VllmCommand(NamedTuple):
 
 
 def on_card(card: str) -> VllmCommand:
-    """Read the command from the first block of code of a card. Raises ValueError if it is not one for vLLM."""
+    """Return the command in the first block of code of a README. Raises ValueError if it is not one for vLLM."""
     block = re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)
     words = shlex.split(block[1]) if block else []
     if "vllm" not in words:
@@ -96,8 +98,8 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """Lines about a target that came from a GGUF file, about one that joint training moved, and about one with other
-    weights than the draft learnt from; none for others."""
+    """Return lines for the README: if the target is a GGUF file, if joint training changed its weights, and if the
+    draft learnt from other weights. Return [] otherwise."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
     lines += filter(None, [metadata.origin.get("warning")])
@@ -113,12 +115,17 @@ def _read_from(metadata: Metadata) -> list[str]:
 def planned_anew(
     source: str | Path, measured: Metadata, written: Metadata, way: str, markov: bool = True
 ) -> tuple[Metadata, list[str]]:
-    """Return metadata with the draft length for an engine that drafts in another way than was measured, and remarks.
+    """Return the metadata of the export, with the draft length planned again if the engine drafts in another way than
+    was measured, and remarks about it.
 
-    source, measured: the trained folder and its metadata. written: that of the export. way: how the engine drafts,
-    "sampled" or "greedy"; engines verify chains by the token rule. markov: whether the engine has the Markov head that
-    the draft has. The length has the least seconds per token, by the report's seconds of rounds and its tau on held-out
-    texts. Without these figures the remark says what the length was planned for.
+    Args:
+        source, measured: the trained folder and its metadata.
+        written: the metadata of the export.
+        way: how the engine drafts, "sampled" or "greedy"; engines verify chains by the token rule.
+        markov: False if the draft has a Markov head that the export lacks.
+
+    The new length has the least seconds per token, by the report's seconds of rounds and its tau on held-out texts.
+    Without these figures the length stays, and the remark says what it was planned for.
     """
     rule, cold = measured.served.verify, written.regime.get("temperature", 1.0) == 0
     same = cold or way == measured.objective and (way == "greedy" or rule != "block")
@@ -150,7 +157,8 @@ def planned_anew(
 
 
 def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool = True) -> dict[int, float]:
-    """Tau on held-out texts by draft length, under the token rule, for sampled or greedy drafting in the regime."""
+    """Return tau on held-out texts by draft length, under the token rule, in the regime. way: "sampled" or "greedy"
+    drafting. markov: whether the draft drafts with its Markov head."""
     held, temperature = (report.get("extra") or {}).get("held_out") or {}, metadata.regime.get("temperature", 1.0)
     name = QUANTITIES[way] + ("" if markov else "_without_markov")
     known = {k: held.get(f"{name}_T{temperature:g}/all/{k}") for k in range(1, LONGEST + 1)}
@@ -158,8 +166,8 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
 
 
 def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
-    """A Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime. Empty if
-    the report has no held-out figures."""
+    """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime.
+    Return "" if the report has no held-out figures."""
     taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
     lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
@@ -171,8 +179,8 @@ def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
 
 
 def without_markov(source: Path, metadata: Metadata) -> str:
-    """A remark that the export lacks the draft's Markov head. It compares tau with and without the head if the report
-    of the trained folder `source` has both."""
+    """Return a remark that the export lacks the draft's Markov head. The remark compares tau with and without the head
+    if the report of the trained folder `source` has both."""
     path, k = source / REPORT, metadata.k
     report = read_json(path) if path.is_file() else {}
     whole, without = (_taus(report, metadata, metadata.objective, markov).get(k) for markov in (True, False))
@@ -183,8 +191,8 @@ def without_markov(source: Path, metadata: Metadata) -> str:
 
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """Title and table of the acceptance and tau predicted on held-out texts, for sampled and greedy drafting, in the
-    regime. Empty if the report has no held-out figures."""
+    """Return the title and table of the acceptance and tau that were predicted on held-out texts, for sampled and
+    greedy drafting, in the regime. Return [] if the report has no held-out figures."""
     held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
     rows = []
     for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
@@ -198,7 +206,7 @@ def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
 
 
 def require(repo: str) -> None:
-    """Raise UserError if repo is not user/name, or if the hub does not answer or rejects the token. Missing rights to
+    """Raise UserError if `repo` is not user/name, or if the hub does not answer or rejects the token. Missing rights to
     write to `repo` are detected only by `push`."""
     with _one_line(repo):
         if repo.count("/") != 1:
@@ -210,7 +218,7 @@ def require(repo: str) -> None:
 def push(folder: Path, repo: str) -> str:
     """Upload all files of the folder to a repository and return its address. A missing repository is created, as a
     public one. Raises UserError if the hub rejects the upload."""
-    with _one_line(repo, f"; {folder} is whole, `hf upload {repo} {folder}` pushes it"):
+    with _one_line(repo, f"; {folder} is complete, and `hf upload {repo} {folder}` uploads it"):
         hub = HfApi()
         address = hub.create_repo(repo, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Draft exported by cotrain")
@@ -218,20 +226,23 @@ def push(folder: Path, repo: str) -> str:
 
 
 def local(target: str) -> bool:
-    """Whether the target is a folder on this machine, which users who download the draft do not have."""
+    """Return whether the target is a folder on this machine, which users who download the draft do not have."""
     return Path(resolve(target)).is_dir()
 
 
 @contextmanager
 def _one_line(repo: str, then: str = "") -> Iterator[None]:
-    """Turn errors of the hub's client into a UserError of one line. then: advice that is appended to it."""
+    """Raise a UserError of one line for errors of the hub's client in the block. then: advice that is appended to
+    it."""
     try:
         yield
     except HFValidationError as error:
         raise UserError(f"push_to_hub={repo}: {error}") from error
     except LocalTokenNotFoundError as error:
-        raise UserError(f"push_to_hub={repo}: no token of the hub: hf auth login, or set HF_TOKEN") from error
+        raise UserError(
+            f"push_to_hub={repo}: there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN"
+        ) from error
     except OfflineModeIsEnabled as error:
-        raise UserError(f"push_to_hub={repo}: HF_HUB_OFFLINE is set{then}") from error
+        raise UserError(f"push_to_hub={repo}: HF_HUB_OFFLINE is set, so nothing is uploaded: unset it{then}") from error
     except (HTTPError, OSError, RuntimeError) as error:  # hf_xet, which uploads large files, raises RuntimeError
         raise UserError(f"push_to_hub={repo}: {' '.join(str(error).split())}{then}") from error

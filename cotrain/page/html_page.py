@@ -27,7 +27,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 class Titled(Protocol):
-    """A subject of a page. partial: it has not ended, so that figures may still change."""
+    """A run or plan that a page is about. partial: whether it has not ended, so that figures may still change."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,7 @@ class Titled(Protocol):
 
 
 def page(runs: Sequence[LoadedRun]) -> str:
-    """Return the HTML document of runs."""
+    """Return the HTML document of one or several runs."""
     sections = [Section(name, title, by_run(runs, parts), lacking) for name, title, lacking, parts in SECTIONS]
     sections = [first_screen(runs), comparison(runs), *sections]
     return document([(run, headline(run)) for run in runs], sections, GENERATOR)
@@ -45,7 +45,7 @@ def page(runs: Sequence[LoadedRun]) -> str:
 
 def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
     """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
-    each subject of the page with its result in one line. generator: the command that writes the page."""
+    each run or plan of the page, with its result in one line. generator: the command that writes the page."""
     return str(
         render(
             "page.html",
@@ -73,7 +73,7 @@ def _plotly() -> str:
 
 
 def write(runs: Sequence[LoadedRun], path: Path) -> None:
-    """Write the page atomically. Raises UserError if `path` is a file of another program."""
+    """Write the page of `runs` to `path`, atomically. Raises UserError if `path` is a file of another program."""
     refuse(path)
     write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
 
@@ -86,15 +86,15 @@ def written(folder: Path) -> Path:
 
 
 def refuse(path: Path) -> None:
-    """Raise UserError, naming the key, for a path that is a folder, or a file that cotrain report did not write."""
+    """Raise UserError, naming the key page=, if `path` is a folder, or a file that cotrain report did not write."""
     if path.is_dir():
         raise UserError(f"page={path} is a folder: name a file, as in page={path / 'report.html'}")
     if path.is_file() and f'content="{GENERATOR}' not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
-        raise UserError(f"page={path} is a file that cotrain report did not write: name another")
+        raise UserError(f"page={path} is a file that cotrain report did not write: name another file")
 
 
 def headline(run: LoadedRun) -> Markup:
-    """Return the result of the run in one line."""
+    """Return the result of the run in one line: whether to serve the draft, and at which draft length."""
     if run.report is None:
         return _unmeasured(run)
     ends = run.ends("report", "speedup", "whole")

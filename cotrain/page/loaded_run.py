@@ -24,9 +24,15 @@ MOST = 400  # most points of a curve that are drawn
 
 @dataclass(frozen=True)
 class Number:
-    """A number on the page with its source. value: None if it is not known. run: position of the run on the page.
-    source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, or "" if the page computed the value. The value is the
-    number at `source`, multiplied by `times` and divided by the number at the pointer `over`."""
+    """A number on the page with its source. The value is the number at `source`, multiplied by `times` and divided by
+    the number at `over`.
+
+    Args:
+        value: None if it is not known.
+        run: the position of the run on the page.
+        source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, or "" if the page computed the value.
+        over: such a pointer, or "" if nothing divides the number.
+    """
 
     value: float | None
     run: int = 0
@@ -37,9 +43,14 @@ class Number:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The content of a run's folder. number: its position on the page. documents: `report` (report.json), `held_out`
-    (held_out.json), `run` (run.json) and `replay` (replay.json), each None if missing. curves: training curves by
-    TensorBoard tag."""
+    """The content of a run's folder.
+
+    Args:
+        number: the position of the run on the page.
+        documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json) and `replay` (replay.json); each
+            is None if it is missing.
+        curves: training curves by TensorBoard tag.
+    """
 
     number: int
     path: Path
@@ -52,7 +63,7 @@ class LoadedRun:
 
     @property
     def partial(self) -> bool:
-        """Return whether the run is not finished because it was stopped or is still running."""
+        """Return whether the run is not finished, because it was stopped or is still running."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
@@ -86,7 +97,7 @@ class LoadedRun:
 
     @property
     def k(self) -> int | None:
-        """Return the planned draft length, or that of the timed policy if there is no plan. Return None if trees were
+        """Return the planned draft length or, if there is no plan, that of the timed policy. Return None if trees were
         timed."""
         if self.tree:
             return None
@@ -113,7 +124,7 @@ class LoadedRun:
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
 
     def ends(self, *path: str | int) -> list[Number]:
-        """Return value, low and high of the interval at a path."""
+        """Return value, low and high of the interval at `path`."""
         return [self.at(*path, end) for end in ("value", "low", "high")]
 
     @property
@@ -122,11 +133,11 @@ class LoadedRun:
         return self.get("report", "extra", "held_out") or {}
 
     def judged(self, key: str) -> Number:
-        """Return a figure of `held_out`."""
+        """Return the figure on held-out texts that has the name `key`."""
         return self.at("report", "extra", "held_out", key)
 
     def all(self, *path: str | int) -> list[Number]:
-        """Return the numbers of the list or dictionary at a path, in its order."""
+        """Return the numbers of the list or dictionary at `path`, in its order."""
         values = self.get(*path) or []
         return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
@@ -187,7 +198,8 @@ def _load(number: int, path: Path) -> LoadedRun:
 
 
 def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) -> dict[str, Any] | None:
-    """Return the content of the first of the files that exists. wrong: what is said if `check` raises ValueError."""
+    """Return the content of the first of `files` that exists, None if none does. wrong: the message of the UserError if
+    `check` raises ValueError."""
     file = next(filter(Path.is_file, files), None)
     document = None if file is None else _json(file, str(file))
     if document is not None:
@@ -206,7 +218,7 @@ def _json(file: Path, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
-        raise UserError(f"{file} has no JSON object: name a run of cotrain")
+        raise UserError(f"{file} is no JSON object, so it is not of cotrain: name another run with run=")
     return document
 
 

@@ -79,20 +79,21 @@ def number(value: Number, spec: str = ".3f") -> Markup:
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
-    """Format (value, low, high) as `2.05x [1.70, 2.40]`. If the ends are not known, format only the value."""
+    """Return text such as `2.05x [1.70, 2.40]`. ends: (value, low, high). If low and high are not known, the text has
+    only the value."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """Return a table whose first column has the names of the rows. In a narrow window the table scrolls, not the
-    page."""
+    """Return a table. head: the titles of the columns. rows: cells; the first cell of a row is its name. In a narrow
+    window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. name: its anchor. body: None if no run has its figures. lacking: the text to show without
-    a body. It says why there are no figures and how to produce them."""
+    """A section of the page. name: its anchor. body: None if no run has its figures. lacking: the text that is shown
+    without a body; it says why there are no figures and how to produce them."""
 
     name: str
     title: str
@@ -107,7 +108,8 @@ PATTERNS = ("", "/", ".", "x", "-", "+")
 
 @dataclass(frozen=True)
 class Series:
-    """A named series of numbers y at x. low, high: ends of intervals; mode: lines, markers, lines+markers or bar."""
+    """A named series of numbers y at the points x. low, high: ends of the intervals of y. mode: lines, markers,
+    lines+markers or bar."""
 
     name: str
     x: Sequence[float | str]
@@ -120,9 +122,19 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page. name: its id. x, y: titles of the axes. at: y of a horizontal line for comparison. heat:
-    draw a heat map, whose rows are the series. stacked: stack the bars. log: logarithmic axes, as "x" or "xy". tabled:
-    add a table of the numbers. spec: their format. range: the range of the y axis."""
+    """A chart of the page.
+
+    Args:
+        name: its id.
+        x, y: titles of the axes.
+        at: the y of a horizontal line for comparison.
+        heat: whether it is a heat map, whose rows are the series.
+        stacked: whether bars are stacked.
+        log: which axes are logarithmic, as "x" or "xy".
+        tabled: whether a table of the numbers is added.
+        spec: the format of the numbers.
+        range: the range of the y axis.
+    """
 
     name: str
     title: str
@@ -192,8 +204,8 @@ def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup | None:
 
 
 def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
-    """Make the parts of each run, its charts in one grid before its texts, under the runs' names if there are several
-    runs. Return None if no run has any of the parts."""
+    """Return the parts of each run: its charts in one grid, then its texts. If there are several runs, each has its
+    name above. Return None if no run has any of the parts."""
     bodies = []
     for run in runs:
         content = [part(run) for part in parts]
@@ -204,7 +216,8 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
 
 
 def numbered(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
-    """Return a series of values at first, first + 1, ..., or none without values. look: its other fields."""
+    """Return a list of one series, whose values are at `first`, `first` + 1, ...; [] if there are no values. look: its
+    other fields."""
     return [Series(name, range(first, first + len(values)), values, **look)] if values else []
 
 
@@ -265,5 +278,6 @@ def _heat(chart: Chart) -> dict[str, Any]:
 
 
 def plain(text: str) -> str:
-    """Escape text for names, ticks and labels, in which Plotly interprets some markup (`<b>`, `<a href>`)."""
+    """Return text for names, ticks and labels, escaped because Plotly interprets some markup in them (`<b>`, `<a
+    href>`)."""
     return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

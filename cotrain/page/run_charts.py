@@ -18,7 +18,8 @@ PHASES = ("draft", "target", "verify", "other")
 
 
 def chart(series: SeriesOf, name: str, title: str, x: str, y: str, **look: Any) -> Part:
-    """Declare a chart of each run. look: the other fields of `Chart`."""
+    """Return the function that makes a chart of each run. series: a function that returns the series of a run. x, y:
+    titles of the axes. look: the other fields of `Chart`."""
     return lambda run: Chart(f"{name}-{run.number}", title, x, y, series(run), **look)
 
 
@@ -33,7 +34,7 @@ def by_depth(run: LoadedRun) -> list[Series]:
 
 
 def depths(run: LoadedRun, stem: str) -> list[Number]:
-    """Return the held-out figures with the keys `stem`/1, `stem`/2, ..."""
+    """Return the held-out figures with the names `stem`/1, `stem`/2, ..."""
     keys = [key for key in run.held_out if re.fullmatch(re.escape(stem) + r"/\d+", key)]
     return [run.judged(key) for key in sorted(keys, key=lambda key: int(key.rpartition("/")[2]))]
 
@@ -55,7 +56,8 @@ def by_domain(run: LoadedRun) -> Chart:
 
 
 def profiles(words: str, name: str, kind: type[float] | type[str]) -> SeriesOf:
-    """Return the acceptance of the profile `name`, with a line for each temperature of the target."""
+    """Return a function that returns the acceptance of a run's profile `name`, with a series for each temperature of
+    the target."""
     base = ("report", "extra", "profiles")
     return lambda run: [
         Series(f"{words} {t}", list(map(kind, profile[name])), run.all(*base, t, name))
@@ -92,7 +94,7 @@ def speedups(run: LoadedRun, predicted: str, measured: str, **look: Any) -> list
 
 
 def speed_by_length(run: LoadedRun) -> list[Series]:
-    """Return the speed-ups of a run for which they were predicted."""
+    """Return the speed-ups of the run by draft length, or [] if none were predicted."""
     predicted = run.get("report", "extra", "predicted_speedups")
     return speedups(run, "predicted", "measured, prefill left out") if predicted else []
 
@@ -119,7 +121,8 @@ def cells(run: LoadedRun) -> list[tuple[int, float, int]]:
 
 
 def batches(run: LoadedRun) -> Markup | None:
-    """Return speed-up by batch size and temperature, and from which batch size on plain decoding is faster."""
+    """Return a table of the speed-up by batch size and temperature, which also says from which batch size on plain
+    decoding is faster. Return None if the run has no such figures."""
     temperatures = sorted({t for _, t, _ in cells(run)})
     if not temperatures:
         return None
@@ -144,7 +147,7 @@ def _arm(run: LoadedRun, index: int) -> tuple[str | int, ...]:
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """Return a phrase that says from which batch size on plain decoding is faster. This means that the interval is
+    """Return a phrase that says from which batch size on plain decoding is faster: the interval of the speed-up is
     below 1."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := run.get(*_arm(run, index), "over_plain", "high")) and high < 1]
@@ -156,7 +159,7 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
 
 
 def _arms(run: LoadedRun) -> list[list[object]]:
-    """Return table rows, one for each arm of each cell of the matrix."""
+    """Return table rows, one for each engine that was timed in each cell of the matrix."""
     rows: list[list[object]] = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
@@ -184,7 +187,8 @@ def phases(run: LoadedRun) -> list[Series]:
 
 
 def by_quantisation(*path: str) -> SeriesOf:
-    """Return the figure at `path` by the quantisations of target and draft, and by temperature."""
+    """Return a function that returns the figure at `path` of a run, by the quantisations of target and draft, and by
+    temperature."""
 
     def series(run: LoadedRun) -> list[Series]:
         cells = run.get("report", "extra", "bits") or []
@@ -201,7 +205,8 @@ def by_quantisation(*path: str) -> SeriesOf:
 
 
 def curves(pattern: str) -> SeriesOf:
-    """Return the training curves whose tags match the pattern. Its group is the name of the series."""
+    """Return a function that returns a run's training curves whose tags match the regular expression `pattern`. The
+    group in the pattern is the name of a series."""
 
     def series(run: LoadedRun) -> list[Series]:
         lines = []

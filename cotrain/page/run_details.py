@@ -28,7 +28,7 @@ PARTS = (
 
 
 def differences(run: LoadedRun) -> Markup | None:
-    """Show how total variation is distributed over positions, and the contexts with the largest one."""
+    """Return how total variation is distributed over positions, and the contexts in which it is largest."""
     divergence = run.get("report", "extra", "divergence")
     if not divergence or not divergence["positions"]:
         return None

@@ -21,7 +21,8 @@ SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another num
 
 @dataclass(frozen=True)
 class Ask:
-    """How much to sample. texts: per domain, by split; prompt_tokens, new_tokens: at most, of each text."""
+    """How much to sample. texts: the most texts per domain, by split ("train", "held_out"). prompt_tokens, new_tokens:
+    the most ids of each prompt, and of each continuation."""
 
     texts: dict[str, int]  # keys: train, held_out
     prompt_tokens: int
@@ -38,12 +39,17 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        """Return the new ids of each prompt, including the end token."""
+        """Return the new ids of each prompt, including the end token.
+
+        prompts: the ids of each. new_tokens: the most ids of a continuation. seed, keys: fix the random numbers; there
+        is one key per prompt.
+        """
 
 
 @dataclass(frozen=True)
 class Own:
-    """Samples with this engine. A proposer makes it faster and does not change the distribution of the texts."""
+    """Samples with this engine. If the engine has a proposer, it is faster, and the distribution of the texts is the
+    same."""
 
     engine: Engine
 
@@ -62,10 +68,11 @@ class Own:
 
 @dataclass
 class Faster:
-    """Several samplers of the same distribution, by name, and the fastest of them is used.
+    """Uses the fastest of several samplers of the same distribution.
 
-    Each continues one batch to warm up and one that is timed; later batches go to the fastest. speeds: tokens per
-    second of each sampler's last batch, 0 after its first."""
+    Each continues one batch to warm up and one that is timed; later batches go to the fastest. samplers: by name.
+    speeds: by name, tokens per second of the sampler's last batch, 0 after its first.
+    """
 
     samplers: Mapping[str, Sampler]
     speeds: dict[str, float] = field(default_factory=dict)
@@ -91,11 +98,12 @@ class Remote:
     """Samples with an OpenAI-compatible server.
 
     A server that returns no ids gets prompts as text, and its answers are tokenized here. The tokens may then differ
-    from the sampled ones, but they decode to the same text. If a prompt or an answer does not survive this, its
-    continuation is [], which is no text.
+    from the sampled ones, but they decode to the same text. If a prompt or an answer does not survive decoding and
+    encoding, its continuation is [], which is no text.
 
-    ends: ids that end a text. If the server does not say which of them it was, it is the last one in the prompt (a chat
-    template ends each turn with it), else the tokenizer's."""
+    rows: the most concurrent requests. ends: ids that end a text. If the server does not say which of them ended a
+    text, it is the last one in the prompt (a chat template ends each turn with it), else the tokenizer's.
+    """
 
     client: Client
     tokenizer: PreTrainedTokenizerBase
@@ -115,14 +123,14 @@ class Remote:
         return completions
 
     def _asked(self, prompt: list[int]) -> str | None:
-        """Return a text that the server encodes as the prompt: without a start token that its tokenizer adds. None if
-        there is none."""
+        """Return a text that the server encodes as the prompt, None if there is none. It lacks a start token that the
+        server's tokenizer adds."""
         texts = (self._text(prompt), self._text(prompt[1:]))
         return next((text for text in texts if list(self.tokenizer(text)["input_ids"]) == prompt), None)
 
     def _ids(self, prompt: list[int], one: Completion, new_tokens: int) -> list[int]:
-        """Return the ids of an answer, with the token that ended it. They are encoded after the prompt, since some
-        tokenizers begin a text with a space."""
+        """Return the ids of an answer, with the token that ended it; [] if they do not decode to the answer. The answer
+        is encoded after the prompt, since some tokenizers begin a text with a space."""
         before = self._asked(prompt) or ""
         whole = list(self.tokenizer(before + one.text)["input_ids"])
         ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._encoded(one.text)
@@ -154,13 +162,17 @@ def collect(
     seconds: float | None = None,
     title: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample a continuation of every (domain, prompt). Returns rows with the keys of `training_texts.FEATURES`, in the
-    order of `by_length`.
+    """Sample a continuation of every (domain, prompt ids) in `asked`. Return rows with the keys of
+    `training_texts.FEATURES`, in the order of `by_length`.
 
-    Each finished batch is appended to the file `partial`, and a resumed run continues after the last one. keys: of the
-    random numbers, by default the index of each prompt, so a resumed run samples the same texts as an uninterrupted
-    one. say: receives a line per batch; None: see `Display`. seconds: after the first batch, no batch is started that
-    is expected to end later, so there may be fewer rows than prompts. title: of the display.
+    Args:
+        partial: the file to which each finished batch is appended; an interrupted run continues after the last one.
+        say: a function that is called with a line per batch; None: progress is shown by `Display`.
+        keys: of the random numbers, by default the index of each prompt, so a resumed run samples the same texts as an
+            uninterrupted one.
+        seconds: a time limit. After the first batch, no batch is started that is expected to end later, so there may be
+            fewer rows than prompts.
+        title: of the display.
     """
     keys = range(len(asked)) if keys is None else keys
     order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0)
@@ -185,24 +197,26 @@ def collect(
             display.to(len(rows), f"{speed:.0f} tokens/s")
             batches, spent = (len(rows) - first) / sampler.rows, time.perf_counter() - clock
             if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
-                print(f"sampling ends after {len(rows)} of {len(asked)} texts: minutes= leaves no time for more")
+                print(f"sampling ends after {len(rows)} of {len(asked)} texts, since minutes= leaves no time for more")
                 break
     return rows
 
 
 def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
-    """Return the order in which prompts of these lengths are sampled. A batch is as wide as its longest prompt, so of
-    each `WINDOW` prompts the longest come first. The order does not depend on the batch, so another one can resume.
+    """Return the indices of prompts of these lengths, in the order in which they are sampled. A batch is as wide as its
+    longest prompt, so of each `WINDOW` prompts the longest come first. The order does not depend on the batch size, so
+    another one can resume.
 
-    first: so many prompts stay in order, since sampling may end early: a set of the longest prompts alone would lack
-    domains."""
+    first: so many prompts stay in order, since sampling may end early, and a set of the longest prompts alone would
+    lack domains.
+    """
     every = range(len(lengths))
     windows = (every[start : start + WINDOW] for start in range(first, len(lengths), WINDOW))
     return [*every[:first]] + [i for window in windows for i in sorted(window, key=lambda i: -lengths[i])]
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:
-    """The rows in the file of an interrupted run. An incomplete last line is removed, also from the file."""
+    """Return the rows in the file of an interrupted run. An incomplete last line is removed from the file."""
     if not partial.exists():
         return []
     lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

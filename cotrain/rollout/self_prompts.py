@@ -43,8 +43,13 @@ FILTERS = ("unfinished", "empty", "short", "markup", "repetitive", "duplicate") 
 class Opening:
     """Where the target begins to write a prompt.
 
-    ids: the context; ends: token ids that end the prompt; close: a text that ends it too, or ""; chat: whether the
-    prompt is a user's message, else it is a text; special: ids that no prompt has."""
+    Args:
+        ids: the context that the target continues.
+        ends: ids that end the prompt.
+        close: a text that ends it too, or "".
+        chat: whether the prompt is a user's message; otherwise it is a text.
+        special: ids that no prompt may have.
+    """
 
     ids: list[int]
     ends: frozenset[int]
@@ -54,9 +59,10 @@ class Opening:
 
 
 def opening(template: Template) -> Opening:
-    """The opening of a target, by its chat template, or by its start token if it has none.
+    """Return where the target begins to write a prompt: after what its chat template writes before a user's content or,
+    without a template, after its start token.
 
-    What the template writes after the content ends the prompt: a special token, or else its first line. Raises
+    What the template writes after the content ends the prompt: a special token, or else the first line. Raises
     ValueError if the template changes the content, or fails.
     """
     tokenizer, ends = template.tokenizer, frozenset(template.ends)
@@ -65,12 +71,14 @@ def opening(template: Template) -> Opening:
     try:
         text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
     except ValueError as error:
-        raise ValueError(f"data=self: {error}; mend it, or give messages that it renders as data.path=") from error
+        raise ValueError(
+            f"data=self: {error}: correct the template, or set data.path= to messages that it renders"
+        ) from error
     before, content, after = text.partition(CONTENT)
     if not content:
         raise ValueError(
-            "data=self: the target's chat template does not write the user's content as it is: give "
-            "prompts as data.path="
+            "data=self: the target's chat template changes the user's content, so prompts cannot be sampled: set "
+            "data.path= to a file of prompts"
         )
     # a space belongs to the first word that follows it
     ids, after = template.ids(before.rstrip(" ")), after.strip()
@@ -82,8 +90,9 @@ def opening(template: Template) -> Opening:
 
 
 def unended(template: Template) -> str | None:
-    """The special token with which the chat template ends an answer, if it is no end token of the target: texts of the
-    target then go on after it. None if there is no such token, or no chat template that renders an answer."""
+    """Return the special token with which the chat template ends an answer, if it is no end token of the target: texts
+    of the target then continue after it. Return None if there is no such token, or no chat template that renders an
+    answer."""
     messages = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": CONTENT}]
     if template.tokenizer.chat_template is None:
         return None
@@ -97,14 +106,22 @@ def unended(template: Template) -> str | None:
 
 
 def needed(texts: int, held_out_texts: int, timed: int) -> dict[str, int]:
-    """How many prompts of each split a run needs: to learn from, to rank checkpoints, to time the draft."""
+    """Return how many prompts of each split a run needs. texts: to learn from. held_out_texts: to rank checkpoints.
+    timed: to time the draft."""
     return dict(zip(SPLITS, (texts, held_out_texts, timed), strict=True))
 
 
 @dataclass(frozen=True)
 class SelfPrompts:
-    """Prompts of a target, written to `folder`. identity: the target's, see `fingerprints.identity`; wanted: how many
-    of each split, see `needed`; tokens: at most, of a prompt; seconds: what sampling may take, None for no limit."""
+    """Prompts that a target samples itself.
+
+    Args:
+        folder: where they are written.
+        identity: that of the target, see `fingerprints.identity`.
+        wanted: how many are needed of each split, see `needed`.
+        tokens: the most ids of a prompt.
+        seconds: the most time for sampling; None: no limit.
+    """
 
     template: Template
     folder: Path
@@ -119,10 +136,11 @@ class SelfPrompts:
         return self.folder / f"{NAME}.jsonl"
 
     def file(self, by: Callable[[], Sampler], say: Say | None = None) -> Path:
-        """The file of the prompts, which are sampled by `by()` unless it has them. Prints what was asked for, kept and
-        dropped.
+        """Return the file of the prompts. If it does not have them, `by()` returns the sampler that samples them. A
+        line says how many were sampled, kept and dropped; `say` or print is called with it.
 
-        Of several processes one samples. Interrupted, the next call continues. Raises UserError if a split stays empty.
+        Only the first of several processes samples. An interrupted call is continued by the next one. Raises UserError
+        if a split stays empty.
         """
         about = self.folder / f"{NAME}.json"
         if rank():
@@ -156,7 +174,8 @@ class SelfPrompts:
         return dict(json.loads(json.dumps(values)))
 
     def _fits(self, about: Path) -> bool:
-        """Whether the file has the prompts that would be sampled, or more of them."""
+        """Return whether the file has the prompts that would be sampled, or more of them. about: the file beside it,
+        which says how they were sampled."""
         if not about.is_file() or not self.path.is_file():
             return False
         stored, asked = json.loads(about.read_text(encoding="utf-8")), self._origin()
@@ -165,7 +184,7 @@ class SelfPrompts:
         return same and (enough or stored["wanted"] == asked["wanted"])
 
     def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Sample until each split has enough prompts, and filter them. Returns the rows, and the counts."""
+        """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for `line`."""
         opened = opening(self.template)
         sampling = Sampling(1.0, stop_ids=tuple(sorted(opened.ends)), stop=(opened.close,) if opened.close else ())
         first = self._missing(Counter())
@@ -198,13 +217,14 @@ class SelfPrompts:
         }
         if lacking := [split for split in SPLITS if self.wanted[split] and not splits[split]]:
             raise UserError(
-                f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or "
-                "minutes=, or give prompts as data.path="
+                f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or minutes=, or set "
+                "data.path= to a file of prompts"
             )
         return rows, counts
 
     def _missing(self, splits: Mapping[str, int]) -> int:
-        """How many more prompts must be kept, so that each split has as many as are wanted."""
+        """Return how many more prompts must be kept, so that each split has as many as are wanted. splits: how many
+        each has."""
         share = {split: PERCENT.get(split, 100 - sum(PERCENT.values())) / 100 for split in SPLITS}
         return max(math.ceil(max(self.wanted[split] - splits.get(split, 0), 0) / share[split]) for split in SPLITS)
 
@@ -212,7 +232,8 @@ class SelfPrompts:
 def filtered(
     completions: Sequence[Sequence[int]], opened: Opening, template: Template, tokens: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The rows of the completions that pass all filters, and the number that each of `FILTERS` drops."""
+    """Return the rows of the completions that pass all filters, and the number that each of `FILTERS` drops.
+    completions: ids. opened: where they begin. tokens: the most ids of a prompt."""
     dropped, seen = dict.fromkeys(FILTERS, 0), set[str]()
     rows: list[dict[str, Any]] = []
     for ids in completions:
@@ -230,7 +251,7 @@ def filtered(
 
 
 def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, bool]:
-    """What the target wrote, without what ends it, and whether it ended."""
+    """Return what the target wrote, without what ends it, and whether it ended."""
     end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
     text = str(template.tokenizer.decode(ids[:end], skip_special_tokens=False))
     closed = bool(opened.close) and opened.close in text
@@ -239,7 +260,8 @@ def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, boo
 
 
 def _reason(text: str, ended: bool, opened: Opening, template: Template) -> str | None:
-    """The filter that drops a prompt; None if it passes. A text without a chat template need not end."""
+    """Return the name of the filter that drops a prompt, None if it passes. A text without a chat template need not
+    end."""
     ids = template.ids(text)
     pieces = [tuple(ids[place : place + PIECE]) for place in range(len(ids) - PIECE + 1)]
     failed = {
@@ -258,17 +280,18 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
 
 
 def content(row: Mapping[str, Any]) -> str:
-    """What the split of a row depends on, as for rows of data.path."""
+    """Return the text that decides the split of a row, as for rows of data.path."""
     return Reader(templated="messages" in row).row(row).opening
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids of the tokens that only templates write."""
+    """Return the ids of the tokens that only templates write."""
     return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def line(counts: Mapping[str, Any]) -> str:
-    """What was asked for, kept and dropped, for the console."""
+    """Return a line for the user: how many prompts were sampled, kept and dropped. counts: as `SelfPrompts` stores
+    them."""
     dropped = [f"{count} {name}" for name, count in counts["dropped"].items() if count]
     splits = ", ".join(f"{split} {count}" for split, count in counts["splits"].items())
     said = f"data=self: {counts['asked']} prompts sampled from the target, {counts['kept']} kept ({splits})"

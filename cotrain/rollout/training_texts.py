@@ -29,15 +29,16 @@ from inference.request import ends_of, source_limits
 
 
 class HasPrompts(Protocol):
-    """What texts are sampled from: a source, or `SamePrompts`."""
+    """The source of the prompts of texts: data, or `SamePrompts`."""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return (domain, prompt ids) of at most `count` prompts per domain, of at most `tokens` ids."""
+        """Return (domain, prompt ids) of at most `count` prompts per domain, of at most `tokens` ids each. seed: of the
+        random choice."""
 
 
 @dataclass(frozen=True)
 class SamePrompts:
-    """The prompts of other texts, whatever number or length is asked for."""
+    """The prompts of other texts. All are returned, whatever number or length is asked for."""
 
     texts: Texts
 
@@ -55,7 +56,7 @@ FEATURES = datasets.Features(
 
 
 class Share(NamedTuple):
-    """Every `of`-th text from `place` on."""
+    """Every `of`-th text, beginning with number `place`."""
 
     place: int
     of: int
@@ -69,8 +70,8 @@ Start = tuple[int, ...]  # the ids that texts of an encoder-decoder begin with
 
 
 def start_of(target: PreTrainedModel) -> Start | None:
-    """The ids that texts of the target begin with if it is an encoder-decoder, else None. Raises ValueError for an
-    encoder that reads features, and for a generation config that does not say."""
+    """Return the ids that texts of the target begin with if it is an encoder-decoder, else None. Raises ValueError for
+    an encoder that reads features, and for a generation config that does not name these ids."""
     limits = source_limits(target)
     if limits is None:
         return None
@@ -87,34 +88,43 @@ def start_of(target: PreTrainedModel) -> Start | None:
 
 
 def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: Start | None = None) -> Texts:
-    """The prompts that `ask` wants of a split, with their completions in the logs. Prompts longer than the limit are
-    left out, and completions are cut to theirs. start: see `padded`. Raises ValueError when there is none.
+    """Return the prompts of a split with their completions in the user's logs, as many as `ask` wants. Longer prompts
+    than `ask` allows are left out, and longer completions are cut.
+
+    split: "train" or "held_out". seed: of the random choice. start: see `padded`. Raises ValueError if there is no such
+    completion.
     """
     rows = completed(chats, ask, split, seed)
     return padded([row | {"completion": row["completion"][: ask.new_tokens]} for row in rows], start)
 
 
 def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> list[Row]:
-    """The rows of `logged`, whole."""
+    """Return the rows of `logged`, with whole completions."""
     rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
         raise ValueError(
-            "data.path: its conversations hold no completion of a prompt of at most "
-            f"rollout.prompt_tokens={ask.prompt_tokens}; prompts alone: trainer.corpus_steps=0, "
-            "data.on_target=false"
+            "data.path: its conversations have no completion of a prompt of at most "
+            f"rollout.prompt_tokens={ask.prompt_tokens} tokens: to use the prompts alone, set trainer.corpus_steps=0 "
+            "and data.on_target=false"
         )
     return rows
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Texts of the target: the shipped ones if they are what would be sampled here; else texts sampled here, and
-    stored.
+    """Texts of the target. The shipped ones are used if they are what would be sampled here; otherwise texts are
+    sampled and stored. kind, in methods: "train" or "held_out", the split of the prompts.
 
-    kind: "train" or "held_out", the split of the prompts. folder: where sampled sets are stored. source: what prompts
-    are made from, by kind, see `sources.prompt_origin`. by: the sampler; None: this engine. server: the server's model,
-    as in the manifest of a set. identity: that of the target, see `fingerprints.identity`; computed if None. minutes:
-    the run's budget, under which sets may have fewer texts. seconds: time for sampling a set, by kind.
+    Args:
+        folder: where sampled sets are stored.
+        ask: how much to sample.
+        rows: prompts that are continued at once.
+        source: what prompts are made from, by kind, see `sources.prompt_origin`.
+        by: a function that returns the sampler; None: this engine samples.
+        server: the server's model, as in the manifest of a set.
+        identity: that of the target, see `fingerprints.identity`; None: it is computed.
+        minutes: the run's budget, under which sets may have fewer texts.
+        seconds: the time for sampling a set, by kind.
     """
 
     target: PreTrainedModel
@@ -138,13 +148,17 @@ class Sampled:
         say: Say | None = None,
         part: Share = WHOLE,
     ) -> Texts:
-        """The texts of a regime. `source` returns the prompts; it is called only if texts must be sampled."""
+        """Return the texts of a regime, stored ones or, if there are none, sampled ones.
+
+        sampling: the regime. source: returns the prompts; it is called only if texts must be sampled. say: is called
+        with each line of progress. part: which of the texts.
+        """
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
             if self._fits(path, kind, sampling, part):
                 return padded(read_rows(path), start_of(self.target))
         if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
-            (say or print)(f"kept texts are not used, new ones are sampled: {other}")
+            (say or print)(f"new texts are sampled, since the stored ones do not fit: {other}")
         return padded(read_rows(self.sample(kind, sampling, source(), say, part)), start_of(self.target))
 
     def sample(
@@ -156,23 +170,29 @@ class Sampled:
         part: Share = WHOLE,
         keep: bool = False,
     ) -> Path:
-        """Sample a set and store it. keep: whether nothing is sampled if the set is stored, and a stored set of other
-        settings gets another name. If this is interrupted, the next call continues from there. Only one of several
-        processes samples; the others raise the errors of `ranks.awaited`."""
+        """Sample a set, store it, and return its path without an ending. If this is interrupted, the next call
+        continues.
+
+        source: of the prompts. say: is called with each line of progress. part: which of the texts. keep: if the set is
+        stored already, nothing is sampled, and a stored set of other settings gets another name.
+
+        Only the first of several processes samples; the others wait, and raise the errors of `ranks.awaited`. Raises
+        UserError if all texts are empty.
+        """
         path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
             awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
             return path
         if keep and self._fits(path, kind, sampling, part):
             read_rows(path)  # which says if it is broken
-            print(f"{beside(path, 'parquet')} has these texts: nothing is sampled")
+            print(f"{beside(path, 'parquet')} has these texts already: nothing is sampled")
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
         asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
             print(
-                f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are {len(asked)} "
-                "prompts for them, and each is continued once"
+                f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are only {len(asked)} "
+                "prompts, and each is continued once"
             )
         mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
         if self.minutes:  # which may end the sampling: some of each domain first
@@ -247,12 +267,12 @@ class Sampled:
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
-        """Whether the set at `path` was sampled from this target, in this regime, from these prompts."""
+        """Return whether the set at `path` was sampled from this target, in this regime, from these prompts."""
         stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
         return stored is not None and stored in (wanted, _whole(wanted))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
-        """How a stored set differs from the one that is asked for; None if no set is stored."""
+        """Return how a stored set differs from the one that is asked for; None if no set is stored."""
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
@@ -260,12 +280,12 @@ class Sampled:
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of the complete set, which was sampled without a time budget."""
+    """Return the manifest of the complete set, which was sampled without a time limit."""
     return {key: value for key, value in manifest.items() if key != "minutes"}
 
 
 def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
-    """Indices in turn over the domains: the first text of each domain, then the second of each."""
+    """Return `places` in turn over their domains: the first of each domain, then the second of each, and so on."""
     count: Counter[str] = Counter()
     turns = []
     for domain, place in zip(domains, places, strict=True):
@@ -275,7 +295,7 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
 
 
 def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a manifest that says how the set was sampled, without its results."""
+    """Return the part of a manifest that says how the set was sampled, without its results."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
@@ -284,12 +304,12 @@ def _digest(manifest: dict[str, object]) -> str:
 
 
 def regime(sampling: Sampling) -> dict[str, float]:
-    """The settings that a set of texts is sampled in."""
+    """Return the sampling settings of a set as they are in its manifest."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
-    """train_T1, held_out_T0.5_p0.9, train_T1_2of3: the file of a set."""
+    """Return the file name of a set, without an ending: train_T1, held_out_T0.5_p0.9, train_T1_2of3."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
     cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)
@@ -301,7 +321,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) -> None:
-    """Write rows of FEATURES to path.parquet and the manifest to path.json, whole or not at all."""
+    """Write rows of FEATURES to path.parquet, and the manifest to path.json. Each file is complete or absent."""
     table = datasets.Dataset.from_list(rows, features=FEATURES)
     with new_file(beside(path, "parquet")) as new:
         table.to_parquet(str(new))
@@ -311,27 +331,28 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest in path.json, None if it or the texts beside it are missing. Raises ValueError if it is broken."""
+    """Return the manifest in path.json, None if it or path.parquet is missing. Raises ValueError if it is broken."""
     file = beside(path, "json")
     return read_json(file) if file.is_file() and beside(path, "parquet").is_file() else None
 
 
 def read_rows(path: Path) -> datasets.Dataset:
-    """Rows of a set. Raises ValueError when there is none."""
+    """Return the rows in path.parquet. Raises ValueError if the file is missing or broken."""
     file = beside(path, "parquet")
     if not file.is_file():
-        raise ValueError(f"rollouts: there is no {file}; make it with cotrain rollout")
+        raise ValueError(f"there is no file {file}: sample it with cotrain rollout")
     try:
         return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"{file} cannot be read: delete it and {beside(path, 'json').name}, they are made anew"
+            f"{file} cannot be read: delete it and {beside(path, 'json').name}, and the same command samples the texts "
+            "again"
         ) from error
 
 
 def padded(rows: Iterable[Mapping[str, Any]], start: Start | None = None) -> Texts:
-    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: of an encoder-decoder, see
-    `start_of`; a row's prompt is then its source, and its text is `start` and the completion."""
+    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: the ids of `start_of`, for
+    an encoder-decoder. A row's prompt is then its source, and its text is `start` and the completion."""
     rows = list(rows)
     begins = [row["prompt"] if start is None else start for row in rows]
     ids = [

@@ -273,7 +273,8 @@ def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert pairs(found) == [(asked(TEMPLATES["r1"], row), []) for row in rows_of("bom.jsonl")]
     assert all(prompt.endswith("<|a|><think>\n") for prompt, _ in texts)
     assert (
-        "40 answers are not learnt from, their prompts are read: 40, the first bom.jsonl, line 1" in found.remarks[-1]
+        "40 answers are not learnt from, but their prompts are used: 40, the first bom.jsonl, line 1"
+        in found.remarks[-1]
     )
     assert train(tmp_path, "bom.jsonl", TEMPLATES["r1"], "check=true") == 0
     assert "40 answers are not learnt from" in capsys.readouterr().out
@@ -329,7 +330,7 @@ def test_template_writes_the_date(
     Clock.now = datetime.date(2026, 3, 2)
     capsys.readouterr()
     assert main([*command, "trainer.steps=3"]) == 0  # resumed
-    assert "kept texts are not used" not in capsys.readouterr().out
+    assert "since the stored ones do not fit" not in capsys.readouterr().out
     assert kept == {file.name: file.read_bytes() for file in (tmp_path / "run" / "rollouts").iterdir()}
     assert main([*command, "overwrite=true"]) == 0  # a new run has its own date
     assert json.loads((tmp_path / "run" / "rollouts" / "train_T1.json").read_text())["source"]["date"] == "2026-03-02"

@@ -306,9 +306,13 @@ def test_a_policy_is_used_or_refused_by_name(
         (other, [f"policy.file={file}"], f"policy: it was fitted to another draft than {other}: give the policy.json"),
         (mine, [f"policy.file={file}", "policy.k=2"], "set policy.k= .* or policy.file= .* not both"),
         (mine, ["policy.k=4"], f"policy.k=4: {mine} drafts at most 3 tokens a round"),
-        (None, [f"target.path={target}", "policy.k=4"], "policy.k: without a draft nothing is drafted"),
-        (None, [f"target.path={target}", f"policy.file={file}"], "policy.file: without a draft nothing is drafted"),
-        (None, [f"target.path={target}", "verify=block"], "verify: without a draft nothing is drafted"),
+        (None, [f"target.path={target}", "policy.k=4"], "policy.k=4: it has no effect without a draft"),
+        (
+            None,
+            [f"target.path={target}", f"policy.file={file}"],
+            f"policy.file={file}: it has no effect without a draft",
+        ),
+        (None, [f"target.path={target}", "verify=block"], "verify=block: it has no effect without a draft"),
     ):
         with pytest.raises(ValueError, match=message):
             generated(path, *settings)

@@ -231,7 +231,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "train policy=4": ("a value of your own is policy.k=4", "override"),
     "train init.layers=0,-1": ("init.layers=0,-1: several values: write init.layers=[0,-1], or add -m", "mbiguous"),
-    "train init.layers=0": ("init.layers=0: it is a list: write init.layers=[0]", "ListConfig"),
+    "train init.layers=0": ("init.layers=0: it must be a list: write init.layers=[0]", "ListConfig"),
     "train trainer.steps=10,20": ("trainer.steps=10,20: several values: give trainer.steps= one value, or add -m", "["),
     "train trainer.steps=many": ("trainer.steps=many: it must be a whole number", "nearest"),
     "train draft.layers": ("'draft.layers' is not a setting: write key=value", "Error"),

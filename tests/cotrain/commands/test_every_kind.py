@@ -158,7 +158,8 @@ def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
     with pytest.raises(ValueError, match="kind: drafts with another tokenizer were removed; give a draft"):
         load(path, kind="other_tokenizer")
     with pytest.raises(
-        UserError, match=f"draft.path: .* is of kind '{kind}'; the kinds that can be measured are independent, "
+        UserError,
+        match=f"draft.path=.* is a draft of kind '{kind}', which cannot be measured: name one of kind independent, ",
     ):
         ran(settings, "bench", path, place / "none")
 

@@ -20,4 +20,7 @@ def test_colours_tell_how_each_token_came_and_a_line_sums_up(capsys: pytest.Capt
     *texts, line, end = capsys.readouterr().out.split("\n")
     assert texts == [f"{GREEN}a{YELLOW}b{GREEN}a{PLAIN}c{PLAIN}"] * 2 and end == ""
     assert line.startswith("8 tokens in 4 target calls, 2.00 per call; ")
-    assert f"{GREEN}4 accepted drafts{PLAIN}, {YELLOW}corrected{PLAIN}, bonus" in line
+    assert (
+        f"colours: {GREEN}accepted draft (4){PLAIN}, {YELLOW}corrected{PLAIN} (replaces a rejected draft), bonus"
+        in line
+    )

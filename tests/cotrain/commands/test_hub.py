@@ -53,7 +53,9 @@ def test_the_hub_gets_the_folder_with_a_card_that_names_it(
     assert '"me/draft"' in card and str(tmp_path) not in card
     said = capsys.readouterr()
     assert said.out.endswith(f"pushed: {hub.url}/me/draft\n")
-    assert f"warning: the card names a target on this machine, {place / 'target'}, which others cannot" in said.err
+    assert (
+        f"warning: the README names a target on this machine, {place / 'target'}, which other people cannot" in said.err
+    )
 
 
 def test_a_second_push_replaces_the_files(place: Path, hub: Hub, tmp_path: Path) -> None:
@@ -67,7 +69,11 @@ def test_a_second_push_replaces_the_files(place: Path, hub: Hub, tmp_path: Path)
     [
         ("draft", TOKEN, "push_to_hub=draft: it must be user/name"),
         ("me/dr aft", TOKEN, "push_to_hub=me/dr aft: Repo id must use alphanumeric chars"),
-        ("me/draft", None, "push_to_hub=me/draft: no token of the hub: hf auth login, or set HF_TOKEN"),
+        (
+            "me/draft",
+            None,
+            "push_to_hub=me/draft: there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN",
+        ),
         ("me/draft", "hf_other", "push_to_hub=me/draft: Invalid user token."),
     ],
 )
@@ -106,7 +112,7 @@ def test_no_rights_are_one_line_and_the_folder_stays(
     assert export(place, tmp_path / "out", "push_to_hub=others/draft") == 1
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("cotrain export: push_to_hub=others/draft: ") and "rights" in err
-    assert err.endswith(f"; {tmp_path / 'out'} is whole, `hf upload others/draft {tmp_path / 'out'}` pushes it")
+    assert err.endswith(f"; {tmp_path / 'out'} is complete, and `hf upload others/draft {tmp_path / 'out'}` uploads it")
     assert (tmp_path / "out" / "README.md").is_file() and not hub.files
 
 
@@ -115,10 +121,15 @@ def test_offline_machines_are_told_why(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert export(place, tmp_path / "out", "push_to_hub=me/draft") == 1
-    assert capsys.readouterr().err == "cotrain export: push_to_hub=me/draft: HF_HUB_OFFLINE is set\n"
+    assert (
+        capsys.readouterr().err
+        == "cotrain export: push_to_hub=me/draft: HF_HUB_OFFLINE is set, so nothing is uploaded: unset it\n"
+    )
 
 
 def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setting in ("push_to_hub=me/draft", "engine=llamacpp", "k=3", f"draft.path={place}", "overwrite=true"):
         assert main(["export", f"check={place / 'independent'}", setting]) == 1
-        assert f"{setting.partition('=')[0]}: with check= no folder is written, so" in capsys.readouterr().err
+        assert (
+            f"{setting.partition('=')[0]}= has no effect with check=, which writes no folder" in capsys.readouterr().err
+        )

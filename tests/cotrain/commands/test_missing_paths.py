@@ -57,7 +57,7 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
         ("compare folder=run", "folder=run: the run run is not finished: repeat its command"),
         ("generate draft.path=run prompt=x", "draft.path=run: the run run is not finished: repeat its command"),
         ("bench draft.path=run/draft", "draft.path=run/draft: the run run is not finished: repeat its command"),
-        ("export check=true", "check=true: name the folder that was written, as in check="),
+        ("export check=true", "check=true: name the exported folder instead, for example check="),
         (
             "train target.path=adapter",
             "it has no config.json; an adapter is named by target.adapter=, and its model by ",

@@ -261,4 +261,4 @@ def test_drafts_with_other_prompts_set_aside_need_prompts_of_neither(
         )
         != 0
     )
-    assert "not the same prompts set aside" in capsys.readouterr().err
+    assert "have different prompts to measure on" in capsys.readouterr().err

@@ -147,5 +147,7 @@ def test_shipped_prompts_for_a_draft_that_was_measured_on_others_are_said(
     (tmp_path / "report.json").write_text(json.dumps({"extra": {"prompts": source}}))
     size: Any = SimpleNamespace(path=None, prompt_tokens=8)
     prompts(size, size, network(layers=1), tokenizer(), draft=tmp_path)
-    said = f"prompts: those of this package, and {tmp_path / 'report.json'} is of other ones: data.path= names"
+    said = (
+        f"prompts: the shipped ones are used, but {tmp_path / 'report.json'} was measured on the user's: set data.path="
+    )
     assert capsys.readouterr().err.startswith(said) == (source == "own")

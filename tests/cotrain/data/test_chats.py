@@ -182,12 +182,16 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("", chat("Hi", "Yes?"), "the target's chat template renders nothing"),
+        ("", chat("Hi", "Yes?"), "the target's chat template renders no text for it"),
         ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
         ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
-        (PLAIN.replace("m.content", "m.contnt"), chat("Hi", "Yes?"), ".* the same text whatever the user says: mend"),
+        (
+            PLAIN.replace("m.content", "m.contnt"),
+            chat("Hi", "Yes?"),
+            ".* the same text whatever the user says: correct",
+        ),
         (None, chat("Hi", "Yes?", "More", "No"), "without a chat template"),
-        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot' is none of system"),
+        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot': it must be one of system"),
         (PLAIN, {"messages": ["Hi"]}, "it holds no list of messages"),
         (PLAIN, {"messages": []}, "it holds no list of messages"),
     ],
@@ -200,9 +204,9 @@ def test_what_cannot_be_rendered_says_why(template: str | None, row: dict[str, A
 @pytest.mark.parametrize(
     ("template", "answer", "reason"),
     [
-        ("{{ messages[0].content }}", "Yes?", "nothing is rendered"),
-        ("{{ messages | length }}{{ messages }}", "Yes?", "renders what is before an answer otherwise once it is"),
-        (PLAIN, " ", "it is empty"),
+        ("{{ messages[0].content }}", "Yes?", "renders no text for the answer"),
+        ("{{ messages | length }}{{ messages }}", "Yes?", "renders the text before an answer differently with"),
+        (PLAIN, " ", "the answer is empty"),
     ],
 )
 def test_of_an_answer_that_cannot_be_learnt_the_prompt_is_read(template: str, answer: str, reason: str) -> None:
@@ -218,7 +222,9 @@ def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat("the same", f"answer {i}") for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    with pytest.raises(ValueError, match="none of 60 rows falls to the split .* 1 different prompts, and it takes 5"):
+    with pytest.raises(
+        ValueError, match="the split .* gets none of the 60 rows: .* 1 different prompts, and at least 5"
+    ):
         for split in ("train", "held_out"):
             source_of(settings(path), split, of(PLAIN).tokenizer)
 
@@ -249,5 +255,5 @@ def test_logs_give_their_completions_cut_to_what_is_asked() -> None:
     texts = logged(chats({"a": [5, 9, 6]}), Ask({"train": 2}, 6, 5), "train", seed=0)
     assert texts.prompt.tolist() in ([5, 6], [6, 5]) and (texts.length - texts.prompt).tolist() == [5, 5]
     assert (texts.ids[texts.ids.bool()][texts.prompt[0] :][:5] == 3).all()
-    with pytest.raises(ValueError, match="hold no completion of a prompt of at most rollout.prompt_tokens=4"):
+    with pytest.raises(ValueError, match="have no completion of a prompt of at most rollout.prompt_tokens=4"):
         logged(chats({"a": [5]}), Ask({"train": 2}, 4, 5), "train", seed=0)

@@ -103,7 +103,9 @@ def test_a_folder_of_two_kinds_of_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines("a"))
     (tmp_path / "a2.jsonl").write_text(lines("b"))
     csv(tmp_path / "b.csv")
-    with pytest.raises(ValueError, match=r"several kinds, .jsonl, .csv: give a pattern, as in .*/\*.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"several types, .jsonl, .csv: name one with a pattern, as in data.path=.*/\*.jsonl"
+    ):
         texts(tmp_path)
 
 
@@ -124,7 +126,7 @@ def test_texts_of_a_rollout_are_refused_as_prompts(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train_T1.parquet"))
     (tmp_path / "train_T1.json").write_text("{}")
     for path in (tmp_path, tmp_path / "train_T1.parquet"):
-        with pytest.raises(ValueError, match="a target sampled: give rollout.folder="):
+        with pytest.raises(ValueError, match="a target sampled: set rollout.folder="):
             texts(path)
 
 
@@ -133,7 +135,7 @@ def test_saved_data_sets_of_one_split_and_of_several_are_read(tmp_path: Path) ->
     datasets.DatasetDict({"train": one, "test": two}).save_to_disk(str(tmp_path / "dict"))
     assert texts(tmp_path / "dict") == ["a"] and texts(tmp_path / "dict", split="test") == ["b"]
     assert texts(tmp_path / "dict" / "test", streaming=True) == ["b"]
-    with pytest.raises(ValueError, match="data.path: .*no split 'dev', it has train, test: set data.split="):
+    with pytest.raises(ValueError, match="data.path: .*it has no split 'dev', but train, test: set data.split= to one"):
         texts(tmp_path / "dict", split="dev")
 
 

@@ -78,7 +78,7 @@ def test_a_text_that_is_longer_is_begun_and_a_prompt_is_dropped(tmp_path: Path) 
     long = sum(len(ids) > limit for ids in whole)
     assert 0 < long < len(whole) and sorted(text.several(limit, 0)) == sorted(ids[:limit] for ids in whole)
     assert sorted(prompt.several(limit, 0)) == sorted(ids for ids in whole if len(ids) <= limit)
-    said = f"of {len(whole)} prompts of the split train, {long} are longer than rollout.prompt_tokens=20: left out"
+    said = f"of {len(whole)} prompts of the split train, {long} are longer than rollout.prompt_tokens=20; these are"
     assert said in prompt.left_out(limit, "train") and prompt.left_out(1000, "train") == ""
 
 
@@ -167,8 +167,8 @@ def test_bench_counts_prompts_that_are_too_long_or_learnt_by_its_own_setting(
     assert sorted(map(len, found.ranking)) == sorted(map(len, found.final)) == [3]  # others begin rows to learn from
     said = capsys.readouterr()
     assert said.out == "" and said.err.splitlines() == [
-        "data.path: 1 of 3 held-out prompts begin like ones that are learnt, of which the model sees at most 8 tokens: "
-        "left out",
-        "data.path: of 2 prompts of the split held_out, 1 are longer than bench.prompt_tokens=8: left out",
-        "data.path: of 3 prompts of the split final, 1 are longer than bench.prompt_tokens=8: left out",
+        "data.path: 1 of 3 held-out prompts are left out, because they begin like training prompts (their first 8 "
+        "tokens are compared)",
+        "data.path: of 2 prompts of the split held_out, 1 are longer than bench.prompt_tokens=8; these are left out",
+        "data.path: of 3 prompts of the split final, 1 are longer than bench.prompt_tokens=8; these are left out",
     ]

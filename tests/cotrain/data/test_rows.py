@@ -80,15 +80,21 @@ def test_every_word_of_the_columns_that_are_read_is_in_the_row(
         ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a\ud800"}, "no valid Unicode"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "its columns completion and response differ"),
-        ({"messages": "no JSON"}, "messages: .*it is text, but no JSON"),
-        ({"messages": [USER, {"role": "function_call", "content": "x"}]}, "role 'function_call' is none of"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, r"role \['user'\] is none of"),
+        ({"messages": "no JSON"}, "messages: .*the text is not JSON"),
+        (
+            {"messages": [USER, {"role": "function_call", "content": "x"}]},
+            "message 2 has the role 'function_call': it must be one of",
+        ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"message 1 has the role \['user'\]: it must be one of"),
         ({"messages": [SAID]}, "no message of a user"),
-        ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, "but no JSON"),
+        (
+            {"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]},
+            "the text is not JSON",
+        ),
         ({"messages": [USER, SAID | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, "JSON object"),
         ({"messages": [USER, SAID | {"tool_calls": ["f"]}]}, "a tool call needs a name"),
-        ({"messages": [USER, SAID | {"tool_calls": {"f": 1}}]}, "tool_calls holds no list"),
-        ({"messages": [USER], "tools": "no JSON"}, "tools: .*but no JSON"),
+        ({"messages": [USER, SAID | {"tool_calls": {"f": 1}}]}, "its tool_calls must be a list"),
+        ({"messages": [USER], "tools": "no JSON"}, "tools: .*the text is not JSON"),
     ],
 )
 def test_a_row_that_cannot_be_read_has_a_reason(row: Any, reason: str) -> None:
@@ -209,7 +215,7 @@ def test_held_out_prompts_are_none_that_are_learnt(columns: str, tmp_path: Path)
         assert common == 0
         return
     assert common > 5
-    with pytest.raises(ValueError, match=r"all \d+ held-out prompts begin like ones that are learnt"):
+    with pytest.raises(ValueError, match=r"all \d+ held-out prompts begin like training prompts"):
         held_out.without(train.each(12), 12)
 
 
@@ -248,7 +254,7 @@ def test_a_held_out_prompt_that_begins_a_learnt_one_or_begins_with_one_is_left_o
         left = source.without(learnt, 12)
         assert left.each(12) == [one for one, out in zip(prompts, beside.values(), strict=True) if not out]
         assert left.remarks == (
-            "data.path: 5 of 8 held-out prompts begin like ones that are learnt, of which the model sees at most "
-            "12 tokens: left out",
+            "data.path: 5 of 8 held-out prompts are left out, because they begin like training prompts (their first "
+            "12 tokens are compared)",
         )
         assert left.without(learnt, 12).each(12) == left.each(12) and len(left.without([], 12).remarks) == 1

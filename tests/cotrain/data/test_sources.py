@@ -124,11 +124,11 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
     one = own(tmp_path, {"text": "ab"})
-    with pytest.raises(ValueError, match="data.path: none of 1 rows falls to the split held_out"):
+    with pytest.raises(ValueError, match="data.path: the split held_out gets none of the 1 rows"):
         source_of(settings(one), "held_out", tokenizer())
-    with pytest.raises(ValueError, match="data.block: 1 texts make less than one block of 64"):
+    with pytest.raises(ValueError, match="data.block=64: 1 texts make less than one block of 64"):
         pack(source_of(settings(one), "train", tokenizer()).texts, tokenizer(), 64)
-    with pytest.raises(ValueError, match="data.block: 0 texts"):
+    with pytest.raises(ValueError, match="data.block=8: 0 texts"):
         pack(source_of(settings(one), "train", tokenizer()).texts.filter(lambda _: False), tokenizer(), 8)
 
 

@@ -154,7 +154,7 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
     with pytest.raises(ValueError, match="k=2: .* were trained 3 at a time"):
         length("draft", 2)
     for draft in ("draft", "causal"):
-        with pytest.raises(ValueError, match="k=4: .* was trained for 3 drafts of a round"):
+        with pytest.raises(ValueError, match="k=4: .* was trained for 3 drafts a round"):
             length(draft, 4)
 
 
@@ -184,12 +184,12 @@ def test_the_command_is_for_vllm_alone(
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (said, card):
         assert "tau at 3 drafts is 2.25 with it, 2.00 without it" in text
-    with pytest.raises(UserError, match="layout=eagle3: block drafts have dflash"):
+    with pytest.raises(UserError, match="layout=eagle3: block drafts are written with layout=dflash"):
         run("vllm", "eagle3")
     for engine in ("sglang", "tensorrt_llm", "transformers"):
-        with pytest.raises(UserError, match=f"layout=dflash: {engine} loads"):
+        with pytest.raises(UserError, match=f"layout=dflash: {engine} does not load it"):
             run(engine, "dflash")
-    with pytest.raises(UserError, match="layout=dspark: not written, since vLLM runs DSpark only with Triton"):
+    with pytest.raises(UserError, match="layout=dspark: it is not written, since vLLM runs DSpark only with Triton"):
         refuse_layout("vllm", "dspark")
     assert '"greedy"' in launch("vllm", "d", "t", 3, "greedy", "dflash", "block")
 

@@ -72,7 +72,7 @@ def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learn
     draft, output, once = folder(kind), tmp_path / "out", ONCE.get(kind, [])
     learnt, other = str(draft.parent / "target"), str(draft.parent / "other")
     assert exported(draft, output, engine, layout, "k=4096", *once) == 1
-    assert "k=4096: the context of " in capsys.readouterr().err and not output.exists()
+    assert "k=4096: text and drafts share the " in capsys.readouterr().err and not output.exists()
     others = f"the weights of the target {other} are not those"
     for named in ([f"target.path={other}"], []):
         assert exported(draft, output, engine, layout, "overwrite=true", *named, *once) == 0
@@ -86,7 +86,7 @@ def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learn
         else:
             assert (engine, kind) in {("vllm", "medusa"), ("llamacpp", "independent"), ("llamacpp", "conditioned")}
     greedy = (engine in GREEDY or kind == "medusa") and kind not in AS_MEASURED
-    numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Guesses )"""
+    numbers = r"""(?:num_speculative_tokens": |speculative-num-steps |max_draft_len": |draft-n-max |Drafts )"""
     found = {int(number) for number in re.findall(rf"{numbers}(\d+)", card)}
     assert found == {1 if greedy else DRAFTS}, card
     assert ("is planned for greedy drafting" in card) == greedy

@@ -274,9 +274,9 @@ def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedToke
     with pytest.raises(ValueError, match="plain: it has no tokenizer"):
         export(source, tmp_path / "out", "vllm", 4, target="some/target")
     tokenizer.save_pretrained(source)
-    with pytest.raises(ValueError, match=r"export\.k: give it"):
+    with pytest.raises(ValueError, match=r"k=null: set k="):
         export(source, tmp_path / "out", "vllm", target="some/target")
-    with pytest.raises(ValueError, match=r"export\.target: give it"):
+    with pytest.raises(ValueError, match=r"target\.path=null: set target\.path="):
         export(source, tmp_path / "out", "vllm", 4)
     assert check(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
 
@@ -284,7 +284,7 @@ def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedToke
 def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
     draft: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"^engine=llama\.cpp: no such engine; there are vllm"):
+    with pytest.raises(UserError, match=r"^engine=llama\.cpp: there is no such engine: set engine= to one of vllm"):
         export(draft, tmp_path / "out", "llama.cpp")
     other = train_tokenizer(["zyx wvu zyx wvu tsr tsr"], VOCAB, 256)
     with pytest.raises(ValueError, match="vocabularies differ, first at token"):
@@ -399,9 +399,9 @@ def test_the_transformers_command_runs(
 def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
     assert len(caveats("vllm", "sampled")) == 1
     assert "sampled drafting, which sglang does not do" in caveats("sglang", "sampled")[1]
-    with pytest.raises(ValueError, match=r"export\.objective: 'best'"):
+    with pytest.raises(ValueError, match=r"objective=best: it must be one of sampled"):
         launch("vllm", "draft", "target", 4, "best")
-    with pytest.raises(ValueError, match=r"export\.k must be at least 1"):
+    with pytest.raises(ValueError, match=r"k=0: it must be at least 1"):
         launch("vllm", "draft", "target", 0, "sampled")
 
 

@@ -260,7 +260,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("problem", SHAPES)
 def test_other_shapes_are_refused(problem: str) -> None:
-    with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, and "):
+    with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, but only "):
         refuse(SHAPES[problem])
 
 
@@ -273,7 +273,9 @@ def test_eight_bits_are_refused_for_other_files(draft: Path, tmp_path: Path, cap
 
 def test_a_tokenizer_that_is_no_byte_level_bpe_is_refused(tmp_path: Path) -> None:
     core = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    with pytest.raises(UserError, match="no byte-level BPE: give the target's GGUF file as target.path="):
+    with pytest.raises(
+        UserError, match="no byte-level BPE, so it cannot be written: set target.path= to the target's GGUF file"
+    ):
         write_file(model(), PreTrainedTokenizerFast(tokenizer_object=core), tmp_path / GGUF_FILE)
 
 

@@ -44,13 +44,13 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
     )
 
 
-NONE = "no {kind} drafts are written for it; engine=vllm"
+NONE = "it loads no {kind} drafts: set engine=vllm"
 REFUSED = {  # of each kind, by the engines that have a layout for features and the others
     "eagle": ("layout=hf: feature drafts are written with layout=eagle3", NONE),
     "p_eagle": ("feature drafts are written with layout=eagle3 or speculators", NONE),
     "block": (NONE, NONE),
-    "early_exit": ("it loads no early_exit drafts, no engine of the table does",) * 2,
-    "quantised": ("it loads no quantised drafts, no engine of the table does",) * 2,
+    "early_exit": ("it loads no early_exit drafts; they are loaded by no engine of the table",) * 2,
+    "quantised": ("it loads no quantised drafts; they are loaded by no engine of the table",) * 2,
 }
 
 

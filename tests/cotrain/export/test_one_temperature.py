@@ -67,7 +67,9 @@ def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path:
         torch.testing.assert_close(plain(ids).logits, logits(network, ids, 0.35), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="temperature: .* depends on the temperature"):
         export(draft, tmp_path / "other", "vllm")
-    with pytest.raises(UserError, match="temperature=0.3: .* does not depend on it: leave temperature= out"):
+    with pytest.raises(
+        UserError, match="temperature=0.3: .* does not depend on the temperature: leave temperature= out"
+    ):
         refuse(output, 0.3)
 
 

@@ -40,7 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "transformers",
             (),
             "head_rank is 4, and engines load no head of low rank: train with "
-            "draft.head_rank=null; or serve it with this engine",
+            "draft.head_rank=null; or serve this draft with cotrain's engine",
         ),
         ("parallel", PRUNED, "vllm", (), "draft_vocab_size is 20"),
         ("conditioned", PRUNED, "vllm", ("temperature=0.7",), "draft_vocab_size is 20"),

@@ -198,7 +198,7 @@ def test_more_texts_than_prompts_are_said(
     for texts in (6, 7):
         asked = replace(sampled, ask=replace(sampled.ask, texts={"train": texts}))
         asked.sample("train", WARM, prompts, quiet, keep=True)
-        said = "rollout.texts=7: there are 6 prompts for them, and each is continued once\n"
+        said = "rollout.texts=7: there are only 6 prompts, and each is continued once\n"
         assert (said in capsys.readouterr().out) == (texts == 7)
 
 

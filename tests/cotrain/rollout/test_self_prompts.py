@@ -151,15 +151,15 @@ class TestOpening:
     def test_a_template_that_changes_the_content_is_refused(self) -> None:
         words = template_of(FAMILIES["chatml"]).tokenizer
         words.chat_template = CHATML.replace("m.content", "m.content | upper")
-        with pytest.raises(ValueError, match="data=self: .* does not write the user's content as it is: give prompts"):
+        with pytest.raises(
+            ValueError, match="data=self: .* changes the user's content, so prompts cannot be sampled: set data.path="
+        ):
             opening(Template(words, {}, {0}))
 
     def test_a_template_that_wants_more_messages_is_refused(self) -> None:
         words = template_of(FAMILIES["chatml"]).tokenizer
         words.chat_template = "{{ raise_exception('no system message') }}"
-        match = (
-            "data=self: .* template fails: no system message; mend it, or give messages that it renders as data.path="
-        )
+        match = "data=self: .* template fails: no system message: correct the template, or set data.path= to messages"
         with pytest.raises(ValueError, match=match):
             opening(Template(words, {}, {0}))
 

@@ -520,5 +520,5 @@ def test_domains_of_embedded_texts_are_the_tasks() -> None:
 def test_the_folder_is_exported_for_transformers_alone(run: Path, tmp_path: Path) -> None:
     output = export(run / "draft", tmp_path / "out", "transformers")
     assert "AutoModelForSeq2SeqLM" in (output / "README.md").read_text()
-    with pytest.raises(ValueError, match=r"engine=vllm: it has no drafts for encoder-decoders"):
+    with pytest.raises(ValueError, match=r"engine=vllm: it loads no drafts for encoder-decoders"):
         export(run / "draft", tmp_path / "other", "vllm")

@@ -78,7 +78,7 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
         assert quick(place, "stopped", "overwrite=true") == 130
     out, err = capsys.readouterr()
     assert "interrupted at step 3, which is saved" in err and "the training goes on from step 2 of 6" in out
-    assert f"output={place / 'stopped'} has an unfinished run of the same settings, which goes on" in out
+    assert f"output={place / 'stopped'} has an unfinished run of the same settings, which is resumed" in out
     assert displays == [(0, 0), (2, 2)]
     assert quick(place, "stopped", "label=other", "bench.prompts=3") == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -153,7 +153,7 @@ def test_prompts_that_are_left_out_are_counted() -> None:
         "as read",
         *(
             f"data.path: of 5 prompts of the split {split}, 2 are longer than rollout.prompt_tokens=8 "
-            "and 1 are empty: left out"
+            "and 1 are empty; these are left out"
             for split in ("train", "final")
         ),
     ]
