@@ -52,8 +52,9 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an exception.
 
     `final` may be absent or empty. With `replace` it may contain files, and these stay untouched until the new folder
-    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files,
-    NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception of the block.
+    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files
+    without `replace`, NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception
+    of the block.
     """
     real = _real_path(final)
     _refuse(real, replace)
@@ -78,7 +79,7 @@ def disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn an error that means a full disk, raised inside the block, into an OSError that names `path`."""
+    """Raise an OSError that names `path` in place of an error of the block that means a full disk."""
     try:
         yield
     except BaseException as error:
@@ -162,7 +163,6 @@ def _alive(pid: int) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -28,7 +28,7 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 @dataclass(frozen=True)
 class About:
     """The contents of `datastore.json`. vocabulary: number of ids. depth: length of the longest match, in tokens.
-    documents, tokens: how many of each the corpus has. tokenizer: the tokenizer's hash, see
+    documents, tokens: number of documents and of tokens in the corpus. tokenizer: the tokenizer's hash, see
     `compatibility.hash_tokenizer`. made: command, sources, date."""
 
     vocabulary: int
@@ -52,8 +52,9 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Return a datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and if the
-        texts have no token."""
+        """Return a datastore in memory, built from documents of token ids. about: its vocabulary and depth are used;
+        documents and tokens are counted. Raises ValueError for ids outside the vocabulary, and if the documents have no
+        token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -68,7 +69,7 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the datastore's folder atomically. Raises the errors of `atomic.new_folder`."""
+        """Write the datastore's folder atomically, and return its path. Raises the errors of `atomic.new_folder`."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -86,14 +87,15 @@ class Datastore:
         tokens, order = _mapped(path / TOKENS), _mapped(path / ORDER)
         if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
             raise ValueError(
-                f"{path}: {ABOUT} has {about.tokens} tokens of {about.documents} documents, the "
-                f"arrays hold {len(order)} and {len(tokens)}"
+                f"{path}: by {ABOUT} it has {about.tokens} tokens in {about.documents} documents, but {ORDER} has "
+                f"{len(order)} entries and {TOKENS} has {len(tokens)}"
             )
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """Return at most k tokens that follow the longest suffix of the text in the corpus. There is no match if that
-        suffix has fewer than `shortest` tokens. No match is longer than `depth` tokens.
+        """Return at most k tokens that follow the longest suffix of the text that occurs in the corpus. There is no
+        match if that suffix has fewer than `shortest` tokens. No match is longer than the datastore's `depth`, in
+        tokens.
 
         Each draft is the most frequent next token among the occurrences that agree with the drafts before it. Of
         equally frequent tokens, the smallest id is drafted.
@@ -111,8 +113,8 @@ class Datastore:
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Return the length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence
-        in `order`."""
+        """Return the length of the longest suffix of a text that occurs in the corpus, and the index in `order` of one
+        occurrence. backwards: the last ids of the text, in reverse."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -128,8 +130,9 @@ class Datastore:
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """Return (drafts, share). Each draft is the most frequent next token among the continuations that agree with the
-    drafts before it. share: the fraction of all continuations that begin with the first draft."""
+    """Return (drafts, share). followings: the ids that follow each occurrence. Each draft is the most frequent next
+    token among those that agree with the drafts before it. share: the fraction of all followings that begin with the
+    first draft."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):
@@ -144,7 +147,6 @@ def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], floa
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:
-    """Return the smallest unsigned integer type that can hold `most`."""
     return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
 
 
@@ -153,7 +155,7 @@ def _about(file: Path) -> About:
     if values.get("format") != FORMAT:
         raise ValueError(f"{file}: format is {values.get('format')!r}, this version reads {FORMAT}")
     if odd := set(values) ^ names:
-        raise ValueError(f"{file}: keys missing or unknown: {', '.join(sorted(odd))}")
+        raise ValueError(f"{file}: these keys are missing or unknown: {', '.join(sorted(odd))}")
     return About(**values)
 
 
@@ -161,4 +163,4 @@ def _mapped(file: Path) -> NDArray[np.unsignedinteger]:
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from error
+        raise ValueError(f"{file} cannot be read: {error}") from error
