@@ -94,9 +94,9 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
     "the first id that the encoder lacks": (t5, [[3, VOCABULARY]], f"prompt 0: source ids from 3 to {VOCABULARY}"),
     "nothing": (t5, [[]], "prompt 0: the source is empty"),
-    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens; the encoder reads at most 64"),
-    "ids for a sound": (whisper, [[3, 4]], "prompt 0: token ids, but the encoder reads input_features"),
-    "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: its features have the shape"),
+    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens; .* at most 64"),
+    "ids for a sound": (whisper, [[3, 4]], "prompt 0: it has token ids, but the encoder reads input_features"),
+    "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: its features have"),
     "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
     "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
     "starts of other rows": (

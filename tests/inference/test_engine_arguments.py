@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     },
     "an unknown rule": ({"verify": "typical"}, "typical"),
     "room for no token": ({"context": 1}, "a context of 1 token has no room .*; set context= to 2 or more"),
-    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer is a path"),
+    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer must be an object, not a path"),
 }
 
 
@@ -150,7 +150,7 @@ def test_a_class_is_no_processor() -> None:
 
 
 def test_a_draft_is_a_model_or_its_path() -> None:
-    with pytest.raises(ValueError, match="model must be a draft model or its path, not None"):
+    with pytest.raises(ValueError, match="model must be a transformers model or its path, not None"):
         Independent(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="folder must be the path of a draft folder, not None"):
         load(None)  # type: ignore[arg-type]

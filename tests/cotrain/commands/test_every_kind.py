@@ -155,7 +155,7 @@ def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
     ran(settings, "generate", path, prompt=PROMPT)
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     assert said(load(path)) == said(load(path, kind=kind)) == plain
-    with pytest.raises(ValueError, match="kind: drafts with another tokenizer were removed; give a draft"):
+    with pytest.raises(ValueError, match="kind: other_tokenizer is no longer supported; give a draft"):
         load(path, kind="other_tokenizer")
     with pytest.raises(
         UserError, match=f"draft.path: .* is of kind '{kind}'; the kinds that can be measured are independent, "
@@ -215,14 +215,18 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
     [
         ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it can only "),
         ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
-        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers; the target has only 2"),
+        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: it exits after 3 layers, but the target has only 2"),
         ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
         (
             "eagle",
             {"max_position_embeddings": 15},
             "bench.prompt_tokens, bench.new_tokens, bench.depths: .* which has 15 tokens",
         ),
-        ("retrieval", {"lookup": {"datastore": "/none"}}, "its config.json names the datastore: /none is no "),
+        (
+            "retrieval",
+            {"lookup": {"datastore": "/none"}},
+            "the key lookup of its config.json names a datastore that is missing: /none is no ",
+        ),
         ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),

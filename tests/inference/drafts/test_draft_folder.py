@@ -206,7 +206,7 @@ DAMAGE = {
     "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
     "unknown kind": (key("kind", "eagl3"), r"cotrain\.json: kind: there is no 'eagl3' proposer"),
     "temperature": (key("regime", {"temperature": -1}), r"cotrain\.json: regime: Sampling\.temperature must be .* -1"),
-    "dtype": (key("served", {"dtype": "flot"}), r"cotrain\.json: served\.dtype: no 'flot'"),
+    "dtype": (key("served", {"dtype": "flot"}), r"cotrain\.json: served\.dtype must be .*, not 'flot'"),
     "quantisation": (
         key("served", {"quantisation": "int9"}),
         r"cotrain\.json: served\.quantisation must be one of .*, not 'int9'",

@@ -109,7 +109,7 @@ class TestReading:
 
     def test_a_missing_file_is_no_name_on_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match=r"draft.path: no such file: tiny.gguf"):
+        with pytest.raises(ValueError, match=r"draft.path: there is no file tiny.gguf"):
             resolve("tiny.gguf", "draft.path")
 
 

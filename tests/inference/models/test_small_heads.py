@@ -246,5 +246,7 @@ def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids: list[int], sai
         feature.know(range(16))
         feature.fits(target, "draft")
         feature.t2d[unmarked], feature.t2d[marked] = False, True
-        with pytest.raises(ValueError, match="draft: tensor t2d: it does not mark the tokens that d2t names"):
+        with pytest.raises(
+            ValueError, match="draft: the tensor t2d does not mark the tokens that the tensor d2t names"
+        ):
             feature.fits(target, "draft")
