@@ -61,7 +61,7 @@ class HydraConfig(MedusaConfig):
 
 
 class HeadsNetwork(PreTrainedModel):
-    """The common part of the networks of Medusa and Hydra. Its config has the target's sizes, and it has no embeddings."""
+    """The common part of the networks of Medusa and Hydra. Its config has the target's sizes; it has no embeddings."""
 
     base_model_prefix = ""
 
