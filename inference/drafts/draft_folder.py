@@ -373,7 +373,7 @@ def _metadata(file: Path) -> Metadata:
     try:
         # check the version first: another version may have other keys
         if values.get("format") != FORMAT:
-            raise ValueError(f"format is {values.get('format')!r}, this version reads {FORMAT}")
+            raise ValueError(f"format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
         if odd := (set(values) ^ names) - (LATER - set(values)):
             raise ValueError(f"these keys are missing or unknown: {', '.join(sorted(odd))}")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}

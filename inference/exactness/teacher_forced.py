@@ -162,7 +162,7 @@ def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
 
 
 def routes(parents: Parents) -> Routes:
-    """Return an iterator over the routes to all leaves, deepest leaves first, again and again. Every node is on some route."""
+    """Return an endless iterator over the routes to all leaves, deepest leaves first. Every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]

@@ -153,7 +153,7 @@ def _smallest(most: int) -> type[np.unsignedinteger]:
 def _about(file: Path) -> About:
     values, names = read_json(file), {item.name for item in fields(About)}
     if values.get("format") != FORMAT:
-        raise ValueError(f"{file}: format is {values.get('format')!r}, this version reads {FORMAT}")
+        raise ValueError(f"{file}: format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
     if odd := set(values) ^ names:
         raise ValueError(f"{file}: these keys are missing or unknown: {', '.join(sorted(odd))}")
     return About(**values)

@@ -136,8 +136,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Return whether a value is a whole number of at least `least` and less than `below`. True and False do not
-    count."""
+    """Return whether a value is a whole number of at least `least` and less than `below`; None for no bound. True and
+    False do not count."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

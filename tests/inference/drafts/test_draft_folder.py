@@ -185,7 +185,7 @@ DAMAGE = {
     "broken metadata": (cut_short("cotrain.json"), r"cotrain\.json is broken"),
     "broken report": (cut_short("report.json"), r"report\.json is broken"),
     "a list": (lambda folder: (folder / "cotrain.json").write_text("[]"), r"cotrain\.json must hold .* list"),
-    "format version": (key("format", 2), r"cotrain\.json: format is 2, this version reads 1"),
+    "format version": (key("format", 2), r"cotrain\.json: format is 2, but this version of cotrain reads 1"),
     "unknown key": (key("colour", 2), r"cotrain\.json: these keys are missing or unknown: colour"),
     "draft length": (key("k", 0), r"cotrain\.json: k must be"),
     "objective": (key("objective", "best"), r"cotrain\.json: objective must be one of sampled, greedy"),
@@ -204,7 +204,7 @@ DAMAGE = {
     ),
     "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),
     "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
-    "unknown kind": (key("kind", "eagl3"), r"cotrain\.json: kind: there is no 'eagl3' proposer"),
+    "unknown kind": (key("kind", "eagl3"), r"cotrain\.json: kind: there is no kind of draft 'eagl3'"),
     "temperature": (key("regime", {"temperature": -1}), r"cotrain\.json: regime: Sampling\.temperature must be .* -1"),
     "dtype": (key("served", {"dtype": "flot"}), r"cotrain\.json: served\.dtype must be .*, not 'flot'"),
     "quantisation": (

@@ -75,5 +75,5 @@ def test_arms_of_other_lengths_are_an_error():
         interleave([fake("a", 1), fake("b", 1, length=5)], PROMPTS, rows=2)
     with pytest.raises(ValueError, match="each with its own name"):
         interleave([fake("a", 1), fake("a", 1)], PROMPTS, rows=2)
-    with pytest.raises(ValueError, match="no arm 'c'"):
+    with pytest.raises(ValueError, match="'c' was not timed"):
         interleave([fake("a", 1)], PROMPTS, rows=2).speed("c")
