@@ -41,7 +41,7 @@ def reading(stat: Path = STAT) -> Reading:
 
 
 def _busy(stat: Path) -> float | None:
-    """Return the seconds in user, nice, system, irq, softirq and steal, of the cores that this process may use, added."""
+    """Return the seconds in user, nice, system, irq, softirq and steal, summed over the cores of this process."""
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
     mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0

@@ -194,7 +194,7 @@ class Penalties:
             self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
-        """Return the ids of each text that are not counted yet, padded with -1 to one width. They then count as counted."""
+        """Return the ids of each text that are not counted yet, padded with -1 to one width, and mark them counted."""
         if not self.penalised:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]

@@ -182,9 +182,9 @@ def test_first_ids_follow_the_generation_config_and_the_start_token() -> None:
 
 def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:
     for target, draft, says in (
-        (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), and the target's token ids"),
-        (whisper(), t5(), rf"Independent: .*T5.* reads token ids, and the target's \({MELS}, {FRAMES}\)"),
-        (tiny(), t5(), "Independent: T5ForConditionalGeneration has an encoder, and the target has none"),
+        (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), but the target's reads token ids"),
+        (whisper(), t5(), rf"Independent: .*T5.* reads token ids, but the target's reads \({MELS}, {FRAMES}\)"),
+        (tiny(), t5(), "Independent: T5ForConditionalGeneration has an encoder, but the target has none"),
     ):
         with pytest.raises(ValueError, match=says):
             Engine(target, Independent(draft)).generate(sources(target, 1))
@@ -201,14 +201,16 @@ def test_what_is_missing_is_said() -> None:
     assert Engine(model).generate([prompts[0] | {"decoder_input_ids": [2, 3, 7]}], max_new_tokens=2).tokens[0]
     with pytest.raises(ValueError, match="prompt 0: it has a source, but the target has no encoder"):
         Engine(tiny()).generate([SourcedText([1], (3, 4))])
-    with pytest.raises(ValueError, match="a text without its source; `Engine.starts`"):
+    with pytest.raises(ValueError, match="a text has no source; `Engine.starts`"):
         store_prompts(LM(t5(), 1), 0, [[0]])
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="min_length=10 has no counterpart"):
         Sampling.of(GenerationConfig(min_length=10))
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration: an early exit needs a causal LM"):
+    with pytest.raises(
+        ValueError, match="T5ForConditionalGeneration is an encoder-decoder, but an early exit needs a causal LM"
+    ):
         untrained_exit(t5(), 1, 2, 3)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: int8 weights"):
         LM(t5(), 1, int8=True)

@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     "an unknown rule": ({"verify": "typical"}, "typical"),
-    "room for no token": ({"context": 1}, "a context of 1 token has no room .*; set context= to 2 or more"),
+    "room for no token": ({"context": 1}, "context=1 leaves no room .*; set context= to 2 or more"),
     "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer must be an object, not a path"),
 }
 
@@ -160,7 +160,7 @@ def test_dtypes_and_devices_that_are_not_there(tmp_path: Path) -> None:
     MODEL.save_pretrained(tmp_path)
     vocabulary = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="dtype: torch has no dtype 'bf16'; there are float32"):
+    with pytest.raises(ValueError, match="dtype must be auto, float32, .*, not 'bf16'"):
         Engine(tmp_path, dtype="bf16")
     for device in ("nowhere", "xpu:7"):
         with pytest.raises(ValueError, match=f"device='{device}': "):

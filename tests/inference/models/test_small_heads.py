@@ -56,14 +56,14 @@ def test_directions_without_weight_stay_finite() -> None:
 
 
 def test_sizes_that_no_head_has_raise() -> None:
-    with pytest.raises(ValueError, match="head_rank: 13 is not from 1 to 12"):
+    with pytest.raises(ValueError, match="head_rank must be from 1 to 12, .* not 13"):
         projection(12, 40, 13)
     for config, message in (
         (PhiConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                    pad_token_id=None, bos_token_id=None, eos_token_id=None), "its head has a bias"),
         (Gemma2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                       num_key_value_heads=1, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None),
-         "it caps its logits"),
+         "this model caps its logits"),
     ):  # fmt: skip
         network = AutoModelForCausalLM.from_config(config)
         network.config.update({VOCABULARY: 8})
@@ -132,7 +132,7 @@ def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.Monkey
     """As `test_selfcheck` for whole heads."""
     shape = llama.shape_of
     monkeypatch.setattr(llama, "shape_of", lambda model: shape(model)._replace(scale=1.5 * shape(model).scale))
-    with pytest.warns(UserWarning, match="in `llama`'s forward, logits differ"):
+    with pytest.warns(UserWarning, match="in that of inference.models.llama logits differ"):
         assert not isinstance(LM(kinds.small(tiny(seed=5), 16), 2).run, Lean)
 
 
@@ -189,7 +189,10 @@ def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pyt
 
 
 DAMAGES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "an id twice": ({"lm_head.known": torch.tensor([*range(15), 3])}, "id 3 stands twice in the draft's vocabulary"),
+    "an id twice": (
+        {"lm_head.known": torch.tensor([*range(15), 3])},
+        "id 3 is in the draft's vocabulary more than once",
+    ),
     "an id too high": ({"lm_head.known": torch.arange(17, 33)}, "id 32 of the draft's vocabulary is not from 0 to 31"),
     "no number": ({"model.norm.weight": torch.full((16,), torch.nan)}, "tensor model.norm.weight holds NaN"),
     "another shape": ({"markov_head.markov_w2.weight": torch.zeros(15, 3)}, "markov_head.markov_w2.weight"),
@@ -220,7 +223,7 @@ def test_a_damaged_draft_is_refused_wherever_it_is_read(
     [
         ([*range(15), 32], "id 32 of the draft's vocabulary is not from 0 to 31"),
         ([*range(15), -1], "id -1 of the draft's vocabulary is not from 0 to 31"),
-        ([*range(15), 3], "id 3 stands twice in the draft's vocabulary"),
+        ([*range(15), 3], "id 3 is in the draft's vocabulary more than once"),
         (list(range(12)), "shape.*known|known.*shape"),
     ],
 )
