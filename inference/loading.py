@@ -65,7 +65,9 @@ def load(
             target = load_as(path, served.quantisation, dtype, settings.pop("device", None))
         except OSError as error:
             reason = str(error).splitlines()[0]
-            raise OSError(f"{draft.path}: its target {path} cannot be loaded, give target=: {reason}") from error
+            raise OSError(
+                f"{draft.path}: its target {path} cannot be loaded ({reason}); give target= the target or its path"
+            ) from error
     metadata = _with_defaults(metadata, served, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
     proposer_class = kind_of(kind or draft.kind)

@@ -385,11 +385,15 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
     mask = encoding.get("attention_mask")
     if mask is None:
         if isinstance(encoding["input_ids"], Tensor | np.ndarray) and len(rows) > 1:
-            raise ValueError(f"{who}: input_ids of several rows need their attention_mask")
+            raise ValueError(
+                f"{who}: input_ids of several rows need their attention_mask; give the tokenizer's whole output"
+            )
         return [_ids(who, row) for row in rows]
     masks = _rows(mask)
     if [len(row) for row in masks] != [len(row) for row in rows]:
-        raise ValueError(f"{who}: attention_mask and input_ids differ in shape")
+        raise ValueError(
+            f"{who}: attention_mask and input_ids differ in shape; give both as the tokenizer returned them"
+        )
     return [
         _ids(who, [token for token, on in zip(row, own, strict=True) if on])
         for row, own in zip(rows, masks, strict=True)
@@ -411,7 +415,9 @@ def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
         return rows
     starts = _rows(encoding["decoder_input_ids"])
     if len(starts) != len(rows):
-        raise ValueError(f"{who}: {len(starts)} rows of decoder_input_ids for {len(rows)} sources")
+        raise ValueError(
+            f"{who}: decoder_input_ids has {len(starts)} rows for {len(rows)} sources; give one per source"
+        )
     return [row | {"decoder_input_ids": _ids(who, ids)} for row, ids in zip(rows, starts, strict=True)]
 
 
@@ -444,7 +450,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name}: {len(values)} values for {count} prompts")
+        raise ValueError(f"{name} has {len(values)} values for {count} prompts; give one value, or one per prompt")
     return values
 
 

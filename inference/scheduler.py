@@ -104,7 +104,10 @@ class Slots:
     def require(self, call: Call) -> None:
         """Raise RuntimeError if a later call uses the slots or the proposer of this call."""
         if self.current is not call:
-            raise RuntimeError("Engine: a later call took the slots of this stream, which cannot continue")
+            raise RuntimeError(
+                "Engine: a later call took the slots of this stream, so the stream cannot continue; end it before the "
+                "next call, or use another engine"
+            )
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
             raise RuntimeError(
                 "Engine: another engine's call took this engine's proposer before this stream "

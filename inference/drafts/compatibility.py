@@ -165,11 +165,11 @@ def check_pair(
         problems += tokenizer_problems(target_tokenizer, draft_tokenizer)
     for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
         if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
-            problems.append(f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size}")
+            problems.append(f"vocab_size: the {side} has {config.vocab_size} ids, but its tokenizer has {size}")
     if draft.vocab_size != target.vocab_size:
         problems.append(
-            f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
-            "counts): engines need equal numbers; `cotrain export` makes them equal"
+            f"vocab_size: the draft has {draft.vocab_size} rows, but the target has {target.vocab_size} (padding "
+            "included), and engines need equal numbers: `cotrain export` makes them equal"
         )
     return problems + _positions(target, draft)
 
@@ -183,7 +183,7 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
         ours, other = getattr(config, key), getattr(theirs, key)
         if ours != other:
             raise ValueError(
-                f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was made for"
+                f"{where}: its {key} is {ours}, but the target's is {other}: give the target that it was made for"
             )
 
 

@@ -472,7 +472,8 @@ def require_class(draft: Folder, network: Any) -> None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
         raise ValueError(
-            f"{draft.path / METADATA}: kind is {draft.kind!r}, whose folder holds {named(own)}, not {named(network)}"
+            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} holds {named(own)}, not "
+            f"{named(network)}"
         )
 
 
@@ -505,8 +506,9 @@ def _same_tokenizer(
     own = hash_tokenizer(tokenizer)
     if own != target["tokenizer"]:
         raise ValueError(
-            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {own[:12]}, "
-            f"the target's to {target['tokenizer'][:12]}): a draft must use the target's token ids"
+            f"{where}: its tokenizer is not the target's (vocabulary and special ids have the hash {own[:12]}, the "
+            f"target's {target['tokenizer'][:12]}), but a draft must use the target's token ids: give the target that "
+            "it was made for"
         )
 
 
@@ -514,6 +516,6 @@ def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mappi
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
             f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
-            "exact, acceptance may be low",
+            "exact, but acceptance may be low",
             stacklevel=3,
         )

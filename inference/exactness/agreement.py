@@ -59,10 +59,10 @@ class LogitsCheck:
     def line(self) -> str:
         """Return a line for the report, without the result."""
         return (
-            f"logits are those of transformers' forward on {self.tokens} tokens at "
-            f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
-            f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
-            f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})"
+            f"logits are those of transformers' forward on {self.tokens} tokens at positions {self.first} to "
+            f"{self.last}: they differ by {self.one:.2g} in passes of one id and {self.many:.2g} in passes of several, "
+            f"{self.limit:.2g} is allowed; at the worst token by {self.worst:.2g}, {self.worst_limit:.2g} is allowed "
+            f"(rounding alone changes them by {self.own:.2g})"
         )
 
 

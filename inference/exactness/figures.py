@@ -130,8 +130,8 @@ class CallsCheck:
         """Return a line for the report, without the result."""
         return (
             f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
-            f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
-            f"{self.rare_expected:.1f} expected"
+            f"{self.sigma:.1f} predicted (z {self.z:+.2f}, {self.relative:+.2%}); rounds with an unlikely number of "
+            f"accepted drafts: {self.rare}, {self.rare_expected:.1f} expected"
         )
 
 
@@ -157,8 +157,8 @@ class DepthCheck:
     def line(self) -> str:
         """Return a line for the report, without the result."""
         return (
-            f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}, "
-            f"probability of so many {self.chance:.2g}, at least {FALSE_ALARM:g}"
+            f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}; an exact "
+            f"engine accepts as many with probability {self.chance:.2g}, which must be at least {FALSE_ALARM:g}"
         )
 
 

@@ -51,8 +51,8 @@ class LikelihoodCheck:
         """Return a line for the report, without the result."""
         return (
             f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
-            f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
-            f"{self.impossible} of {self.tokens} impossible"
+            f"{self.entropy:.3f} expected (z {self.z:+.2f}; for the distribution function at the tokens "
+            f"z {self.place_z:+.2f}); {self.impossible} of {self.tokens} tokens have probability 0"
         )
 
 

@@ -67,8 +67,8 @@ class TextCheck:
         said = f"{self.equal} of {self.prompts} prompts{f'; {words}' if others else ''}"
         return (
             f"coupled text equals plain text: {said} "
-            f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
-            f"{self.limit:.2g}){share}"
+            f"(largest score gap at a difference {self.gap:.2g}; rounding changes gaps by up to {self.noise:.2g}, and "
+            f"by its dtype at most {self.limit:.2g}){share}"
         )
 
 

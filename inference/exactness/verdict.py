@@ -99,7 +99,7 @@ def check(
     if engine.proposer is None:
         raise ValueError("exactness: an engine without a proposer decodes plainly, so there is nothing to check")
     if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
-        raise ValueError("exactness: the counts do not belong to these texts")
+        raise ValueError("exactness: the counts and the texts are of different runs; give those of one timing")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
     tree = tree_of(engine, max(texts.prompts[: engine.rows], key=len))
@@ -111,10 +111,10 @@ def check(
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
     predictable = tree is None or engine.rule.branches is not None
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts) if predictable else None
-    unknown = f"not applicable, acceptance under {engine.rule.name} is not known from the text alone"
+    unknown = f"not applicable, since acceptance under verify={engine.rule.name} does not follow from the text alone"
     reasons = {
         "calls": f"target calls: {unknown}",
-        "depth": f"acceptance at depth 1: {'not applicable, no round drafted' if predictable else unknown}",
+        "depth": f"acceptance at depth 1: {'not applicable, since no round drafted' if predictable else unknown}",
     }
     missing = {name: why for name, why in reasons.items() if {"calls": calls, "depth": depth}[name] is None}
     lossy = None if engine.rule.exact else engine.rule.name

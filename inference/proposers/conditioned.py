@@ -69,7 +69,7 @@ def knots_of(config: PretrainedConfig) -> list[float]:
     """Return the temperatures in the config of a network. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
-        raise ValueError(f"{KNOTS}: the config of a conditioned draft must list its temperatures")
+        raise ValueError(f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}")
     return [float(one) for one in temperatures]
 
 

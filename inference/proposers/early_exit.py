@@ -96,8 +96,8 @@ class ExitNetwork(PreTrainedModel):
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
                 raise ValueError(
-                    f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
-                    "only serve the target that it was made for"
+                    f"{where}: its {name} has the size {size}, but the target's has {theirs[name]}: give the target "
+                    "that it was made for"
                 )
 
     def get_input_embeddings(self) -> Any:

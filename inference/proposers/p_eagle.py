@@ -48,7 +48,9 @@ class PEagleNetwork(EagleNetwork):
     def mask(self) -> int:
         """Return the id whose embedding a mask has. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
-            raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
+            raise ValueError(
+                "config.json of a p_eagle draft must have pard_token, the id that the draft reads as a mask"
+            )
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:

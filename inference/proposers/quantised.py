@@ -62,7 +62,10 @@ class Quantised(Independent):
         if bits not in BITS:
             raise ValueError(f"bits must be one of {', '.join(BITS)}, not {bits!r}")
         if quantised(target.config):
-            raise ValueError(f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}")
+            raise ValueError(
+                f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}: load "
+                "the target without quantisation"
+            )
         self.target, self.bits = target, bits
         super().__init__(target, greedy, compile=compile, shape=shape)
         self._round()

@@ -103,7 +103,7 @@ class Sampling:
         if foreign:
             what = f"{foreign[0]}={getattr(config, foreign[0])}"
             what += f" ({_SEARCHES[foreign[0]]})" if foreign[0] in _SEARCHES else ""
-            raise ValueError(f"Sampling.of: {what} has no counterpart; unset it")
+            raise ValueError(f"Sampling.of: {what} has no counterpart in Sampling; unset it in the generation config")
         suppressed = tuple((token,) for token in config.suppress_tokens or ())
         shared = {
             "repetition_penalty": config.repetition_penalty,

@@ -102,7 +102,9 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"parents: the parent of node {node} is {parent}; use a node before it, or -1, the anchor")
+            raise ValueError(
+                f"parents: the parent of node {node} is {parent}; give a node before it, or -1 for the anchor"
+            )
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return tuple(depths)
 

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
     "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
     "starts of other rows": (
-        t5, {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]}, "1 rows of decoder_input_ids for 2 sources"
+        t5, {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]}, "decoder_input_ids has 1 rows for 2 sources"
     ),
     "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids from 0 to 77"),
 }  # fmt: skip

@@ -163,7 +163,7 @@ def test_other_prompts_are_rejected_by_name_before_anything_runs(
         ({"sampling": None}, "sampling .*NoneType"),
         ({"ids": ["a", "b"]}, "ids .*'a'"),
         ({"ids": [0.5, 1]}, "ids .*0.5"),
-        ({"ids": np.array([1])}, "ids: 1 values for 2 prompts"),
+        ({"ids": np.array([1])}, "ids has 1 values for 2 prompts"),
         ({"ids": [2**64, 1]}, "ids"),
     ],
 )

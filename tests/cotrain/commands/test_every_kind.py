@@ -213,7 +213,11 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it can only "),
+        (
+            "medusa",
+            {"hidden_size": 32},
+            "draft.path=PATH: its hidden_size is 32, but the target's is 64: give the target that ",
+        ),
         ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
         ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: it exits after 3 layers, but the target has only 2"),
         ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
@@ -249,7 +253,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
 def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
     """A tensor that it lacks is not made up."""
     path = drafted(place, "eagle")
-    with pytest.raises(ValueError, match="kind is 'eagle', whose folder holds weights of EagleNetwork, not a causal"):
+    with pytest.raises(ValueError, match="a draft of kind 'eagle' holds weights of EagleNetwork, not a causal"):
         load(path, kind="independent")
     copied = changed(place / "lacking", path)
     tensors = load_file(copied / "model.safetensors")

@@ -182,7 +182,7 @@ def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pyt
     tensors = load_file(place)
     del tensors["lm_head.projection.up.weight"]
     save_file(tensors, place, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="me/low: tensors are missing, or .*: lm_head.projection.up.weight"):
+    with pytest.raises(ValueError, match="me/low: these tensors are missing, or .*: lm_head.projection.up.weight"):
         Independent("me/low")
     with pytest.raises(ValueError, match="draft.path=me/low: tensors are missing: lm_head.projection.up.weight"):
         causal_lm("me/low", target)
