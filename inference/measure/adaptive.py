@@ -128,8 +128,11 @@ def lines(reached: Reached) -> list[str]:
 
 
 def _interval_line(reached: Reached, wanted: float) -> str:
-    near = "one batch has no interval" if reached.within is None else "the 95 % interval is within "
-    near += "" if reached.within is None else f"{100 * reached.within:.0f} % of the value"
+    near = (
+        "one batch has no interval"
+        if reached.within is None
+        else f"the 95 % interval is within {100 * reached.within:.0f} % of the value"
+    )
     runs = f"{reached.runs} runs of {reached.batches} batches took {reached.seconds:.0f} s"
     if reached.enough:
         return f"{near}, as wanted ({100 * wanted:.0f} %): {runs}"
