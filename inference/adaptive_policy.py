@@ -135,7 +135,8 @@ class Adaptive:
 
 @dataclass
 class Recent:
-    """A row's recent drafts, discounted. tried: drafts that were tested. accepted: those of them that were accepted."""
+    """A row's recent drafts, discounted (see `DISCOUNT`). tried: number of drafts that were tested. accepted: number of
+    these that were accepted."""
 
     tried: float = 0.0
     accepted: float = 0.0
@@ -161,9 +162,10 @@ class CallDecisions:
         return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
-        """Begin a round of these rows of the call, and return 0 if no draft length has a higher expected rate than
-        plain decoding. Else return the longest draft length if the round decides after each draft, or the best length
-        if it does not (the proposer does not ask, or deciding does not pay)."""
+        """Begin a round, and return the largest number of drafts per row: 0 if no draft length has a higher expected
+        rate than plain decoding; else the longest draft length if the round decides after each draft, or the best
+        length if it does not (the proposer does not ask, or deciding does not pay). rows, asks: as in `Decisions.open`.
+        """
         decision = self.policy.decision(len(rows)) if asks else None
         self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])
@@ -183,7 +185,7 @@ class CallDecisions:
             self.note((wide(logits) / heat).softmax(-1).amax(-1).double().cpu().numpy())
 
     def note(self, top: Numbers) -> None:
-        """Receive the probability (A,) of the likeliest token of each row's next draft."""
+        """Compute the inputs of the estimates for the next draft. top (A,): the probability of its likeliest token."""
         self.seen.append(inputs(self.rates, top))
         before = self.reached[-1] if self.reached else 1.0
         self.reached.append(before * estimate(self.policy.estimates.here, self.seen[-1]))

@@ -285,8 +285,8 @@ class Engine:
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
-        """Run one forward of the target. Returns logits (A, N+1, V) after each row's anchor and after each draft, and
-        the states that the proposer reads."""
+        """Run one forward of the target over the anchors and all drafts of `proposal`. Returns logits (A, N+1, V) after
+        each row's anchor and after each of its drafts, and the states that the proposer reads."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)

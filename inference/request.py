@@ -114,8 +114,8 @@ class Request:
 
 
 class TextLimits(Protocol):
-    """The limits of texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest number
-    of ids."""
+    """The limits of the texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest
+    number of ids."""
 
     vocabulary: int
     context: int
@@ -148,7 +148,8 @@ class PromptReader:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids that the text of each prompt begins with; those of an encoder-decoder carry their source."""
+        """Return, for each prompt, the ids that its text begins with; those of an encoder-decoder carry their source.
+        Raises ValueError for a prompt that is none."""
         if self.encoder and isinstance(prompts, Mapping):
             prompts = _separate("prompts", prompts)
         return [self._text(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
@@ -161,7 +162,8 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """Return one request per prompt. Arguments and errors as in `Engine.generate`."""
+        """Return one request per prompt. limits: the value of max_new_tokens. Other arguments and errors as in
+        `Engine.generate`."""
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))

@@ -38,7 +38,8 @@ from inference.verify.tree import Tree, likeliest, sampled
 
 
 class Batch:
-    """The settings of the active rows as tensors on the device. A new object is made when rows come or go."""
+    """The settings of the active rows as tensors on the device. vocabulary: number of ids. A new object is made when
+    rows come or go."""
 
     def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
@@ -51,13 +52,14 @@ class Batch:
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def gumbel_states(self, seed: int) -> Tensor:
-        """Return `noise.gumbel_states` of the rows, computed once."""
+        """Return the states (A,) of the rows' Gumbel noise, see `noise.gumbel_states`. They are computed once per seed."""
         if seed not in self.gumbel:
             self.gumbel = {seed: gumbel_states(seed, self.ids)}
         return self.gumbel[seed]
 
     def branch_states(self, seed: int) -> Tensor:
-        """Return `noise.branch_states` of the rows, computed once."""
+        """Return the states (A,) of the noise that draws children of trees, see `noise.branch_states`. They are
+        computed once per seed."""
         if seed not in self.branches:
             self.branches = {seed: branch_states(seed, self.ids)}
         return self.branches[seed]

@@ -58,8 +58,8 @@ class Call:
         return prompts
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Return the draft length of each active row: the policy's, limited so that no draft is past the row's limit.
-        Raises ValueError unless the policy gives one whole number >= 0 per row."""
+        """Return the draft length of each active row: the policy's, or the shorter length that ends before the row's
+        limit. Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
         if self.decisions:

@@ -20,7 +20,7 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 class RoundRecorder(Protocol):
-    """Hooks that an engine calls while it decodes, see `Engine(record=)`. They must not change their arguments."""
+    """Hooks that an engine calls while it decodes, see `Engine(record=)`. The hooks must not change their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
         """Begin a call with these rows. rule: the name of the verification rule."""
@@ -77,7 +77,7 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """Return the rows of a round, from the arguments of `RoundRecorder.note`."""
+    """Return the rows of a round, one `TracedRow` per active row. Arguments as in `RoundRecorder.note`."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]

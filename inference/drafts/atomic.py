@@ -137,7 +137,8 @@ def _temporary(real: Path, role: str) -> Path:
 
 
 def _recover(real: Path) -> None:
-    """Remove the temporaries of dead processes of this host; restore a folder that they were replacing."""
+    """Remove the temporary files and folders of dead processes of this host, and restore a folder that one of them was
+    replacing."""
     prefix = f".{real.name}."
     for entry in real.parent.iterdir():
         owner = _OWNER.fullmatch(entry.name.removeprefix(prefix)) if entry.name.startswith(prefix) else None

@@ -138,8 +138,8 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the ids of the special tokens that occur in texts. The pad token is omitted, because users often set it to
-    the end token."""
+    """Return the ids of the special tokens that occur in texts, by name; None for one that the tokenizer lacks. The pad
+    token is omitted, because users often set it to the end token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -188,7 +188,8 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """Return the differences between two tokenizers that must give the same ids, one sentence per difference."""
+    """Return the differences between the tokenizers of target and draft, which must give the same ids, one sentence per
+    difference."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))

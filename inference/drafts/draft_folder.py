@@ -478,8 +478,8 @@ def require_class(draft: Folder, network: Any) -> None:
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a folder, or None if the folder has no tokenizer files. Raises ValueError if they are
-    broken."""
+    """Return the tokenizer in a folder, or None if the folder has no tokenizer files. trust_remote_code: whether code
+    in the folder may run. Raises ValueError if the files are broken."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:

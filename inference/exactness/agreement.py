@@ -57,7 +57,7 @@ class LogitsCheck:
         return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
     def line(self) -> str:
-        """Return a line for the report, without the result."""
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"logits are those of transformers' forward on {self.tokens} tokens at positions {self.first} to "
             f"{self.last}: they differ by {self.one:.2g} in passes of one id and {self.many:.2g} in passes of several, "
@@ -168,8 +168,8 @@ def most(model: PreTrainedModel) -> float:
 
 
 def step(model: PreTrainedModel) -> float:
-    """Return one unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's unit, since
-    transformers computes norms in float32."""
+    """Return one unit in the last place of the number 1 in the dtype of the model's products. For float64 it is a tenth
+    of float32's unit, since transformers computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 

@@ -127,7 +127,7 @@ class CallsCheck:
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
-        """Return a line for the report, without the result."""
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
             f"{self.sigma:.1f} predicted (z {self.z:+.2f}, {self.relative:+.2%}); rounds with an unlikely number of "
@@ -155,7 +155,7 @@ class DepthCheck:
         return self.chance >= FALSE_ALARM
 
     def line(self) -> str:
-        """Return a line for the report, without the result."""
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}; an exact "
             f"engine accepts as many with probability {self.chance:.2g}, which must be at least {FALSE_ALARM:g}"

@@ -48,7 +48,7 @@ class LikelihoodCheck:
         return likely and self.impossible <= IMPOSSIBLE * self.tokens
 
     def line(self) -> str:
-        """Return a line for the report, without the result."""
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
             f"{self.entropy:.3f} expected (z {self.z:+.2f}; for the distribution function at the tokens "

@@ -33,11 +33,11 @@ def pair_figures(
 ) -> Figures:
     """Return the figures of target and draft at every token of the texts. The passes are as wide as those of decoding.
 
-    If the proposer is a language model, both models run teacher-forced passes. The target reads k + 1 ids per pass; the
-    draft reads one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the
-    engine's target, in the engine's slots. noise: the largest change of the target's score gaps by rounding, see
-    `ties.compare_passes`. rows: texts per pass; None for as many as the engine has rows, which forced rounds always
-    use.
+    engine: the engine that decoded the texts. proposer: its draft. If the proposer is a language model, both models run
+    teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights rounded as when
+    it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots. max_new_tokens:
+    that of the run. noise: the largest change of the target's score gaps by rounding, see `ties.compare_passes`. rows:
+    texts per pass; None for as many as the engine has rows, which forced rounds always use.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)

@@ -60,7 +60,7 @@ class TextCheck:
         return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
-        """Return a line for the report, without the result."""
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
         others, differences = self.prompts - self.equal, self.ties + self.unexplained
         words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
@@ -131,7 +131,7 @@ def check_coupled(
 
 
 def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
-    """Return the number of ids per row in the engine's verifying passes."""
+    """Return the number of ids per row in the engine's verifying passes: the anchor and the longest draft."""
     return max(engine.policy.lengths(prompts)) + 1
 
 

@@ -44,7 +44,8 @@ class Datastore:
     """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains of the most
     frequent continuation.
 
-    tokens, order: the arrays that the module's docstring describes, of any integer type that is large enough.
+    tokens: the corpus's ids in reverse, as in `tokens.npy`. order: their suffix array, as in `order.npy`. Both are
+    arrays of any integer type that is large enough. about: the contents of `datastore.json`.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:

@@ -125,8 +125,8 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Become the automaton of `text`. If `text` continues the present text, its new tokens are appended; else the
-        automaton is rebuilt."""
+        """Change this automaton, in place, to that of `text`. If `text` continues the present text, its new tokens are
+        appended; else the automaton is rebuilt."""
         known = len(self.text)
         if list(text[:known]) != self.text:
             self._clear()

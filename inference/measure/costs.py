@@ -108,9 +108,10 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Return the costs of target and proposer, in the form in which they will run, for k = 0..K. Each row has one text
-    of about `context` tokens; lengths differ, as after some rounds. source: the length of an encoder-decoder's sources,
-    None for `context`. repeats, warmup: number of runs of each part that count, and that come before these.
+    """Return the costs of target and proposer, in the form in which they will run, for rounds that draft k = 0..K
+    tokens. Each row has one text of about `context` tokens; lengths differ, as after some rounds. source: the length of
+    an encoder-decoder's sources, None for `context`. repeats: number of runs of each part that count. warmup: number of
+    runs before them.
 
     Raises ValueError if the target cannot hold context and the longest timed drafts, or if the proposer cannot draft
     that far.

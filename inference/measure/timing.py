@@ -76,12 +76,14 @@ class Timing:
         return float(tokens / seconds)
 
     def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return `speed`, with the 95 % percentile interval of a bootstrap over batches."""
+        """Return an arm's tokens per second, prefill included, with the 95 % percentile interval of a bootstrap over
+        batches."""
         paid = self._paid(arm, False)  # (batches, 2)
         return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
+        """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
+        decode: whether to leave the prefill out.
 
         Each resample draws batches with replacement (all repeats of a batch together) and computes the ratio of sums on
         the same batches for both arms.
@@ -170,7 +172,7 @@ def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeat
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Run every arm `times` times, without recording the results."""
+    """Run every arm `times` times on a batch, without recording the results."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)

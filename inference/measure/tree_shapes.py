@@ -114,11 +114,11 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 class Paths(NamedTuple):
-    """The probabilities of paths. A node's effect on the expected calls depends only on its path of child numbers, not
+    """The probabilities of paths of child numbers. A node's effect on the expected calls depends only on its path, not
     on the rest of the tree.
 
-    chances (B, T, N): P(a round that starts at t follows the text to the end of a path | the text). columns: path of
-    child numbers -> index in `chances`. lengths (B,): tokens of each text.
+    columns: path of child numbers -> index in `chances`. chances (B, T, N): P(a round that starts at t follows the text
+    to the end of a path | the text). lengths (B,): tokens of each text.
     """
 
     columns: dict[tuple[int, ...], int]
@@ -212,12 +212,13 @@ def probes(most: int, depth: int) -> list[Parents]:
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """Return a function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+    """Return a function that gives the seconds of a round that drafts a tree. table: costs of rounds of chains. rounds:
+    timed rounds, by tree.
 
     Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three
-    coefficients are fitted by least squares and are not negative. The target's pass and the rest take the table's
-    seconds for as many ids, times a ratio of real to table seconds. The ratio is interpolated between the timed trees.
-    The function raises ValueError for trees with more nodes than the table covers.
+    coefficients are fitted to the timed rounds by least squares and are not negative. The target's pass and the rest
+    take the table's seconds for as many ids, times a ratio of real to table seconds. The ratio is interpolated between
+    the timed trees. The function raises ValueError for trees with more nodes than the table covers.
     """
     drafting = not_negative(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})

@@ -71,7 +71,8 @@ def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) 
 
 
 class SlotLayer(CacheLayerMixin):
-    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass."""
+    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass. window:
+    what the present pass writes and reads."""
 
     keys: Tensor
     values: Tensor
@@ -192,7 +193,8 @@ class SlotCache(Cache):
             layer.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
+        """Set the keys and values of a slot, which may contain NaN, to zero. Masked values are multiplied by 0, and 0
+        times NaN is NaN."""
         for layer in self.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()

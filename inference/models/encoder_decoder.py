@@ -100,14 +100,14 @@ class CrossStore(Cache):
         return self.seen
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
+        """Copy slot `source` to slot `target`, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[target] = store[source]
         self.lengths[target], self.aimed = self.lengths[source], None
 
     def clear(self, slot: int) -> None:
-        """Set a slot to zero."""
+        """Set the keys and values of a slot to zero, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[slot].zero_()

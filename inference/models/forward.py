@@ -41,7 +41,7 @@ class Forward(Protocol):
         after that column of each row."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """Run the pass without the head, and return the states of `layers`."""
+        """Run the pass without the head, so that keys and values are stored, and return the states of `layers`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
@@ -292,7 +292,7 @@ def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def _columns(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the column of the tree in each slot, (A, L); 0 for the text up to the anchor."""
+    """Return, for each slot (L,), which column of the tree is in it, (A, L); 0 for the text up to the anchor."""
     return (slots - branches.anchor).clamp(0, MOST_NODES + 1)
 
 

@@ -68,8 +68,9 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The weights of one decoder layer. first, second: of the norms before attention and before the MLP. qkv, gate_up:
-    several projections joined in one."""
+    """The weights of one decoder layer. first, second: those of the norms before attention and before the MLP. qkv: the
+    projections of queries, keys and values, joined. gate_up: those of the MLP's gate and up, joined. q_norm, k_norm:
+    those of the norms of queries and keys, None without such norms."""
 
     first: Tensor
     qkv: Linear
@@ -383,7 +384,7 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return a weight (out, in) rounded by `int8_rows`, in its own dtype."""
+    """Return a weight (out, in) rounded to the numbers that `int8_rows` can represent, in its own dtype."""
     numbers, scale = int8_rows(weight)
     return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
 
@@ -401,7 +402,7 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer without a bias, its weight rounded as by `int8_rows`."""
+    """A linear layer without a bias, whose weight is stored as the numbers and scale of `int8_rows`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -426,7 +427,8 @@ def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def rounded_copy(network: Network) -> Network:
-    """Return a copy of a network whose linear layers in bfloat16 are `RoundedLinear`. It shares the other weights."""
+    """Return a copy of a network in which linear layers in bfloat16 are `RoundedLinear`. It shares all other weights
+    with the network."""
     return _with_linears(network, lambda linear: RoundedLinear(linear) if is_rounded(linear) else linear)
 
 

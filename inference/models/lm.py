@@ -268,7 +268,7 @@ class LM:
         return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
-        """Return the states of zero tokens, (rows, 0, D) per layer."""
+        """Return the states of no tokens, (rows, 0, D) for each of the layers."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
@@ -351,7 +351,7 @@ def store_tails(
     lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
 ) -> list[States]:
     """Store all but the last token of each text in slots low, low + 1, ..., from position `begin` on, `chunk` positions
-    per pass. Returns the states of each pass."""
+    per pass. Returns the states of the layers `states` for each pass."""
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]

@@ -115,7 +115,7 @@ def emulated(dtype: torch.dtype) -> bool:
 
 
 def half(device: str) -> torch.dtype:
-    """Return bfloat16, or float32 on a CPU that would emulate bfloat16."""
+    """Return bfloat16, or float32 if `device` is "cpu" and this machine's CPU would emulate bfloat16."""
     return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
 
 

@@ -256,8 +256,8 @@ class Proposer:
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if a folder's network cannot draft for the target. Both may be on
-        the meta device."""
+        """Raise ValueError, beginning with `where`, if the network of a folder cannot draft for the target. Both models
+        may be on the meta device."""
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
@@ -302,7 +302,7 @@ class Proposer:
         """Make the prompt that is staged in slot `source` the row of slot `target`, which is the first free slot."""
 
     def propose(self, round: Round) -> Proposal:
-        """Draft up to round.k[b] tokens for each row b."""
+        """Return up to round.k[b] drafts for each row b."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:

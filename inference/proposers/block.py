@@ -50,9 +50,9 @@ NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov":
 
 
 class BlockConfig(EagleConfig):
-    """The config of a block draft. It extends `EagleConfig`. depths: drafts per round, K. causal: whether a query
-    attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`, and the
-    layers by their outputs, in the form that engines read."""
+    """The config of a block draft, an `EagleConfig` with more keys. depths: drafts per round, K. causal: whether a
+    query attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`,
+    the id of the mask, and the layers numbered by their outputs, in the form that engines read."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -153,7 +153,7 @@ class _Attention(nn.Module):
 
 
 class BlockDrafting(EagleDrafting):
-    """The drafts of a round from one pass over a block."""
+    """The drafts of a round from one pass over a block, as a function of tensors. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))

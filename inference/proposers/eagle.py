@@ -153,7 +153,7 @@ class FeatureNetwork(PreTrainedModel):
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the network, with the architecture name that engines load."""
+        """Save the network in a folder, with the architecture name that engines load. options: those of transformers."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -575,7 +575,7 @@ class Eagle(Proposer):
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """Return the drafts of a round. Rows without a pair get none."""
+        """Return the drafts of a round. Rows whose text has one token get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)

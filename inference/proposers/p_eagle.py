@@ -60,7 +60,8 @@ class PEagleNetwork(EagleNetwork):
 
 
 class PEagleDrafting(EagleDrafting):
-    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them."""
+    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them, as a function of
+    tensors. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))

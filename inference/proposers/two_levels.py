@@ -296,7 +296,7 @@ class InnerRound(RoundView):
         return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})
 
     def length(self, k: list[int]) -> Tensor:
-        """Return the number of guesses of each row (A,), on the device."""
+        """Return the guesses `k` of each row as a tensor (A,) on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:

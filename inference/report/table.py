@@ -40,7 +40,8 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return the result in one line: the speed-up, its regime, the drafting, and whether the engine is exact."""
+    """Return the result of a report in one line: the speed-up, its regime, the draft length or tree, and whether the
+    engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"

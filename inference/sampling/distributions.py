@@ -71,7 +71,7 @@ def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | N
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the logarithm of `probs_at`, computed as a log-softmax."""
+    """Return log softmax(logits / temperature) (..., V), see `probs_at`."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 
@@ -186,8 +186,8 @@ class Regimes:
         self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return distributions (A, ..., V) for logits (A, ..., V), float32 at least; NaN throughout if the logits have
-        none.
+        """Return distributions (A, ..., V), float32 at least, for logits (A, ..., V); NaN throughout where the logits
+        have no distribution.
 
         Raises ValueError for another number of rows.
         """

@@ -121,7 +121,7 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Return the numbers (S, A, depths) at `offsets` (A,)."""
+        """Return the numbers (S, A, depths) of the rows whose `offsets` (A,) the method `offsets` has returned."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 

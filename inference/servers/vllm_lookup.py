@@ -27,7 +27,8 @@ FOLDER = "COTRAIN_DRAFT"  # names the draft folder; without it, look-up in the t
 
 
 class Lookup:
-    """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model."""
+    """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model.
+    vllm_config: vLLM's own, which gives the number of drafts, of rows and of tokens per text."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)

@@ -49,9 +49,11 @@ def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `reach` under block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+    """Return P(a round that starts at t accepts at least n drafts) under block verification (Sun et al. 2024, arXiv
+    2403.10444) -> (B,T,K+1).
 
-    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
+    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed. k and
+    errors as in `reach`.
     """
     sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
     return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)

@@ -77,8 +77,9 @@ def reach_tree(
 ) -> Tensor:
     """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.tree` -> (B, T, D+1).
 
-    For each node of depth n, multiply the probabilities in `accept` along its path, then sum over those nodes. Raises
-    ValueError if a node has more children, or the tree more levels, than `accept`.
+    For each node of depth n, the probabilities in `accept` along its path are multiplied; then these products are
+    summed over the nodes of this depth. Raises ValueError if a node has more children, or the tree more levels, than
+    `accept`.
     """
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, most = max(depths, default=0), max(ranks, default=-1) + 1
@@ -281,9 +282,9 @@ def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tenso
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, for sampled children. p, q (A, D, V): distributions of the next
-    tokens x (A, D), without mass past the text's end. k (A,): nodes in use. seed: for drawing the rejected children,
-    see `by_draw`."""
+    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.tree`. p, q (A, D, V):
+    distributions of target and draft at the next tokens x (A, D), without mass past the text's end. k (A,): nodes in
+    use. seed: for drawing the rejected children, see `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 

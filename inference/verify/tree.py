@@ -110,7 +110,7 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many siblings come before each node."""
+    """Return, for each node, how many siblings come before it."""
     return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
 
 
