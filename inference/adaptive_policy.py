@@ -158,7 +158,8 @@ class CallDecisions:
     decided: list[bool] = field(default_factory=list)  # after each draft
 
     def idle(self, rows: int, asks: bool) -> bool:
-        """Return whether no draft length pays for rows of the mean acceptance."""
+        """Return whether no draft length pays for `rows` rows that have the mean acceptance. asks: as in
+        `Decisions.idle`."""
         return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:

@@ -234,7 +234,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, call: Call) -> list[Event]:
-        """Run one round of the active rows (propose, target pass, verify, commit), and return its events."""
+        """Run one round of the active rows of a call (propose, target pass, verify, commit), and return its events."""
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)

@@ -53,7 +53,7 @@ class Counts:
             self.tried[depth] += depth <= accepted
 
     def merge(self, other: "Counts") -> None:
-        """Add other counts, except `starts`."""
+        """Add other counts to these, except `starts`."""
         self.tokens += other.tokens
         self.target_calls += other.target_calls
         self._deepen(len(other.drafted))
@@ -116,8 +116,8 @@ class RequestError(RuntimeError, ValueError):
 @dataclass
 class Output:
     """The result of `generate` for B prompts. tokens: B lists of new ids, with the stop token but without the prompt.
-    text: B strings, None without a tokenizer. finish: "stop", "length" or "error" per prompt. stats: counts and clocks.
-    errors: B messages, None for rows without an error."""
+    text: B strings, None without a tokenizer. finish: for each prompt "stop", "length" or "error". stats: counts and
+    clocks. errors: for each prompt the message of its error, None without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -126,7 +126,8 @@ class Output:
     errors: list[str | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
-        """Return self. Raises RequestError naming the first prompt that ended in an error."""
+        """Return this output if all prompts were completed. Raises RequestError naming the first prompt that ended in
+        an error."""
         for index, message in enumerate(self.errors):
             if message is not None:
                 raise RequestError(f"prompt {index}: {message}")

@@ -10,7 +10,7 @@ from inference.sampling.parameters import is_whole
 
 
 class Policy(Protocol):
-    """A choice of draft lengths before each round. It may not depend on the tokens that the round drafts."""
+    """Chooses draft lengths before each round. The choice must not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         """Return the draft length of each active row, in tokens, given the ids of its text so far."""
@@ -45,7 +45,8 @@ class Decisions(Protocol):
         asks: whether the proposer asks after each draft whether to go on (`Proposer.asks`)."""
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn. temperature (A,)."""
+        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn, and the temperature (A,) of
+        each row."""
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
         """Return whether to draft another token after the draft of this depth (0-based). room: for each row, the

@@ -52,7 +52,7 @@ class Batch:
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def gumbel_states(self, seed: int) -> Tensor:
-        """Return the states (A,) of the rows' Gumbel noise, see `noise.gumbel_states`. They are computed once per seed."""
+        """Return the states (A,) of the rows' Gumbel noise, see `noise.gumbel_states`. They are computed once."""
         if seed not in self.gumbel:
             self.gumbel = {seed: gumbel_states(seed, self.ids)}
         return self.gumbel[seed]
@@ -175,7 +175,7 @@ class DecodingRound:
         return self.batch.regimes.probs(scores)
 
     def goes_on(self, depth: int) -> bool:
-        """Return whether to draft another token after that of this depth (0-based)."""
+        """Return whether to draft another token after the draft of this depth (0-based)."""
         return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
@@ -238,7 +238,7 @@ class DecodingRound:
 
     @property
     def temperature(self) -> Tensor:
-        """Return the temperature of each row (A,). The tensor is a new one when rows come or go."""
+        """Return the temperature of each row (A,). The tensor is a new object if rows have come or gone."""
         return self.batch.regimes.temperature
 
     # Draws
@@ -259,8 +259,8 @@ class DecodingRound:
 
     @property
     def test_noise(self) -> Tensor:
-        """Return the noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1
-        or more, V)."""
+        """Return the random numbers with which the rule tests drafts: uniforms (A, K+1 or more), or Gumbel noise (A,
+        K+1 or more, V) for a rule that shares noise."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:

@@ -72,8 +72,8 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Return whether `error` means that the disk, the quota or the file size limit is exhausted. It may come from the
-    system, torch or safetensors."""
+    """Return whether `error`, of the system, torch or safetensors, means that the disk, the quota or the file size
+    limit is exhausted."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
@@ -124,7 +124,8 @@ def _swap(new: Path, real: Path) -> None:
 
 
 def _real_path(path: Path) -> Path:
-    """Return the real path, after creating its parents and removing what dead writers left."""
+    """Return the path with symbolic links followed, after creating its parents and removing the temporary files of dead
+    processes."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
     _recover(real)

@@ -116,8 +116,8 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
-    """Load the tensors `ours` into our modules, whose names begin with `own`. Add missing, mismatched and unexpected
-    tensors to `info`, which is transformers' loading report."""
+    """Copy the tensors `ours` into our modules, whose names begin with `own`. Missing, mismatched and unexpected
+    tensors are added to `info`, transformers' loading report, in place."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

@@ -92,7 +92,7 @@ class PlannedTree:
 
     @property
     def most_children(self) -> int:
-        """Return the largest number of children that a node, or the text, has."""
+        """Return the largest number of children of a node, or of the text."""
         return max(map(self.parents.count, self.parents))
 
 
@@ -169,7 +169,8 @@ class Metadata:
 
     @property
     def learnt_from(self) -> str:
-        """Return the name of the target whose outputs the draft learnt from, also if it is exported for another."""
+        """Return the name of the target whose outputs the draft learnt from, even if the draft was exported for another
+        target."""
         return str(self.origin.get("learnt_from") or self.target["name"])
 
     def __post_init__(self) -> None:
@@ -320,8 +321,8 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """Return the generation config for transformers' assisted generation with exactly k drafts per round. Texts begin
-    and end as the model's own do."""
+    """Return the generation config for transformers' assisted generation with exactly k drafts per round. Its first and
+    end tokens are the model's own."""
     own = model.generation_config.to_dict()
     return GenerationConfig(
         **{key: own[key] for key in BEGINNINGS if own.get(key) is not None},

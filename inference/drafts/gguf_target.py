@@ -181,7 +181,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _intact(folder: Path, digest: str) -> bool:
-    """Return whether a folder belongs to the file with that hash, has this format, and has unchanged files."""
+    """Return whether a folder was made from the file with hash `digest`, has this format, and has unchanged files."""
     try:
         said = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         files: dict[str, str] = said["files"]

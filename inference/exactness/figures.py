@@ -113,7 +113,7 @@ class CallsCheck:
 
     @property
     def tau(self) -> float:
-        """Return the predicted tokens per target call."""
+        """Return tokens per target call, as predicted."""
         return self.tokens / self.predicted
 
     @property

@@ -241,7 +241,8 @@ def compare_text(
 def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
-    """Return the positions at which the argmax of log p + g, with the noise g (A, n, V), is not the text's token."""
+    """Return the positions of a block at which plain decoding, the argmax of log p + g, chooses another token than the
+    text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -342,7 +343,7 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """Return the first difference of each text that lies in this block."""
+    """Return, for each text whose first difference from that of `others` lies in this block, this difference."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])

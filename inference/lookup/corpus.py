@@ -124,7 +124,7 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """Return the next ids of the document after a position, at most k."""
+        """Return at most k ids that follow a position in its document."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids

@@ -80,7 +80,7 @@ class Costs:
 
     @property
     def ratio(self) -> float:
-        """Return `cost`: seconds of one draft step / seconds of one plain target step."""
+        """Return the seconds of one draft step / seconds of one plain target step, which reports call `cost`."""
         return self.draft / self.round(0)
 
 

@@ -243,8 +243,9 @@ def _features(parents: Parents) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """Return a function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds.
-    The ratio is the mean over the timed trees of that size, interpolated between sizes."""
+    """Return a function that gives the seconds of a tree with n nodes: the table's seconds for n, times the ratio of
+    real to table seconds. The ratio is the mean over the timed trees of a size, interpolated between sizes. rounds:
+    seconds of the timed trees."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

@@ -485,7 +485,7 @@ def packed(weights: Weights) -> Weights:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """Return the weights with `change` applied to all projections."""
+    """Return the weights with each projection replaced by `change` of that projection."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)

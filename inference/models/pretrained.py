@@ -181,7 +181,7 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
 
 
 def layers_of(config: PreTrainedConfig) -> int:
-    """Return the number of decoder layers of a model with this config."""
+    """Return the number of decoder layers of the model with this config."""
     own = config.get_text_config()
     keys = ("num_decoder_layers", "decoder_layers") if own.is_encoder_decoder else ()
     return int(next((count for key in keys if (count := getattr(own, key, None))), own.num_hidden_layers))

@@ -131,7 +131,8 @@ class Replay:
         return None
 
     def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        """Return the round as a function of tensors, or None if that cannot be replayed."""
+        """Return the round as a function of tensors, or None if the round cannot be replayed. depths, greedy, trees: as
+        in `Round.pure`."""
         return None
 
     def replayed(
@@ -213,7 +214,7 @@ class Graph:
             self.run = None
 
     def __call__(self) -> Any:
-        """Return the result of `run`. On a GPU it is valid until the next call of any graph in the pool."""
+        """Return the result of `run`. On a GPU the result is valid until the next call of any graph in the pool."""
         if self.run is not None:
             return self.run()
         self.graph.replay()

@@ -62,7 +62,7 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """A warning that `llama`'s forward does not give the model's own logits."""
+    """The warning that the forward of `models.llama` does not give the model's own logits."""
 
 
 class CheckResult(NamedTuple):
@@ -92,7 +92,8 @@ _RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary
 
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
-    """Return whether `Lean` gives the model's own logits. If it does not, warn once per model."""
+    """Return whether `Lean` gives the model's own logits, for texts of up to `context` ids. If it does not, warn once
+    per model."""
 
     def check() -> CheckResult:
         return Probe(model, context).logits(lambda cache: Lean(model, cache))
@@ -359,7 +360,8 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """Return the model's own logits in the same two passes, row by row, with its own cache and masks."""
+        """Return the model's own logits of each row, computed in two passes like those under test, with the model's own
+        cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             source = self.sources[row] if self.sources else None

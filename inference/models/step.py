@@ -283,8 +283,9 @@ class Replayed(Lean):
         greedy: bool,
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
-        """Return all K drafts of a round, see `LM.drafts`. Return None if they are not replayed. window.limit: the
-        slots of the longest text with its drafts."""
+        """Return all K drafts of a round and their distributions, see `LM.drafts`, or None if they are not replayed.
+        window.limit: number of slots of the longest text with its drafts. fit: converts logits of the model to the
+        round's vocabulary."""
         if not self._fits(ids, window):
             return None
 

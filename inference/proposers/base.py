@@ -114,7 +114,7 @@ class Round(Protocol):
 
     @property
     def texts(self) -> Sequence[list[int]]:
-        """Return the prompt and the emitted tokens of each row."""
+        """Return the ids of each row's text: prompt and emitted tokens."""
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, V) of the next token under each row's sampling settings.
@@ -136,7 +136,7 @@ class Round(Protocol):
     @property
     def temperature(self) -> Tensor:
         """Return the temperature of each row (A,), on the device, whatever the other settings are. The tensor is a new
-        one when rows come or go."""
+        object if rows have come or gone."""
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return ids (A,) drawn from distributions (A, V). depth: the depth (0-based) of these drafts, or one depth per

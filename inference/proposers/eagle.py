@@ -153,7 +153,7 @@ class FeatureNetwork(PreTrainedModel):
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the network in a folder, with the architecture name that engines load. options: those of transformers."""
+        """Save the network in a folder, with the architecture name that engines load. options: transformers' own."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)

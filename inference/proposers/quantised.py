@@ -71,7 +71,7 @@ class Quantised(Independent):
         self._round()
 
     def _round(self) -> None:
-        """Round the target's current weights."""
+        """Set the draft's model to the target's present weights, rounded."""
         self.int8 = self.bits == "int8" and takes_int8(self.target)
         self.model = self.target if self.int8 else quantised_copy(self.target, self.bits)
 

@@ -85,7 +85,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """Return one row of a round. anchor: the last token of the row's text before the round."""
+    """Return one row of a round in the format of `SCHEMA`. anchor: the last token of its text before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []

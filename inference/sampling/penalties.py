@@ -95,7 +95,7 @@ def _generated(ids: Tensor, new: int) -> Tensor:
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the steps that these settings need, in order."""
+    """Return the steps that these settings need, in their order. eos_ids: end tokens, see `process`."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]

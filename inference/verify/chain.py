@@ -103,7 +103,8 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
-    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0."""
+    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0. drafted (B, K): which entries have a draft; the others have no
+    meaning."""
     at = torch.where(drafted, x, 0).unsqueeze(-1)
     px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
     return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)

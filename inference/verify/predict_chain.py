@@ -154,7 +154,8 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _jumps(reach: Tensor) -> Tensor:
-    """Return P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1 tokens later."""
+    """Return P(a round accepts exactly n drafts) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1
+    tokens later."""
     return reach - F.pad(reach[..., 1:], (0, 1))
 
 
