@@ -203,7 +203,7 @@ DAMAGE = {
         r"cotrain\.json: tree\.rule must be 'tree' or 'traversal'",
     ),
     "target": (key("target", {"name": "x"}), r"cotrain\.json: target must hold name, config and tokenizer"),
-    "kind": (key("kind", "medusa"), r"cotrain\.json: kind is 'medusa'"),
+    "kind": (key("kind", "medusa"), r"cotrain\.json: .* of kind 'medusa'"),
     "unknown kind": (key("kind", "eagl3"), r"cotrain\.json: kind: there is no kind of draft 'eagl3'"),
     "temperature": (key("regime", {"temperature": -1}), r"cotrain\.json: regime: Sampling\.temperature must be .* -1"),
     "dtype": (key("served", {"dtype": "flot"}), r"cotrain\.json: served\.dtype must be .*, not 'flot'"),
