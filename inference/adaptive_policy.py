@@ -1,7 +1,8 @@
 """An adaptive policy. It drafts as long as the next draft is expected to gain more tokens than the same time would
 otherwise give, and not at all if no draft length pays.
 
-Seconds of rounds and decisions, and estimates of acceptance, come from `cotrain plan`. A rows, K the longest draft.
+`cotrain plan` measures the seconds of rounds and decisions and fits the estimates of acceptance. A rows, K the longest
+draft.
 """
 
 import json
@@ -29,9 +30,10 @@ EDGE = 1e-3  # no acceptance is taken to be nearer to 0 or 1
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of acceptance for one draft model, fitted to real rounds (`cotrain plan`). mean: the share of
-    drafts that were accepted if all before them were. here: weights (INPUTS,) of the log odds that a draft is accepted.
-    ahead: of the log odds that the draft after it is accepted, given that it is itself accepted."""
+    """Estimates of acceptance for one draft model, fitted to real rounds (`cotrain plan`). mean: the fraction of drafts
+    that were accepted, among those whose predecessors all were. here: weights (INPUTS,) of the log odds that a draft is
+    accepted. ahead: weights (INPUTS,) of the log odds that the draft after it is accepted too, given that it is itself
+    accepted."""
 
     mean: float
     here: tuple[float, ...]
@@ -42,16 +44,17 @@ class Estimates:
 class Adaptive:
     """A policy that chooses the draft length of each round by expected tokens per second.
 
-    seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens. Between these
-    numbers of rows seconds are interpolated. estimates: the draft's acceptance. deciding: the seconds of one decision
-    to go on, for those numbers of rows at which deciding after each draft pays; None: everywhere, without seconds.
-    Other numbers of rows do as the nearest one that was timed. draft: the `draft_folder.identity` of the draft that it
-    was fitted to, which `load` compares; None if it is unknown.
+    seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens; for numbers of
+    rows between these, seconds are interpolated. estimates: the draft's acceptance. deciding: for each number of rows
+    at which deciding after each draft pays, the seconds of one decision; a number that was timed and is not in
+    `deciding` does not decide, and one that was not timed does as the nearest that was. None: every number of rows
+    decides, in 0 seconds. draft: the `draft_folder.identity` of the draft that the policy was fitted to, which `load`
+    compares; None if it is unknown.
 
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
     than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
     returns to the mean, so a row is tried again if the mean pays. Where deciding pays, the round goes on after a draft
-    while the expected gain of some number of further ones is at least their seconds times the best rate; elsewhere it
+    while the expected gain of some number of further drafts is at least their seconds times the best rate; elsewhere it
     drafts the length with the best rate. All rows draft equally many tokens, since the target's pass is as wide as the
     longest draft of any row. Draft lengths therefore depend on the rows of a batch, and so may a row's text; its
     distribution does not.
@@ -68,7 +71,10 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
-            raise ValueError("policy: seconds must have draft lengths 0, 1, ... , as many for each number of rows")
+            raise ValueError(
+                "policy: seconds must have a list for each number of rows, all of one length, with the seconds of a "
+                "round that drafts 0, 1, ... tokens"
+            )
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:
                 raise ValueError(f"policy: estimates.{name} must have {INPUTS} weights")
@@ -89,8 +95,8 @@ class Adaptive:
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Adaptive":
-        """Return the policy of a file that `cotrain plan` has written. Raises ValueError, naming the file, for other
-        files."""
+        """Return the policy in a file that `cotrain plan` has written. Raises ValueError, naming the file, if it cannot
+        be read or has another form."""
         try:
             given: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
@@ -103,7 +109,7 @@ class Adaptive:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             detail = f"it has no {error}" if isinstance(error, KeyError) else f"it has another form ({error})"
             raise ValueError(
-                f"policy: {file} is no policy file, which cotrain plan writes as policy.json: {detail}"
+                f"policy: {file} is no policy file: {detail}; give a policy.json that cotrain plan wrote"
             ) from error
 
     @property
@@ -112,14 +118,14 @@ class Adaptive:
         return len(next(iter(self.seconds.values()))) - 1
 
     def decision(self, rows: int) -> float | None:
-        """Return the seconds of a decision of this many rows. Return None where deciding after each draft does not
-        pay."""
+        """Return the seconds of one decision with this number of rows, or None if deciding after each draft does not
+        pay there."""
         if self.deciding is None:
             return 0.0
         return self.deciding.get(min(self.seconds, key=lambda timed: abs(timed - rows)))
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """Return the longest draft of each row. In a call, `CallDecisions` choose."""
+        """Return the longest draft length for each row. In a call, `CallDecisions` choose shorter ones."""
         return [self.longest] * len(texts)
 
     def begin(self) -> "CallDecisions":
@@ -129,7 +135,8 @@ class Adaptive:
 
 @dataclass
 class Recent:
-    """A row's recent drafts, discounted. tried: drafts that were tested. accepted: those of them that were accepted."""
+    """A row's recent drafts, discounted (see `DISCOUNT`). tried: number of drafts that were tested. accepted: number of
+    these that were accepted."""
 
     tried: float = 0.0
     accepted: float = 0.0
@@ -151,13 +158,15 @@ class CallDecisions:
     decided: list[bool] = field(default_factory=list)  # after each draft
 
     def idle(self, rows: int, asks: bool) -> bool:
-        """Return whether no draft length pays for rows of the mean acceptance."""
+        """Return whether no draft length pays for `rows` rows that have the mean acceptance. asks: as in
+        `Decisions.idle`."""
         return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
-        """Return 0 if no draft length has a higher expected rate than plain decoding. Else return the longest draft, or
-        the best one if the round does not decide after each draft: the proposer does not ask, or deciding does not
-        pay."""
+        """Begin a round, and return the largest number of drafts per row: 0 if no draft length has a higher expected
+        rate than plain decoding; else the longest draft length if the round decides after each draft, or the best
+        length if it does not (the proposer does not ask, or deciding does not pay). rows, asks: as in `Decisions.open`.
+        """
         decision = self.policy.decision(len(rows)) if asks else None
         self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])
@@ -170,21 +179,22 @@ class CallDecisions:
         return self.policy.longest if k and self.asks else k
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Compute the inputs of the estimates. For temperature 0 they are those of temperature 1."""
+        """Compute the inputs of the estimates from the draft's logits (A, V). For temperature 0 they are those of
+        temperature 1."""
         if self.asks and depth == len(self.seen):
             heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
             self.note((wide(logits) / heat).softmax(-1).amax(-1).double().cpu().numpy())
 
     def note(self, top: Numbers) -> None:
-        """Receive the probability (A,) of the likeliest token of each row's next draft."""
+        """Compute the inputs of the estimates for the next draft. top (A,): the probability of its likeliest token."""
         self.seen.append(inputs(self.rates, top))
         before = self.reached[-1] if self.reached else 1.0
         self.reached.append(before * estimate(self.policy.estimates.here, self.seen[-1]))
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
         """Return whether the expected tokens of some number of further drafts are worth their seconds at the best rate.
-        All numbers are looked at, since some draft may be cheap after one that is dear. Drafts further ahead are taken
-        to be accepted as the next one."""
+        All numbers are looked at, since a cheap draft may follow one that takes long. Each later draft is estimated to
+        be accepted as often as the next one."""
         if not self.asks:
             return True
         if depth == len(self.decided):  # else it is asked again, after drafts of one pass
@@ -203,27 +213,28 @@ class CallDecisions:
             recent.accepted = weight * recent.accepted + accepted
 
     def rate(self, row: int) -> float:
-        """Return a row's recent acceptance, shrunk to the mean."""
+        """Return the recent acceptance of a row of the call, shrunk to the mean."""
         recent = self.recent.get(row, Recent())
         rate = (recent.accepted + PRIOR * self.policy.estimates.mean) / (recent.tried + PRIOR)
         return min(max(rate, EDGE), 1 - EDGE)
 
 
 def inputs(rates: Numbers, top: Numbers) -> Numbers:
-    """Return the inputs (A, INPUTS) of estimates: 1, the log odds of the rows' recent acceptance `rates` (A,), and the
-    probability `top` (A,) of the draft's likeliest token with its logarithm. Entropy and margin take longer than the
-    drawing of a draft, and say little more."""
+    """Return the inputs (A, INPUTS) of estimates: 1, the log odds of the rows' recent acceptance `rates` (A,), the
+    probability `top` (A,) of the draft's likeliest token, and its logarithm. Entropy and margin would take longer to
+    compute than a draft takes to draw, and say little more."""
     return np.stack((np.ones_like(rates), np.log(rates / (1 - rates)), top, np.log(top)), -1)
 
 
 def estimate(weights: Sequence[float], given: Numbers) -> Numbers:
-    """Return probabilities (A,) for inputs (A, INPUTS)."""
+    """Return the estimated probabilities (A,) that drafts are accepted. weights (INPUTS,): of the log odds. given (A,
+    INPUTS): see `inputs`."""
     result: Numbers = 1 / (1 + np.exp(-given @ np.array(weights)))
     return result
 
 
 def seconds_of(table: Mapping[int, Sequence[float]], rows: int) -> Numbers:
-    """Return the seconds (K+1,) of rounds of this many rows, on lines between the numbers of rows that were timed. Past
-    these, the nearest ones count."""
+    """Return the seconds (K+1,) of a round with this number of rows, by draft length, interpolated linearly between the
+    numbers of rows in `table` (see `Adaptive.seconds`). A number outside them has the seconds of the nearest."""
     known = sorted(table)
     return np.array([np.interp(rows, known, column) for column in zip(*(table[n] for n in known), strict=True)])

@@ -47,25 +47,26 @@ class Engine:
     """An engine for speculative decoding of many rows at once. The distribution of its text is exactly the target's.
 
     target: a transformers causal LM, an encoder-decoder (T5, BART, Marian, Whisper and models built like them) or a
-    PEFT model of one, used without a change; or a path or hub id to load. dtype:
-    dtype of a loaded target; None for the checkpoint's dtype, or float32 on a CPU that would emulate it. device: device
-    of a loaded target; None for the CPU. Only the end tokens of the target's generation_config are read, see
-    `Sampling.of`. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
-    `verify.rules.RULES`, or a custom rule. rows: number of prompts that are decoded together; the others wait (see
-    `scheduler`). context: the largest number of tokens per row. template: arguments of the chat template that renders
-    messages, such as enable_thinking. compile: whether to compile the target's short passes
-    or on a GPU to record them as CUDA graphs (see `replay`); None for only on a GPU. The first
-    compiled passes take seconds. record: receives the rounds of each call, with p, q and u of each draft (see
-    `report.replay`).
+    PEFT model of one, which is used unchanged; or a path or hub id to load. dtype: dtype of a target that is loaded;
+    None for the checkpoint's dtype, or float32 on a CPU that would emulate it. device: device of a target that is
+    loaded; None for the CPU. Of the target's generation_config only the end tokens are read; `Sampling.of` reads its
+    sampling settings. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
+    `verify.rules.RULES`, or a custom rule. policy: chooses the draft length of each row in each round. tokenizer:
+    encodes and decodes text; None for the one at the target's path, or for prompts as ids only. rows: number of prompts
+    that are decoded together; other prompts wait (see `scheduler`). context: the largest number of tokens per row,
+    prompt included; None for the target's own. compile: whether to compile the target's short passes, or on a GPU to
+    record them as CUDA graphs (see `models.replay`); None for only on a GPU. The first compiled passes take seconds.
+    record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`). template: arguments
+    of the chat template that renders messages, such as enable_thinking.
 
     A row ends with finish "error" if its next token has no distribution. This happens if its settings allow no token,
     if one of its processors raises, or if the target's logits are NaN or infinite. Other rows continue.
 
     Several engines may share one proposer if their calls run one after the other. Threads: calls of all engines of a
-    process run one at a time. Other calls may run between the rounds of a stream. If one of them uses the stream's
+    process run one at a time. Other calls may run between the rounds of a stream. If such a call uses the stream's
     slots or proposer, the stream raises RuntimeError. Every call checks whether the models were changed (weights,
-    adapters, hooks, modules); if they were, it decodes as a new engine would. Raises ValueError for an unknown rule or
-    an unsupported model.
+    adapters, hooks, modules); if they were, the engine decodes as a new engine would. Raises ValueError for an unknown
+    rule or an unsupported model.
     """
 
     def __init__(
@@ -132,21 +133,21 @@ class Engine:
     ) -> Output:
         """Continue every prompt, and return the new tokens and texts.
 
-        prompts: a list of texts, of token ids (a list, tensor or array each) or of chat messages (dicts of role and
-        content, which the tokenizer's template renders). It may also be the tokenizer's output for several texts; then
-        ids that the attention mask excludes are dropped. Text is encoded by the tokenizer, with at most one start
-        token.
+        prompts: a list of texts, of token ids (a list, tensor or array per prompt) or of chats (each a list of
+        messages: dicts of role and content, which the tokenizer's template renders). It may also be the tokenizer's
+        output for several texts; then ids that the attention mask excludes are dropped. Text is encoded by the
+        tokenizer, with at most one start token.
 
-        For an encoder-decoder a prompt is a source: the same, or a dict of input_ids or input_features (a processor's
-        output) with decoder_input_ids if the decoder's text is to begin with more than its start token and the forced
-        ids of the generation config. `Output.tokens` has none of these first ids. Its row's text, which the settings
-        and the draft read, is the decoder's.
+        For an encoder-decoder a prompt is a source, in any of these forms, or a processor's output with input_features.
+        In a dict, decoder_input_ids may be given too: the first ids of the decoder's text, if it is to begin with more
+        than its start token and the forced ids of the generation config. `Output.tokens` does not contain these first
+        ids. What the sampling settings and the draft read as the row's text is the decoder's.
 
-        max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers. By
-        default `ids` are hashes of the prompts, so a prompt gives the same tokens alone or in a batch. This holds
-        exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may differ, but has the same
-        probabilities. ignore_eos: the target's end tokens do not end a row; stop strings, stop_ids and lengths still
-        do. `Output.tokens` contains a row's end token, `Output.text` does not.
+        max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers; ids has
+        one whole number per prompt. By default `ids` are hashes of the prompts, so a prompt gives the same tokens alone
+        or in a batch. This holds exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may
+        differ, but has the same probabilities. ignore_eos: whether the target's end tokens do not end a row; stop
+        strings, stop_ids and lengths still do. `Output.tokens` contains a row's end token, `Output.text` does not.
 
         Raises ValueError before decoding starts: if a prompt has another type, is empty or fills the context; if ids in
         a prompt or in the settings lie outside the vocabulary; or if a list does not have one entry per prompt.
@@ -169,8 +170,11 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of one prompt as its rounds end. The settings are those of `generate`. Raises RuntimeError
-        if a later call began. Raises RequestError, after the events so far, if the row ends with an error."""
+        """Yield the events of one prompt, as each round ends. The settings are those of `generate`.
+
+        Raises RuntimeError if a later call has taken the stream's slots or proposer. Raises RequestError, after the
+        events so far, if the row ends with an error.
+        """
         call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(call):
             yield from events
@@ -178,8 +182,9 @@ class Engine:
             raise RequestError(f"Engine.stream: {call.rows[0].error}")
 
     def starts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids that the text of each prompt begins with, as prompts that are read alike: the prompt's own, or
-        the decoder's first ids, which carry their source. Checks of texts need these."""
+        """Return, for each prompt, the ids that its text begins with: the prompt's own ids, or the first ids of the
+        decoder's text, which carry the prompt as their source. Given back as prompts, these ids are read as the prompts
+        were. Checks of texts need them."""
         return self.reader.texts(prompts)
 
     def begin(
@@ -191,15 +196,18 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Call:
-        """Start a call with the arguments of `generate`. The call takes over the slots, so the previous call cannot
-        continue."""
+        """Start a call with the arguments of `generate`, and return the call. It takes over the slots, so an earlier
+        call cannot continue.
+
+        Raises ValueError as `generate` does, and RuntimeError if a round of this engine is running.
+        """
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
         with ALONE:
             if self.slots.busy:
                 raise RuntimeError(
-                    "Engine: a processor, policy or recorder called its own engine during a round; give "
-                    "it another engine, with a proposer of its own"
+                    "Engine: a processor, policy or recorder of this engine called the engine during a round; let it "
+                    "call another engine, with another proposer"
                 )
             if self.target.stale:
                 self._open()
@@ -211,7 +219,8 @@ class Engine:
             return call
 
     def rounds(self, call: Call) -> Iterator[list[Event]]:
-        """Decode round by round until every row has ended. Rows that end free their slots for rows that wait."""
+        """Decode round by round until every row of the call has ended, and yield the events of each round. Rows that
+        end free their slots for rows that wait."""
         while call.waiting or call.staged or call.active:
             with ALONE:  # not while the caller has the events
                 self.slots.require(call)
@@ -225,7 +234,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self, call: Call) -> list[Event]:
-        """Run one round of the active rows (propose, target pass, verify, commit), and return its events."""
+        """Run one round of the active rows of a call (propose, target pass, verify, commit), and return its events."""
         target, traced = self.target, self.record is not None
         with call.stats.clock("draft"):
             k = call.lengths(self.policy)
@@ -250,7 +259,11 @@ class Engine:
             return events
 
     def propose(self, round: DecodingRound) -> Proposal:
-        """Return the proposer's drafts, on the target's device."""
+        """Return the drafts that the proposer makes for the round, on the target's device; none without a proposer or
+        if every draft length is 0.
+
+        Raises ValueError if the rule cannot verify these drafts, or if an adaptive policy meets a tree.
+        """
         if not self.proposer or not max(round.k):
             round.send([0] * len(round.k))
             nothing = torch.empty(len(round.k), 0, dtype=torch.int64, device=self.target.device)
@@ -260,8 +273,8 @@ class Engine:
         if round.decisions:
             if tree is not None:
                 raise ValueError(
-                    f"policy: {type(self.policy).__name__} chooses lengths of chains, and "
-                    f"{type(self.proposer).__name__} drafts trees; serve it without shape="
+                    f"policy: {type(self.policy).__name__} chooses lengths of chains, but this "
+                    f"{type(self.proposer).__name__} drafts trees; make the proposer without shape="
                 )
             most = next((depth + 1 for depth in range(x.shape[1] - 1) if not round.goes_on(depth)), x.shape[1])
             x, q, k = x[:, :most], q if q is None else q[:, :most], [min(length, most) for length in k]
@@ -272,8 +285,8 @@ class Engine:
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
-        """Run one forward of the target. Returns logits (A, N+1, V) after each row's anchor and after each draft, and
-        the states that the proposer reads."""
+        """Run one forward of the target over the anchors and all drafts of `proposal`. Returns logits (A, N+1, V) after
+        each row's anchor and after each of its drafts, and the states that the proposer reads."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
@@ -284,10 +297,13 @@ class Engine:
         )
 
     def rollback(self, round: DecodingRound, states: States, path: Tensor | None) -> States:
-        """Roll back the rejected drafts, and return the states of the anchor and the accepted drafts.
+        """Roll back the rejected drafts, and return the states (A, D+1, width) of the anchor and the accepted drafts,
+        by layer.
 
-        For a chain nothing moves, since keys and values past a row's length are masked and later overwritten. For a
-        tree, keys and values of the accepted `path` (A, D) are moved to the positions after the anchor.
+        states: those of the target pass, (A, N+1, width) by layer. path (A, D): the accepted nodes of a tree; None for
+        a chain, for which `states` are returned unchanged. For a chain nothing moves, since keys and values past a
+        row's length are masked and later overwritten. For a tree, the keys and values of the path are moved to the
+        positions after the anchor.
         """
         if path is None:
             return states
@@ -307,7 +323,7 @@ class Engine:
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:
         """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
-        keys and values the slot stores. table: `result.table` on the host."""
+        keys and values are in the slot. table: `result.table` on the host."""
         events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
@@ -340,28 +356,27 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         """Raise TypeError, so that `copy.deepcopy` and pickle fail with a clear message."""
         raise TypeError(
-            "Engine: the keys, values and compiled passes of an engine cannot be copied or pickled; copy "
-            "its model and make another: Engine(copy.deepcopy(model), ...)"
+            "Engine: an engine cannot be copied or pickled, because of its keys, values and compiled passes; copy "
+            "its model and make another engine: Engine(copy.deepcopy(model), ...)"
         )
 
 
 def _require_whole(name: str, value: Any) -> None:
-    """Raise ValueError unless an argument is a whole number of at least 1."""
     if not is_whole(value, 1):
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> None:
-    """Raise ValueError if an argument of `Engine` has a wrong type. The message says what to give instead."""
     if isinstance(target, str | PathLike):
         place = Path(target)
         if (place.is_absolute() or fspath(target).startswith(".")) and not place.exists():
-            raise ValueError(f"target: no such folder: {target}")
+            raise ValueError(f"target: there is no folder {target}")
     elif not hasattr(target, "config"):
         raise ValueError(f"target must be a model, a folder or a hub id, not {target!r}")
     if isinstance(proposer, str | PathLike):
         raise ValueError(
-            f"proposer: not a path: inference.load({fspath(proposer)!r}) makes the engine of a draft folder"
+            f"proposer must be an object, not the path of a draft folder: inference.load({fspath(proposer)!r}) makes "
+            "the engine of that folder"
         )
     if proposer is not None and not hasattr(proposer, "propose"):
         raise ValueError(
@@ -373,4 +388,6 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
             f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens per round"
         )
     if isinstance(tokenizer, str | PathLike):
-        raise ValueError(f"tokenizer is a path; give AutoTokenizer.from_pretrained({fspath(tokenizer)!r})")
+        raise ValueError(
+            f"tokenizer must be an object, not a path; give AutoTokenizer.from_pretrained({fspath(tokenizer)!r})"
+        )

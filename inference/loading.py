@@ -39,10 +39,12 @@ def load(
     chains instead.
 
     target: a model, which is used as it is, or a path; None for the target that the folder names. If it is a model,
-    give `tokenizer=` too, or prompts as ids. kind: the kind of a folder without metadata; None for the kind that the
-    folder names. settings: further arguments of `Engine`, which replace what the folder says. Raises ValueError for an
-    unknown kind, for a folder that names no target or a target with an adapter, and for an adaptive policy of another
-    draft; and the errors of the kind's `load`.
+    give `tokenizer=` too, or prompts as ids. kind: the kind of draft, of a folder without metadata; None for the kind
+    that the folder names. settings: further arguments of `Engine`, which replace what the folder says.
+
+    Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, and for an
+    adaptive policy of another draft; OSError if the target cannot be loaded; and the errors of the `load` of the kind's
+    proposer.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
@@ -63,7 +65,9 @@ def load(
             target = load_as(path, served.quantisation, dtype, settings.pop("device", None))
         except OSError as error:
             reason = str(error).splitlines()[0]
-            raise OSError(f"{draft.path}: its target {path} cannot be loaded, give target=: {reason}") from error
+            raise OSError(
+                f"{draft.path}: its target {path} cannot be loaded ({reason}); give target= the target or its path"
+            ) from error
     metadata = _with_defaults(metadata, served, settings)
     beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
     proposer_class = kind_of(kind or draft.kind)
@@ -76,27 +80,26 @@ def load(
 
 
 def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
-    """Return the target that a folder names. Raises ValueError if it names no target, or a target with an adapter."""
     if metadata is None:
-        raise ValueError(f"{folder}: no cotrain.json names its target; give target=")
+        raise ValueError(f"{folder} has no cotrain.json to name its target: give target= a model or its path")
     name = str(metadata.target["name"])
     if metadata.origin.get("adapter"):
         both = f"{name} with the adapter {metadata.origin['adapter']}"
-        raise ValueError(f"{folder}: made for {both}; give target= the merged model or its folder")
+        raise ValueError(f"{folder}: the draft was made for {both}; give target= the merged model or its folder")
     return name
 
 
 def _refuse_policy(folder: Path, policy: Any) -> None:
     if isinstance(policy, Adaptive) and policy.draft not in (None, identity(folder)):
         raise ValueError(
-            f"policy: it was fitted to another draft than {folder}: give the policy.json that "
+            f"policy: it was fitted to another draft than that of {folder}: give the policy.json that "
             f"cotrain plan draft.path={folder} writes"
         )
 
 
 def _with_defaults(metadata: Metadata | None, served: ServedAs, settings: dict[str, Any]) -> Metadata | None:
-    """Add the folder's policy, rule and template arguments to the settings. Returns the folder's metadata, without the
-    tree if the settings ask for chains."""
+    """Add the folder's policy, rule and template arguments to `settings`, in place. Returns the folder's metadata,
+    without the tree if the settings ask for chains."""
     tree = metadata.tree if metadata else None
     settings.setdefault("template", served.template)
     if metadata is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:

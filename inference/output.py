@@ -11,7 +11,7 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 
 @dataclass
 class Counts:
-    """Counts of one row or several. tokens: number emitted. target_calls: one per round.
+    """Counts of one row or several. tokens: number of tokens emitted. target_calls: one per row and round.
 
     Three lists have one entry per depth d (0-based). drafted[d]: rounds with a draft at depth d. accepted[d]: rounds
     that accepted drafts 0 to d. tried[d]: rounds that had a draft at depth d and accepted all drafts before it. starts:
@@ -38,12 +38,12 @@ class Counts:
 
     @property
     def conditional(self) -> list[float]:
-        """Return the measured P(accept draft i given all before): accepted / tried at each depth, nan if no draft was
-        tried."""
+        """Return the measured P(accept draft i given that all before it were accepted): accepted / tried at each depth,
+        nan if no draft was tried."""
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one row."""
+        """Add one round of one row: how many tokens it emitted, drafted and accepted."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)
@@ -53,7 +53,7 @@ class Counts:
             self.tried[depth] += depth <= accepted
 
     def merge(self, other: "Counts") -> None:
-        """Add other counts, except `starts`."""
+        """Add other counts to these, except `starts`."""
         self.tokens += other.tokens
         self.target_calls += other.target_calls
         self._deepen(len(other.drafted))
@@ -81,6 +81,7 @@ class Stats(Counts):
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
+        """Add the wall seconds of the block to those of a phase, one of `PHASES`."""
         start = time.perf_counter()
         try:
             yield
@@ -89,14 +90,15 @@ class Stats(Counts):
             self.times[phase] += 1
 
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
+        """Add one round of the prompt `row` to its counts and to the sums: how many tokens it emitted, drafted and
+        accepted."""
         self.rows[row].starts.append(self.rows[row].tokens)
         self.add(tokens, drafted, accepted)
         self.rows[row].add(tokens, drafted, accepted)
 
 
 def pooled(parts: Sequence[Stats]) -> Stats:
-    """Return the statistics of several calls as those of one. Counts, seconds and times are added, rows are
-    concatenated."""
+    """Return one `Stats` for several calls. Counts, seconds and times are added, rows are concatenated."""
     whole = Stats()
     for part in parts:
         whole.merge(part)
@@ -108,14 +110,14 @@ def pooled(parts: Sequence[Stats]) -> Stats:
 
 
 class RequestError(RuntimeError, ValueError):
-    """The error of a prompt that ended in an error, raised if the caller needs all texts complete."""
+    """The error of a prompt that could not be completed. It is raised if the caller needs all texts complete."""
 
 
 @dataclass
 class Output:
     """The result of `generate` for B prompts. tokens: B lists of new ids, with the stop token but without the prompt.
-    text: B strings, None without a tokenizer. finish: "stop", "length" or "error" per prompt. stats: counts and clocks.
-    errors: B messages, None for rows without an error."""
+    text: B strings, None without a tokenizer. finish: for each prompt "stop", "length" or "error". stats: counts and
+    clocks. errors: for each prompt the message of its error, None without an error."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -124,7 +126,8 @@ class Output:
     errors: list[str | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
-        """Return self. Raises RequestError naming the first prompt that ended in an error."""
+        """Return this output if all prompts were completed. Raises RequestError naming the first prompt that ended in
+        an error."""
         for index, message in enumerate(self.errors):
             if message is not None:
                 raise RequestError(f"prompt {index}: {message}")
@@ -133,8 +136,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """The tokens that one row emitted in one round, and the kind of each. The kind is "drafted" (an accepted draft),
-    "corrected" (after a rejected draft) or "bonus" (all drafts were accepted, or there were none)."""
+    """The tokens that one row emitted in one round. row: index of the prompt. ids: the tokens. kinds: for each token
+    "drafted" (an accepted draft), "corrected" (follows the accepted drafts after a rejected one) or "bonus" (all drafts
+    were accepted, or there were none)."""
 
     row: int
     ids: list[int]
@@ -142,8 +146,8 @@ class Event:
 
 
 class Emitted(NamedTuple):
-    """Texts of several calls, with one entry per prompt and repeat. prompts: the prompts. ids: their noise keys.
-    tokens: the new ids. counts: the rows' counts."""
+    """Texts of several calls, with one entry per prompt and repeat. prompts: ids of the prompt. ids: key of the row's
+    random numbers. tokens: the new ids. counts: the row's counts."""
 
     prompts: list[list[int]]
     ids: list[int]
@@ -152,7 +156,8 @@ class Emitted(NamedTuple):
 
 
 class IncrementalDecoder:
-    """Decodes ids one by one. Each call decodes few of the newest ids, so a text takes time linear in its length."""
+    """Decodes ids one by one. decode: returns the text of ids. Each call decodes few of the newest ids, so a text takes
+    time linear in its length."""
 
     CONTEXT = 8  # ids that stay, if a text goes on after 4 times as many without a whole character at its end
 
@@ -163,7 +168,8 @@ class IncrementalDecoder:
         self.text, self.shown = "", 0  # of these ids, and how much of it was returned
 
     def add(self, token: int) -> str:
-        """Return the text that the token completes. Bytes of an incomplete character are returned with its rest."""
+        """Return the text that the token completes, "" if there is none. The bytes of an incomplete character are
+        returned once the character is complete."""
         self.ids.append(token)
         self.text = self.decode(self.ids)
         complete = self.text.rstrip("\ufffd")
@@ -186,13 +192,14 @@ class IncrementalDecoder:
         self.shown = max(len(self.text) - open_characters, 0)
 
     def rest(self) -> str:
-        """Return the incomplete character at the end of the text."""
+        """Return the incomplete character at the end of the text, "" if there is none."""
         return self.text[self.shown :]
 
 
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of one row as tokens come. If bytes end inside a character, they are yielded with the rest of
-    it. An incomplete character at the end of the text has the kind of the last token."""
+    """Yield (kind, text) of one row as tokens come, with the kinds of `Event`. A character whose bytes are in several
+    tokens is yielded with the last of them. An incomplete character at the end of the text has the kind of the last
+    token."""
     decoder, kind = IncrementalDecoder(decode), ""
     for event in events:
         for token, kind in zip(event.ids, event.kinds, strict=True):

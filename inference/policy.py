@@ -10,16 +10,16 @@ from inference.sampling.parameters import is_whole
 
 
 class Policy(Protocol):
-    """A choice of draft lengths before each round. It may not depend on the tokens that the round drafts."""
+    """Chooses draft lengths before each round. The choice must not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """Return the draft length of each active row, given its text so far."""
+        """Return the draft length of each active row, in tokens, given the ids of its text so far."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A policy with the same draft length in every round. Raises ValueError unless k is a whole number of at least
-    0."""
+    """A policy with the same draft length in every round. k: drafts per round. Raises ValueError unless k is a whole
+    number of at least 0."""
 
     k: int
 
@@ -32,27 +32,28 @@ class Fixed:
 
 
 class Decisions(Protocol):
-    """The decisions of a policy that learns within a call. No decision may depend on the draft that it decides about,
-    nor on the target's numbers of this round. Then each draft is drawn from its distribution whatever was decided, and
-    every rule stays exact. A rows."""
+    """The decisions of a policy that learns within a call. A decision must not depend on the draft that it decides
+    about, nor on the target's logits of this round. Then each draft is drawn from its distribution whatever was
+    decided, and every rule stays exact. A is the number of active rows, V the vocabulary size."""
 
     def idle(self, rows: int, asks: bool) -> bool:
-        """Return whether rounds of this many new rows would draft nothing, so that no draft model need read their
-        prompts yet (`Proposer.catches_up`). asks: as in `open`."""
+        """Return whether a round of `rows` new rows would draft nothing, so that no draft model need read their prompts
+        yet (`Proposer.catches_up`). asks: as in `open`."""
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
-        """Begin a round of these rows of the call, and return the largest number of drafts per row. asks: whether the
-        proposer asks after each draft whether to go on (`Proposer.asks`)."""
+        """Begin a round, and return the largest number of drafts per row. rows: indices of the active rows in the call.
+        asks: whether the proposer asks after each draft whether to go on (`Proposer.asks`)."""
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn. temperature (A,)."""
+        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn, and the temperature (A,) of
+        each row."""
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        """Return whether to draft another token after that of this depth (0-based). room: the largest number of drafts
-        of each row."""
+        """Return whether to draft another token after the draft of this depth (0-based). room: for each row, the
+        largest number of drafts that it can use."""
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
-        """Receive how many drafts each row made, and how many of these were accepted."""
+        """Receive, for each row, how many drafts it made and how many of them were accepted."""
 
 
 @runtime_checkable

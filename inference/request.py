@@ -28,12 +28,13 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 @dataclass
 class Request:
-    """One row while it is decoded. Prompt and emitted tokens are one list; the other fields say when the row ends. For
-    an encoder-decoder the text is the decoder's, and carries its source.
+    """One row while it is decoded. Prompt and emitted tokens are one list, `text`. For an encoder-decoder the text is
+    the decoder's, and carries its source.
 
-    index: of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new tokens.
-    ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the message.
-    alone: whether the row is decoded without drafts from now on. stained: whether the row's slot may contain NaN.
+    index: index of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new
+    tokens. ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the
+    message of the error. alone: whether the row is decoded without drafts from now on. stained: whether the row's slot
+    may contain NaN. prompt: number of tokens of the prompt.
     """
 
     index: int
@@ -54,7 +55,7 @@ class Request:
 
     @property
     def source(self) -> Source | None:
-        """Return what the encoder reads, None for a causal LM."""
+        """Return what the encoder reads, or None for a causal LM."""
         return source_of(self.text)
 
     @property
@@ -71,7 +72,8 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append tokens up to the one that ends the row, and return the tokens appended."""
+        """Append `tokens` to the text, up to the one that ends the row, and set `finish` if there is one. Returns the
+        tokens that were appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():
@@ -88,7 +90,7 @@ class Request:
 
     def _stopped(self) -> bool:
         """Return whether the new text has a stop string. Only the newest tokens can complete one, so only the end of
-        the text is decoded. It has 4 tokens per character of the string (a character has at most 4 bytes), and 32
+        the text is decoded: 4 tokens per character of the longest stop string (a character has at most 4 bytes), and 32
         tokens before them.
 
         The first characters of a decoded part may differ from those of the whole text. A stop string that occurs in the
@@ -112,8 +114,8 @@ class Request:
 
 
 class TextLimits(Protocol):
-    """The limits of texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest number
-    of ids."""
+    """The limits of the texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest
+    number of ids."""
 
     vocabulary: int
     context: int
@@ -121,9 +123,10 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """What an encoder reads, and how the decoder begins. start: the ids that a text begins with, None if its generation
-    config does not say. vocabulary: source ids are in [0, vocabulary). longest: the largest number of source ids, None
-    for no limit. features: the shape (F, T) of features, None for token ids."""
+    """What an encoder can read, and how the decoder's text begins. start: the ids that the text begins with, None if
+    the generation config does not say. vocabulary: source ids are in [0, vocabulary). longest: the largest number of
+    source ids, None for no limit. features: the shape (F, T) of the features that the encoder reads, F numbers for each
+    of T frames; None if it reads token ids."""
 
     start: tuple[int, ...] | None
     vocabulary: int
@@ -133,9 +136,9 @@ class SourceLimits:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """A maker of requests from the prompts of a call. target: the model whose limits are checked. ends: ids that end a
-    text. tokenizer: None to reject strings. pads: ids that pad rows of a tensor. encoder: of an encoder-decoder, whose
-    prompts are sources. template: arguments of the chat template."""
+    """Turns the prompts of a call into requests. target: the model whose limits are checked. ends: ids that end a text.
+    tokenizer: encodes strings; None to reject them. pads: ids that pad rows of a tensor. encoder: limits of an
+    encoder-decoder's sources, None for a causal LM. template: arguments of the chat template."""
 
     target: TextLimits
     ends: frozenset[int]
@@ -145,7 +148,8 @@ class PromptReader:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids that the text of each prompt begins with; those of an encoder-decoder carry their source."""
+        """Return, for each prompt, the ids that its text begins with; those of an encoder-decoder carry their source.
+        Raises ValueError for a prompt that is none."""
         if self.encoder and isinstance(prompts, Mapping):
             prompts = _separate("prompts", prompts)
         return [self._text(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
@@ -158,7 +162,8 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """Return one request per prompt. Arguments and errors as in `Engine.generate`."""
+        """Return one request per prompt. limits: the value of max_new_tokens. Other arguments and errors as in
+        `Engine.generate`."""
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -173,15 +178,17 @@ class PromptReader:
         return rows
 
     def _validate(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:
-        """Raise ValueError for a prompt that cannot be continued."""
         if not text:
             raise ValueError(f"{who}: the prompt is empty; it needs at least one token, such as the start token")
         if not is_whole(limit, 1):
             raise ValueError(f"{who}: max_new_tokens must be a whole number of at least 1, not {limit!r}")
         if not is_whole(key, -(2**63), 2**63):
-            raise ValueError(f"{who}: ids has {key!r}, which is no whole number of 64 bits")
+            raise ValueError(f"{who}: ids must have whole numbers of 64 bits, not {key!r}")
         if len(text) >= self.target.context:
-            raise ValueError(f"{who}: {len(text)} tokens leave no room in a context of {self.target.context}")
+            raise ValueError(
+                f"{who}: its {len(text)} tokens leave no room for new ones in a context of {self.target.context}; give "
+                "a shorter prompt"
+            )
         if not isinstance(sampling, Sampling):
             raise ValueError(
                 f"{who}: sampling must be a Sampling, such as Sampling(temperature=0.7), not a "
@@ -194,40 +201,42 @@ class PromptReader:
         if foreign:
             raise ValueError(
                 f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
-                f"{sorted(foreign)[:5]}, the vocabulary size is {self.target.vocabulary}"
+                f"{sorted(foreign)[:5]}, which are not in [0, {self.target.vocabulary})"
             )
         if sampling.stop and self.tokenizer is None:
-            raise ValueError("Sampling.stop: stop strings need a tokenizer")
+            raise ValueError("Sampling.stop: stop strings need a tokenizer; give Engine(tokenizer=...) or stop_ids")
 
         self._validate_source(who, source_of(text))
 
     def _validate_source(self, who: str, source: Source | None) -> None:
-        """Raise ValueError for a source that the encoder cannot read."""
         if self.encoder is None or source is None:
             return
         if isinstance(source, Tensor):
             if source.shape != self.encoder.features:
                 raise ValueError(
-                    f"{who}: features of shape {tuple(source.shape)}; the encoder reads "
-                    f"{self.encoder.features or 'token ids'}"
+                    f"{who}: its features have the shape {tuple(source.shape)}; the encoder reads "
+                    + (f"features of shape {self.encoder.features}" if self.encoder.features else "token ids")
                 )
             return
         if self.encoder.features:
-            raise ValueError(f"{who}: token ids, but the encoder reads input_features of shape {self.encoder.features}")
+            raise ValueError(
+                f"{who}: it has token ids, but the encoder reads input_features of shape {self.encoder.features}"
+            )
         if not source:
-            raise ValueError(f"{who}: the source is empty")
+            raise ValueError(f"{who}: the source is empty; it needs at least one token")
         if min(source) < 0 or max(source) >= self.encoder.vocabulary:
             raise ValueError(
                 f"{who}: source ids from {min(source)} to {max(source)} are not all in [0, {self.encoder.vocabulary})"
             )
         if self.encoder.longest is not None and len(source) > self.encoder.longest:
-            raise ValueError(f"{who}: a source of {len(source)} tokens; the encoder reads {self.encoder.longest}")
+            raise ValueError(
+                f"{who}: its source has {len(source)} tokens; the encoder reads at most {self.encoder.longest}"
+            )
 
     def _text(self, who: str, prompt: Any) -> list[int]:
-        """Return the ids that the text of a prompt begins with."""
         if self.encoder is None:
             if isinstance(prompt, SourcedText):
-                raise ValueError(f"{who}: it has a source, and the target has no encoder")
+                raise ValueError(f"{who}: it has a source, but the target has no encoder to read it; give text or ids")
             return self._encode(who, prompt)
         if isinstance(prompt, SourcedText):
             return SourcedText(prompt, prompt.source)
@@ -243,21 +252,21 @@ class PromptReader:
         return SourcedText(self._first_ids(who, start), source)
 
     def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
-        """Return the decoder's first ids: those of the generation config, or the `decoder_input_ids` of a prompt, with
-        the start token before them as in transformers."""
+        """Return the decoder's first ids: those of the generation config, or the `decoder_input_ids` of a prompt, after
+        the start token as in transformers."""
         start = self.encoder.start if self.encoder else None
         if ids:
             return ids if not start or ids[0] == start[0] else [start[0], *ids]
         if not start:
             raise ValueError(
-                f"{who}: the target's generation config names no decoder_start_token_id, or leaves one of "
+                f"{who}: the target's generation config has no decoder_start_token_id, or leaves one of its "
                 "forced_decoder_ids open, such as the language; give decoder_input_ids"
             )
         return start
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
-        """Return the token ids of one prompt. Text is encoded by the tokenizer; if it begins with the start token, as a
-        rendered chat template does, no second one is added. Messages are rendered by the tokenizer's chat template."""
+        """Return the token ids of one prompt. If a text begins with the start token, as a rendered chat template does,
+        the tokenizer's second one is removed."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -275,8 +284,8 @@ class PromptReader:
         return _ids(who, prompt)
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, its text
-        is continued."""
+        """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
+        continues that message's text."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
@@ -308,8 +317,12 @@ def _require_text(who: str, text: str) -> None:
 
 
 def content_of(who: str, message: Message) -> str | None:
-    """Return the text of a message: a string, or the texts of its parts joined. Return None if the message calls tools
-    instead. Raises ValueError for other content, which many templates would print as a Python object."""
+    """Return the text of a message's content: a string, or the joined texts of its parts. Return None if the message
+    calls tools instead. who: names the prompt in errors.
+
+    Raises ValueError for other content, which many templates would print as a Python object, and for text that is no
+    valid Unicode.
+    """
     content = message.get("content")
     if content is None and message.get("tool_calls") and message.get("role") == "assistant":
         return None
@@ -324,11 +337,11 @@ def content_of(who: str, message: Message) -> str | None:
 
 
 def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
-    """Return the prompts of a call as a list. They come from a list, or from a tokenizer's output for several texts,
-    without its padding.
+    """Return the prompts of a call as a list, given a list of prompts, a tensor or array of them, or a tokenizer's
+    output for several texts. Padding that its attention mask marks is removed.
 
-    pads: ids that pad. Raises ValueError, saying what to type instead, for rows of a tensor that begin or end with a
-    pad id. Raises it too for one prompt in place of a list, and for any other type.
+    pads: ids that pad. Raises ValueError, saying what to type instead, for a tensor whose rows begin or end with a pad
+    id, for one prompt in place of a list, and for any other type.
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
@@ -358,7 +371,8 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
 
 
 def single(prompt: Any) -> list[Any]:
-    """Return a list of the one prompt of `Engine.stream`. Raises ValueError for a list of prompts."""
+    """Return a list that contains only `prompt`, the argument of `Engine.stream`. Raises ValueError if it is a list of
+    prompts."""
     many = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], Integral | Mapping)
     if many:
         raise ValueError(f"prompt must be one prompt, not a list of {len(prompt)}; remove the [ ] around it")
@@ -373,11 +387,15 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
     mask = encoding.get("attention_mask")
     if mask is None:
         if isinstance(encoding["input_ids"], Tensor | np.ndarray) and len(rows) > 1:
-            raise ValueError(f"{who}: input_ids of several rows need their attention_mask")
+            raise ValueError(
+                f"{who}: input_ids of several rows need their attention_mask; give the tokenizer's whole output"
+            )
         return [_ids(who, row) for row in rows]
     masks = _rows(mask)
     if [len(row) for row in masks] != [len(row) for row in rows]:
-        raise ValueError(f"{who}: attention_mask and input_ids differ in shape")
+        raise ValueError(
+            f"{who}: attention_mask and input_ids differ in shape; give both as the tokenizer returned them"
+        )
     return [
         _ids(who, [token for token, on in zip(row, own, strict=True) if on])
         for row, own in zip(rows, masks, strict=True)
@@ -385,8 +403,8 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: its rows of `input_ids` or
-    `input_features`, each with its row of `decoder_input_ids`."""
+    """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: one dict per row, of its
+    `input_ids` or `input_features`, and its `decoder_input_ids` if there are any."""
     if encoding.get("input_features") is not None:
         try:
             features = torch.as_tensor(encoding["input_features"])
@@ -399,18 +417,19 @@ def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
         return rows
     starts = _rows(encoding["decoder_input_ids"])
     if len(starts) != len(rows):
-        raise ValueError(f"{who}: {len(starts)} rows of decoder_input_ids for {len(rows)} sources")
+        raise ValueError(
+            f"{who}: decoder_input_ids has {len(starts)} rows for {len(rows)} sources; give one per source"
+        )
     return [row | {"decoder_input_ids": _ids(who, ids)} for row, ids in zip(rows, starts, strict=True)]
 
 
 def _rows(values: Any) -> list[list[Any]]:
-    """Return the rows of a tensor, an array or lists. Values without a second dimension are one row."""
+    """Return the rows of a tensor, an array or lists; values without a second dimension are one row."""
     values = values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
     return [list(row) for row in values] if values and isinstance(values[0], Sequence) else [values]
 
 
 def _ids(who: str, prompt: Any) -> list[int]:
-    """Return the token ids of a list, a tensor or an array of one dimension. Raises ValueError for other values."""
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
     whole = (
@@ -430,38 +449,39 @@ def _ids(who: str, prompt: Any) -> list[int]:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """Return a list with one value per prompt. Raises ValueError naming the argument if a list has another length."""
     value = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
-        raise ValueError(f"{name}: {len(values)} values for {count} prompts")
+        raise ValueError(f"{name} has {len(values)} values for {count} prompts; give one value, or one per prompt")
     return values
 
 
 def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Return the number of ids that can be emitted. Ids of padded rows of the embedding get no mass."""
+    """Return the number of ids that can be emitted: the model's vocabulary size, or the tokenizer's if that is smaller,
+    since padded rows of the embedding are no tokens."""
     size = int(model.config.get_text_config().vocab_size)
     return min(size, 1 + max(tokenizer.get_vocab().values())) if tokenizer else size
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids that end a text, from the generation config, or from the model's config if that has none."""
+    """Return the ids that end a text: those of the model's generation config, or those of its config if the former has
+    none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = id_of(model.config, "eos_token_id") if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def pads_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the ids that pad rows of a tensor, from the tokenizer and from the model's config."""
+    """Return the ids that pad the rows of a tensor: the pad ids of the tokenizer and of the model's config."""
     ids = (id_of(model.config.get_text_config(), "pad_token_id"), tokenizer.pad_token_id if tokenizer else None)
     return frozenset(id for id in ids if id is not None)
 
 
 def source_limits(model: PreTrainedModel) -> SourceLimits | None:
-    """Return what the encoder of a model reads and how its decoder begins, or None for a causal LM.
+    """Return what the encoder of a model can read and how its decoder's text begins, or None for a causal LM.
 
-    A text begins with the generation config's decoder_start_token_id, then its forced_bos_token_id or
-    forced_decoder_ids. Raises ValueError for a decoder whose ids are not those of the encoder.
+    The text begins with the generation config's decoder_start_token_id, then its forced_bos_token_id or
+    forced_decoder_ids. Raises ValueError if sources and texts have different vocabularies.
     """
     config: Any = model.config
     if not config.is_encoder_decoder:

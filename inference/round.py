@@ -1,4 +1,4 @@
-"""One decoding round of the active rows. It gives their distributions and their random numbers.
+"""One decoding round of the active rows: it computes their distributions and their random numbers.
 
 A rows, K the largest number of drafts (N nodes of a tree), V vocabulary. Every random number of a row is a function of
 (seed, row id, tokens the row had emitted when the round began, depth, stream), see `sampling.noise`. Only the noise of
@@ -38,7 +38,8 @@ from inference.verify.tree import Tree, likeliest, sampled
 
 
 class Batch:
-    """The settings of the active rows as tensors on the device. A new object is made when rows come or go."""
+    """The settings of the active rows as tensors on the device. vocabulary: number of ids. A new object is made when
+    rows come or go."""
 
     def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
@@ -51,13 +52,14 @@ class Batch:
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def gumbel_states(self, seed: int) -> Tensor:
-        """Return `noise.gumbel_states` of the rows, computed once."""
+        """Return the states (A,) of the rows' Gumbel noise, see `noise.gumbel_states`. They are computed once."""
         if seed not in self.gumbel:
             self.gumbel = {seed: gumbel_states(seed, self.ids)}
         return self.gumbel[seed]
 
     def branch_states(self, seed: int) -> Tensor:
-        """Return `noise.branch_states` of the rows, computed once."""
+        """Return the states (A,) of the noise that draws children of trees, see `noise.branch_states`. They are
+        computed once per seed."""
         if seed not in self.branches:
             self.branches = {seed: branch_states(seed, self.ids)}
         return self.branches[seed]
@@ -69,15 +71,15 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the settings on the device, by name."""
+        """Return the settings as tensors on the device, by name."""
         tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
         if self.penalties:
             tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
         return tensors
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Batch":
-        """Return the same settings, but reading `tensors`: other tensors with the names and shapes of the property
-        `tensors`."""
+        """Return a batch with the same settings, which reads them from `tensors`: other tensors with the names and
+        shapes of the property `tensors`."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
@@ -91,7 +93,9 @@ class Batch:
 class DecodingRound:
     """The data that the engine and a proposer share during one round. It implements `proposers.base.Round`.
 
-    batch: the batch of an earlier round, used again if the rows are the same. decisions: of an adaptive policy.
+    rows: the active rows (A). k: largest draft length of each row. rule: the verification rule. noise: the call's
+    uniforms. batch: that of an earlier round, which is used again if the rows are the same. decisions: those of an
+    adaptive policy, None for any other policy.
     """
 
     def __init__(
@@ -119,9 +123,11 @@ class DecodingRound:
     # What the host copies to the device
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy what this round needs to the device, once; later calls copy only `numbers`. Returns all tensors by name.
+        """Copy what this round needs to the device, once; later calls copy only `numbers`. Returns all tensors that
+        were copied, by name.
 
-        k: drafts per row, if that differs from the round's k.
+        k: drafts per row, if they differ from the round's k. numbers: further whole numbers to copy, see the function
+        `send`.
         """
         if self.sent:
             self.sent |= send(self.device, **numbers) if numbers else {}
@@ -148,15 +154,19 @@ class DecodingRound:
         return self.sent
 
     def length(self, k: list[int]) -> Tensor:
-        """Return the draft lengths (A,), on the device."""
+        """Return the draft lengths `k` as a tensor (A,) on the device."""
         sent = self.send(k)
         return sent["length"] if k == self.lengths else torch.tensor(k, device=self.device)
 
     # Distributions
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
-        """Return the distributions (A, V) for logits (A, V) after the texts and `drafted`, ids (A,) per draft. Without
-        `drafted`, return those (A, ..., V) of the settings that do not read the text."""
+        """Return the distributions (A, V) of the next token.
+
+        logits (A, V): those after the texts and `drafted`. drafted: the ids (A,) of each draft so far. If it is None,
+        logits (A, ..., V) give distributions of this shape, and only the settings that do not read the text are
+        applied.
+        """
         if drafted is None:
             return self.batch.regimes.probs(logits.to(self.device))
         scores = self.scores(logits, drafted)
@@ -165,11 +175,12 @@ class DecodingRound:
         return self.batch.regimes.probs(scores)
 
     def goes_on(self, depth: int) -> bool:
-        """Return whether to draft another token after that of this depth (0-based)."""
+        """Return whether to draft another token after the draft of this depth (0-based)."""
         return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Return the logits after the settings that read the text."""
+        """Return logits (A, V) after the settings that read the text, such as penalties and processors. drafted: the
+        ids (A,) of each draft so far."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -180,8 +191,9 @@ class DecodingRound:
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Return p (A, K+1, V) for target logits (A, K+1, V) of the texts and drafts x (A, K). Columns past k_b have no
-        meaning."""
+        """Return the target's distributions p (A, K+1, V). logits (A, K+1, V): those of the anchors and of the drafts x
+        (A, K). k: drafts of each row; columns past it have no meaning. tree: the tree of the drafts, None for a chain.
+        """
         if self.batch.penalties and tree is not None:
             logits = self._penalised_tree(logits, x, k, tree)
         elif self.batch.penalties:
@@ -189,7 +201,8 @@ class DecodingRound:
         return self.batch.regimes.probs(logits)
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Return the logits (A, n, V) after nodes of a tree, after the settings that read the text."""
+        """Return logits (A, n, V) of n nodes of a tree after the settings that read the text. x (A, M): ids drafted so
+        far. siblings: which nodes they are, see `base.Siblings`."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -200,8 +213,8 @@ class DecodingRound:
         return torch.cat(columns, 1)
 
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Return the logits (A, n, V) after the settings that read the text. They are at the positions after first,
-        first + 1, ... of the drafts x (A, K)."""
+        """Return logits (A, n, V) after the settings that read the text. Column i follows the text and the first
+        `first` + i of the drafts x (A, K). k: drafts of each row."""
         penalties, sent = self.batch.penalties, self.send()
         assert penalties is not None
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
@@ -210,8 +223,8 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """Return what `_penalised` returns, for logits (A, N+1, V) of a tree. It works column by column; the drafts
-        before a node are those on the path to it."""
+        """Return what `_penalised` returns, for logits (A, N+1, V) of a tree, column by column. The drafts before a
+        node are those on the path to it."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         for node, path in enumerate(_node_paths(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
@@ -220,19 +233,20 @@ class DecodingRound:
 
     @property
     def reads_history(self) -> list[bool]:
-        """Return whether the settings of each row read the text."""
+        """Return, for each row, whether its settings read the text."""
         return [needs_history(row.sampling) for row in self.rows]
 
     @property
     def temperature(self) -> Tensor:
-        """Return the temperature of each row (A,). The tensor is a new one when rows come or go."""
+        """Return the temperature of each row (A,). The tensor is a new object if rows have come or gone."""
         return self.batch.regimes.temperature
 
     # Draws
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return draft ids (A,) drawn from distributions (A, V). The noise is that of the draft stream, or the noise
-        shared with the target, at a depth, or at each row's depth (A,)."""
+        """Return draft ids (A,) drawn from distributions (A, V). depth: that of the drafts, or one depth per row (A,).
+        The random numbers are those of the draft stream at this depth; under a rule that shares noise, those that the
+        target's token is drawn with."""
         rows = slice(None) if isinstance(depth, int) else torch.arange(len(depth), device=depth.device)
         if self.rule.shared:
             return (probs.log() + self._gumbel[rows, depth]).argmax(-1)
@@ -245,16 +259,17 @@ class DecodingRound:
 
     @property
     def test_noise(self) -> Tensor:
-        """Return the noise with which the rule tests drafts: uniforms (A, K+1 or more), or shared Gumbel noise (A, K+1
-        or more, V)."""
+        """Return the random numbers with which the rule tests drafts: uniforms (A, K+1 or more), or Gumbel noise (A,
+        K+1 or more, V) for a rule that shares noise."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return children (A, n, m) of nodes with logits (A, n, V), and the distributions (A, n, m, V) they were drawn
-        from; NaN if there is none. x (A, M): drafted so far. See `base.Round.children`.
+        """Return children (A, n, m) of n nodes of a tree, and the distributions (A, n, m, V) that they were drawn from;
+        NaN for a node without a distribution. See `base.Round.children`.
 
-        The children are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the
-        likeliest tokens with one-hot distributions.
+        logits (A, n, V): those after the nodes. x (A, M): ids drafted so far. siblings: which nodes they are. The
+        children are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
+        tokens with one-hot distributions.
         """
         scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
         m, regimes = siblings.most, self.batch.regimes
@@ -270,8 +285,8 @@ class DecodingRound:
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
 
     def inner(self, depths: int) -> Tensor | None:
-        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself. They are keyed by the start of
-        this round, which block verification needs (see `sampling.noise`). None if the rule shares noise."""
+        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself, or None if the rule shares noise.
+        They are keyed by the start of this round, which block verification needs (see `sampling.noise`)."""
         if self.rule.shared:
             return None
         depth = torch.arange(depths, device=self.device)
@@ -285,7 +300,6 @@ class DecodingRound:
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
     def _streams(self, depths: int) -> Tensor:
-        """Return uniforms (S, A, depths)."""
         sent = self.send()
         if depths > self.noise.table.shape[-1]:  # deeper than any round so far
             offsets, _ = self.noise.offsets(self.ids, self.starts, depths)
@@ -295,7 +309,7 @@ class DecodingRound:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        """Return the noise (A, K+1, V) shared with the target, by position."""
+        """Return the Gumbel noise (A, K+1, V) that draft and target share, by position."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -304,8 +318,9 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Return the noise (A, n or 1, V) that draws the children of the nodes keys (n,), which all have one depth.
-        Each node has separate noise. Noise shared with the target is the same for all nodes of a position."""
+        """Return the Gumbel noise (A, n or 1, V) that draws the children of nodes. keys (n,): of the nodes, which all
+        have this depth. Each node has separate noise; noise shared with the target is the same for all nodes of a
+        position."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -343,8 +358,7 @@ class DecodingRound:
         return Pure(tensors, self._on, (type(self), self.rule, self.batch.key), steady)
 
     def _on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
-        """Return the same round, but reading `tensors`: other tensors with the names and shapes of those of
-        `pure`."""
+        """Return the same round, which reads `tensors`: other tensors with the names and shapes of those of `pure`."""
         batch = self.batch.on(tensors)
         round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths
@@ -369,7 +383,7 @@ def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def _node_paths(tree: Tree) -> list[list[int]]:
-    """Return the nodes from the anchor down to each node."""
+    """Return, for each node, the nodes on the path from the anchor down to it, itself included."""
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
@@ -377,8 +391,8 @@ def _node_paths(tree: Tree) -> list[list[int]]:
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:
-    """Copy whole numbers of A rows to the device at once: name -> (A,) or (A, n) int64. On a GPU the copy is pinned and
-    asynchronous."""
+    """Return whole numbers as int64 tensors on the device, by name, copied at once. numbers: for each name a list of A
+    numbers, which gives (A,), or of A lists of n, which gives (A, n). On a GPU the copy is pinned and asynchronous."""
     flat: list[int] = []
     shapes: list[tuple[int, ...]] = []
     for part in numbers.values():

@@ -28,8 +28,8 @@ from inference.source import like
 @dataclass
 class Call:
     """The state of one call of `generate` or `stream`. rows: all requests. waiting: requests whose prompts are not
-    stored yet. staged: requests whose prompts are in a spare slot, with that slot and what the draft has of the prompt.
-    active: requests being decoded, by slot."""
+    stored yet. staged: requests whose prompts are stored in a spare slot, each with that slot and with the ids of the
+    prompt that the draft has read. active: requests being decoded, by slot."""
 
     rows: list[Request]
     proposer: Proposer | None
@@ -45,8 +45,8 @@ class Call:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
 
     def read_by_draft(self, prompts: Sequence[list[int]], rows: int) -> Sequence[list[int]]:
-        """Return what the draft reads of new prompts now: the first token of each if a policy would draft nothing with
-        this many rows and the draft can catch up, else all. rows: the largest number of rows."""
+        """Return the ids that the draft reads of each new prompt now: only the first one if a policy would draft
+        nothing with this many rows and the draft can catch up, else all. rows: the largest number of rows."""
         coming = min(rows, len(self.active) + len(self.staged) + len(self.waiting) + len(prompts))
         if (
             self.proposer
@@ -58,8 +58,8 @@ class Call:
         return prompts
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Return the draft length of each active row: the policy's, limited so that no draft is past the row's limit.
-        Raises ValueError unless the policy gives one whole number >= 0 per row."""
+        """Return the draft length of each active row: the policy's, or the shorter length that ends before the row's
+        limit. Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
         if self.decisions:
@@ -71,7 +71,7 @@ class Call:
         whole = isinstance(lengths, list) and all(is_whole(length, 0) for length in lengths)
         if not whole or len(lengths) != len(self.active):
             raise ValueError(
-                f"policy.lengths: {len(self.active)} draft lengths of at least 0 are wanted in a list, not {lengths!r}"
+                f"policy.lengths must return a list of {len(self.active)} draft lengths of at least 0, not {lengths!r}"
             )
         return [
             0 if row.alone else min(int(length), row.limit - row.emitted - 1)
@@ -92,7 +92,8 @@ class Slots:
         self.busy = False  # in a round
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
-        """Return a new call, which uses the slots from now on."""
+        """Return a new call with these rows, which uses the slots, and those of the proposer, from now on. seed: that
+        of the random numbers."""
         target = self.target
         self.current = Call(rows, proposer, Uniforms(seed, target.device))
         if proposer:
@@ -101,9 +102,12 @@ class Slots:
         return self.current
 
     def require(self, call: Call) -> None:
-        """Raise RuntimeError if a later call uses the slots or the proposer."""
+        """Raise RuntimeError if a later call uses the slots or the proposer of this call."""
         if self.current is not call:
-            raise RuntimeError("Engine: a later call took the slots of this stream, which cannot continue")
+            raise RuntimeError(
+                "Engine: a later call took the slots of this stream, so the stream cannot continue; end it before the "
+                "next call, or use another engine"
+            )
         if call.proposer and _PROPOSING.get(id(call.proposer)) is not call:
             raise RuntimeError(
                 "Engine: another engine's call took this engine's proposer before this stream "
@@ -112,8 +116,9 @@ class Slots:
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:
-        """Fill the free slots with prompts from spare slots. If there are none, waiting prompts are stored in the free
-        slots. If there are more spare slots than free ones, prompts are first stored in the spare slots."""
+        """Fill the free slots with prompts from spare slots, or, if none is stored there, with waiting prompts. If
+        waiting prompts could fill more spare slots than there are free slots, they are stored in the spare slots first,
+        since one pass stores them all."""
         rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
         while len(call.active) < rows and (call.staged or call.waiting):
             with call.stats.clock("prefill"):
@@ -145,8 +150,9 @@ class Slots:
                 wait_for(self.target.device)
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
-        """End a row whose next token has no distribution. If the row has drafted (`doubtful`), keys and values of a
-        draft in the slot may be the cause. Then the prompt is stored again, and the row continues without drafts."""
+        """End a row whose next token has no distribution, unless drafts may be the cause. doubtful: whether the row has
+        drafted, so that its slot may hold keys and values of a draft. Then the prompt is stored again, and the row
+        continues without drafts. reason: returns the message of the error."""
         if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)
@@ -155,7 +161,7 @@ class Slots:
             row.fail(reason())
 
     def leave(self, call: Call) -> None:
-        """Free the slots of ended rows. The last active row moves to each freed slot."""
+        """Free the slots of ended rows, and move the last active rows into them."""
         ended = deque(slot for slot, row in enumerate(call.active) if row.finish)
         for slot in ended:
             if call.active[slot].stained:

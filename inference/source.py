@@ -29,31 +29,32 @@ def source_of(text: Sequence[int]) -> Source | None:
 
 
 def like(text: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Return ids as a list, with the source of `text` if it has one."""
+    """Return `ids` as a list that carries the source of `text`, if `text` has one."""
     source = source_of(text)
     return list(ids) if source is None else SourcedText(ids, source)
 
 
 def source_ids(text: Sequence[int]) -> list[int]:
-    """Return the token ids of a text's source; none for features, and for a text without a source."""
+    """Return the token ids of a text's source; an empty list if the source is features, or if there is no source."""
     source = source_of(text)
     return [] if source is None or isinstance(source, Tensor) else list(source)
 
 
 def searched(text: list[int]) -> list[int]:
-    """Return the ids that look-up searches for what followed: those of the source, then `BETWEEN` and the text."""
+    """Return the ids in which look-up searches for an earlier occurrence: those of the source, `BETWEEN`, then those of
+    the text. Without source ids, return `text` itself."""
     before = source_ids(text)
     return [*before, BETWEEN, *text] if before else text
 
 
 def until_between(ids: list[int]) -> list[int]:
-    """Return the ids before `BETWEEN`, all if it is not among them."""
+    """Return the ids before `BETWEEN`, or all ids if it is not among them."""
     return ids[: ids.index(BETWEEN)] if BETWEEN in ids else ids
 
 
 def words(text: Sequence[int]) -> tuple[int, ...]:
-    """Return whole numbers of 64 bits that identify a text and its source: the ids, then those of the source or a hash
-    of its features."""
+    """Return whole numbers of 64 bits that identify a text and its source: the text's ids, then `BETWEEN` and the
+    source's ids, or a hash of its features (two numbers). Without a source, the text's ids alone."""
     source = source_of(text)
     if source is None:
         return tuple(text)

@@ -1,6 +1,7 @@
-"""The data of a round for a recorder. It has the drafts with p, q and u, in the round's one copy to the host.
+"""The drafts of a round for a recorder, with p, q and u of each. They travel in the round's one copy to the host.
 
-`trace` packs them on the device, `traced_rows` unpacks them on the host.
+`trace` packs them on the device, `traced_rows` unpacks them on the host. A rows, N drafts, D drafts of the longest
+accepted path, V vocabulary.
 """
 
 import math
@@ -19,23 +20,27 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 class RoundRecorder(Protocol):
-    """Hooks that an engine calls while it decodes, see `Engine(record=)`. They must not change their arguments."""
+    """Hooks that an engine calls while it decodes, see `Engine(record=)`. The hooks must not change their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """Begin a call. rule: the name of its verification rule."""
+        """Begin a call with these rows. rule: the name of the verification rule."""
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:
-        """Record a round that ended; its tokens are already appended to the texts. starts: tokens that each row had
-        emitted before the round. table: that of `verification.RoundResult`, with the `trace` as its last columns."""
+        """Record a round that has ended; its tokens are already appended to the texts of `rows`, which were active in
+        it.
+
+        starts: for each row, the number of tokens that it had emitted before the round. proposal: the drafts. table:
+        that of `verification.RoundResult` on the host, whose last columns are the `trace`.
+        """
 
 
 class TracedRow(NamedTuple):
-    """One row of a round. prompt: its index in the call. start: tokens that the row had emitted before. emitted: tokens
-    that the round added. drafted: how many of the drafts belong to the row. path: the accepted nodes in order. last:
-    the token after them. drafts: ids. floats: bits of p, q and u of the drafts. parents: of the nodes, -1 for the text.
-    """
+    """One row of a round. prompt: index of the row's prompt in the call. start: number of tokens that the row had
+    emitted before the round. emitted: number of tokens that the round added. drafted: how many of `drafts` belong to
+    the row. path: the accepted nodes, in order. last: the token after them. drafts: ids of all nodes. floats: p of all
+    drafts, then q, then u, as the bits of float64. parents: the parent of each node, -1 for the text."""
 
     prompt: int
     start: int
@@ -49,12 +54,13 @@ class TracedRow(NamedTuple):
 
 
 def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, path: Tensor | None) -> Tensor:
-    """Return whole numbers (A, ...) of a round. Their order is: length, the number of drafts that had distributions;
-    the ids of the drafts (N); p, q and u of each draft (3N), as the bits of float64. For a tree, the parents of its
-    nodes (N) and the accepted nodes (D), padded with -1, follow.
+    """Return a table (A, ...) of int64 that describes the drafts of a round. Its columns are: the number of drafts that
+    had distributions; the ids of the drafts (N); p, q and u of each draft (3N), as the bits of float64. For a tree, the
+    parents of its nodes (N) and the accepted nodes (D), padded with -1, follow.
 
-    p (A, N+1, V). u (A, N or fewer): None if the rule tests no uniforms. length (A,). path (A, D): None for a chain.
-    Entries past a row's drafts have no meaning.
+    p (A, N+1, V): the target's probabilities. u (A, N or fewer): the uniforms that test the drafts, None if the rule
+    tests no uniforms. length (A,): the first column. path (A, D): the accepted nodes, None for a chain. Entries past a
+    row's drafts have no meaning.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
     ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
@@ -71,15 +77,15 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """Return the rows of a round, from the arguments of `RoundRecorder.note`."""
+    """Return the rows of a round, one `TracedRow` per active row. Arguments as in `RoundRecorder.note`."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """Return a row from its line of the table. The first columns are the number of accepted drafts and the token after
-    them."""
+    """Return a row from its line of the table, whose first columns are the number of accepted drafts and the token
+    after them."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

@@ -1,4 +1,4 @@
-"""Verification of a round's drafts, chains and trees. It applies the rule, draws the next token, and fills the table
+"""Verification of a round's drafts, chains and trees: it applies the rule, draws the next token, and fills the table
 that the host reads.
 
 A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
@@ -19,8 +19,8 @@ from inference.verify.tree import usable_lengths
 
 
 class RoundResult(NamedTuple):
-    """The result of a round. path (A, D): the accepted nodes, -1 past the last; None for a chain. table (A, COLUMNS +
-    D): one line per row, with the columns
+    """The result of a round. path (A, D): the accepted nodes of a tree, -1 past the last; None for a chain. table (A,
+    COLUMNS + D): one line per row, with the columns
 
     - number of drafts accepted
     - the token after them
@@ -38,8 +38,12 @@ class RoundResult(NamedTuple):
 def verify(
     replay: Replay, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Verify the drafts of a round, given target logits (A, N+1, V). asked (A,): drafts per row. traced: append the
-    columns of `trace.trace` to the table."""
+    """Return the result of verifying the drafts of a round, computed by `replay` (as a CUDA graph, compiled, or as it
+    is).
+
+    logits (A, N+1, V): of the target, after the anchors and all drafts. asked (A,): drafts per row. traced: whether to
+    append the columns of `trace.trace` to the table.
+    """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
 
@@ -54,7 +58,7 @@ def verify(
 def verified(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Return the result of `verify`, as a function of tensors."""
+    """Return the result of verifying the drafts of a round, see `verify`; a function of tensors only."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -71,9 +75,12 @@ def verified(
 def round_result(
     p: Tensor, proposal: Proposal, verification: Any, last: Tensor, length: Tensor, asked: Tensor
 ) -> RoundResult:
-    """Fill the table of a round. p (A, N+1, V). verification: the rule's result, with a `path` if the proposal is a
-    tree. last (A,): the token after the accepted drafts. asked (A,): drafts per row. length (A,): how many of them have
-    distributions."""
+    """Return the result of a round, with its table filled.
+
+    p (A, N+1, V): the target's distributions. verification: the rule's result, with a `path` if the proposal is a tree.
+    last (A,): the token after the accepted drafts. length (A,): how many of each row's drafts have distributions. asked
+    (A,): how many drafts each row has.
+    """
     missing, accepted = is_missing(p), verification.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
     if proposal.tree is None:
@@ -90,8 +97,8 @@ def round_result(
 
 
 def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
-    """Return why a row has no distribution after its n accepted drafts. logits (A, N+1, V): of the target's pass. path:
-    of the result. This reads from the device."""
+    """Return a message that says why a row has no distribution after its n accepted drafts. row: index among the active
+    rows. logits (A, N+1, V): of the target's pass. path (A, D): that of the result. This reads from the device."""
     if row in round.messages:
         return round.messages[row]
     position = f"after {len(round.texts[row])} tokens"
@@ -104,6 +111,6 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """Return the column of the target pass at the last of the n accepted drafts of row `slot`. This reads from the
-    device if there is a path."""
+    """Return the column of the target pass that follows the last of the n accepted drafts of row `slot`. path (A, D):
+    the accepted nodes, None for a chain. This reads from the device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1

@@ -52,8 +52,9 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `final` when the block ends without an exception.
 
     `final` may be absent or empty. With `replace` it may contain files, and these stay untouched until the new folder
-    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files,
-    NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception of the block.
+    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files
+    without `replace`, NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception
+    of the block.
     """
     real = _real_path(final)
     _refuse(real, replace)
@@ -71,14 +72,14 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Return whether `error` means that the disk, the quota or the file size limit is exhausted. It may come from the
-    system, torch or safetensors."""
+    """Return whether `error`, of the system, torch or safetensors, means that the disk, the quota or the file size
+    limit is exhausted."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn an error that means a full disk, raised inside the block, into an OSError that names `path`."""
+    """Raise an OSError that names `path` in place of an error of the block that means a full disk."""
     try:
         yield
     except BaseException as error:
@@ -123,7 +124,8 @@ def _swap(new: Path, real: Path) -> None:
 
 
 def _real_path(path: Path) -> Path:
-    """Return the real path, after creating its parents and removing what dead writers left."""
+    """Return the path with symbolic links followed, after creating its parents and removing the temporary files of dead
+    processes."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
     _recover(real)
@@ -136,7 +138,8 @@ def _temporary(real: Path, role: str) -> Path:
 
 
 def _recover(real: Path) -> None:
-    """Remove the temporaries of dead processes of this host; restore a folder that they were replacing."""
+    """Remove the temporary files and folders of dead processes of this host, and restore a folder that one of them was
+    replacing."""
     prefix = f".{real.name}."
     for entry in real.parent.iterdir():
         owner = _OWNER.fullmatch(entry.name.removeprefix(prefix)) if entry.name.startswith(prefix) else None
@@ -162,7 +165,6 @@ def _alive(pid: int) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -24,10 +24,11 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str, key: str = "target.path") -> str:
-    """Return the folder of a model. For a name of `BUNDLED` it is that target. For a GGUF file it is the dequantised
-    model, which is written if it is not in the cache. Any other path is returned unchanged.
+    """Return the path that a model is loaded from. path: a name of `BUNDLED`, which gives that target's folder; a GGUF
+    file or a name of `PACKAGED`, which gives the folder of the dequantised model, written first if it is not in the
+    cache; any other path is returned unchanged. key: the setting that has the path, for errors.
 
-    Raises FileNotFoundError if that bundled target is missing, and the errors of `gguf_file` and `dequantised`.
+    Raises FileNotFoundError if a bundled target is missing, and the errors of `gguf_file` and `dequantised`.
     """
     if path not in BUNDLED:
         file = gguf_file(path, key)
@@ -37,16 +38,16 @@ def resolve(path: str, key: str = "target.path") -> str:
     for folder in folders:
         if (folder / "config.json").is_file():
             return str(folder)
-    raise FileNotFoundError(f"target.path: no target {path} at {folders[0]} or {folders[1]}")
+    raise FileNotFoundError(f"{key}: the target {path} is missing: there is no folder {folders[0]} or {folders[1]}")
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError if `path` does not exist and is not taken for a repository of the hub. For such a repository,
-    find out whether the hub can be reached, see `reach_hub`.
+    """Raise ValueError if `path` does not exist and cannot be the name of a repository on the hub. The message names
+    the key and the working directory. For a repository, call `reach_hub`.
 
-    A path that is no valid hub name is refused. A valid name is taken for a mistyped path if its first part is an
-    existing folder or if a similar path exists, unless its config.json is in the hub's cache. The message names the key
-    and the working directory.
+    key: the setting that has the path. what: what the path should be, for the message. A valid name of a repository is
+    taken for a mistyped path if its first part is an existing folder or if a similar path exists, unless its
+    config.json is in the hub's cache.
     """
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
@@ -67,8 +68,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 @cache
 def reach_hub() -> None:
-    """Set HF_HUB_OFFLINE if the hub cannot be reached, so that its cache is read at once. Otherwise huggingface_hub
-    repeats each request for half a minute."""
+    """Set HF_HUB_OFFLINE if the hub cannot be reached, here and for processes that this one starts. Files are then read
+    from its cache at once; otherwise huggingface_hub repeats each request for half a minute."""
     if constants.HF_HUB_OFFLINE:
         return
     try:
@@ -82,8 +83,7 @@ def reach_hub() -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """Return the existing path most similar to `path`, compared part by part. Return None if no entry resembles one of
-    the parts."""
+    """Return the existing path most similar to `path`, compared part by part, or None if some part resembles none."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

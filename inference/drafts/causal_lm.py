@@ -42,8 +42,8 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders that hold a causal LM or an encoder-decoder (see `Proposer.network_class`).
-    The networks it makes belong to transformers' own classes."""
+    """The network class of draft folders that hold a causal LM or an encoder-decoder (see `Proposer.network_class`). It
+    has no instances: the networks that it makes belong to transformers' own classes."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
@@ -61,7 +61,7 @@ class CausalLM:
 
     @classmethod
     def put(cls, network: PreTrainedModel) -> list[str]:
-        """Add the modules that the config names to the network, and return their names."""
+        """Add to the network the modules that its config names, in place, and return their names."""
         modules = [part.put(network) for part in cls._present(network.config)]
         return [name for name, module in network.named_modules() if any(module is one for one in modules)]
 
@@ -75,8 +75,8 @@ class CausalLM:
     ) -> Any:
         """Return the network in a folder or on the hub, with our modules. transformers loads it from safetensors.
 
-        output_loading_info: also return transformers' loading report, which then covers our tensors. Raises ValueError
-        if a part rejects the config.
+        output_loading_info: whether to return (network, report) instead; transformers' loading report then covers our
+        tensors too. options: those of transformers' `from_pretrained`. Raises ValueError if a part rejects the config.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code)
@@ -102,22 +102,22 @@ class CausalLM:
 
 
 def folder_of(path: str | Path) -> Path:
-    """Return the local folder of a path. A local folder is returned unchanged. For a hub id it is the snapshot in the
-    hub's cache; missing files are fetched first (JSON files, and weights in safetensors)."""
+    """Return the local folder of a model. path: a folder, which is returned unchanged, or a hub id, whose snapshot in
+    the hub's cache is returned; its missing files are fetched first (JSON files, and weights in safetensors)."""
     if Path(path).is_dir():
         return Path(path)
     return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors"]))
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder or hub id, by name."""
+    """Return all tensors in the safetensors files of a folder or hub id, by name."""
     return {name: value for file in weight_files(folder_of(path)) for name, value in load_file(file).items()}
 
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
-    """Load the tensors `ours` into our modules, whose names begin with `own`. Add missing, mismatched and unexpected
-    tensors to `info`, which is transformers' loading report."""
+    """Copy the tensors `ours` into our modules, whose names begin with `own`. Missing, mismatched and unexpected
+    tensors are added to `info`, transformers' loading report, in place."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

@@ -1,6 +1,5 @@
 """Checks whether a draft and a target fit together. This module hashes what a draft depends on, and lists the problems
-of a pair.
-"""
+of a pair."""
 
 import hashlib
 import json
@@ -47,8 +46,8 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """Return two SHA-256 hashes of what a draft depends on: "config" for the shape, "tokenizer" for vocabulary and
-    special ids.
+    """Return two SHA-256 hashes of what a draft depends on: "config" covers the target's shape, "tokenizer" its
+    vocabulary and special ids.
 
     Both are hexadecimal. They are equal on every machine, for a config with or without a loaded model, and for every
     quantisation of it. "tokenizer" is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one
@@ -65,15 +64,16 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 def hash_weights(path: str, adapter: str | None = None) -> str | None:
-    """Return a hash of a target's weights, from its files, or None if they cannot be read. It never raises: loading
-    says what is wrong with the files.
+    """Return a hash of a target's weights, from its files, or None if they cannot be read. It never raises an error;
+    loading the target says what is wrong with the files.
 
-    It covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of them, so
-    it takes less than a second for any size. It depends on the dtype of the files, and not on how many files there are.
-    `cotrain.data.fingerprints.fingerprint` is the other hash of weights: of a loaded target, quantised or adapted, of
-    which every value counts. This one is for commands that have not loaded the target, or never do. path: as in
-    `resolve`; of a hub id, the files in the hub's cache. adapter: the folder or hub id of a PEFT adapter, whose weights
-    count too.
+    path: as in `resolve`; for a hub id, the files in the hub's cache are read. adapter: the folder or hub id of a PEFT
+    adapter, whose weights are hashed too.
+
+    The hash covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of
+    them, so it takes less than a second for any size. It depends on the dtype of the files, but not on how many files
+    there are. `cotrain.data.fingerprints.fingerprint` is the other hash of weights: it covers every value of a loaded
+    target, quantised or adapted. This one is for commands that have not loaded the target, or never do.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -99,8 +99,9 @@ def _weights(path: str) -> list[Path]:
 
 
 def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Return the tensors of a safetensors file by name: what its header says of each, where the bytes to read begin and
-    how many they are. The file is not mapped, since of a mapped file the system reads many pages around each byte."""
+    """Return the tensors of a safetensors file, by name: what the header says of the tensor, the position of the bytes
+    to read, and their number. The file is not mapped, since the system reads many pages around each byte of a mapped
+    file."""
     with file.open("rb", buffering=0) as opened:
         data = 8 + int.from_bytes(_read(opened, 0, 8), "little")
         header = json.loads(_read(opened, 8, data - 8))
@@ -121,8 +122,8 @@ def _read(opened: FileIO, begin: int, size: int) -> bytes:
 
 
 def _chosen(names: Iterable[str]) -> set[str]:
-    """Return the names of at most `BLOCKS` tensors. The first are one of each projection of each layer, so that an
-    adapter merged into any of them is seen. Then follow the other experts of the layers, in pseudorandom order."""
+    """Return the names of at most `BLOCKS` tensors. One tensor of each projection of each layer comes first, so that an
+    adapter merged into any of them changes the hash. The other experts of the layers follow, in pseudorandom order."""
     ranks, seen = {}, Counter[str]()
     for name in sorted(names, key=lambda name: (crc32(name.encode()), name)):
         layer = LAYER.match(name)[0]  # type: ignore[index]  # it matches every name
@@ -137,8 +138,8 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the ids of the special tokens that occur in texts. The pad token is omitted, because users often set it to
-    the end token."""
+    """Return the ids of the special tokens that occur in texts, by name; None for one that the tokenizer lacks. The pad
+    token is omitted, because users often set it to the end token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -154,9 +155,9 @@ def check_pair(
 ) -> list[str]:
     """Return the reasons why target and draft cannot serve together, one sentence per reason.
 
-    The vocabularies are compared token by token, then the special ids, the padded vocabulary sizes and the maximum
-    positions. A reason that begins with "warning:" only costs speed or length. Engines reject a pair for every other
-    reason.
+    The vocabularies are compared token by token (if both tokenizers are given), then the special ids, the padded
+    vocabulary sizes and the maximum positions. A reason that begins with "warning:" only costs speed or length. Engines
+    reject a pair for every other reason.
     """
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
@@ -164,29 +165,31 @@ def check_pair(
         problems += tokenizer_problems(target_tokenizer, draft_tokenizer)
     for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
         if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
-            problems.append(f"vocab_size: the {side}'s {config.vocab_size} is below its tokenizer's {size}")
+            problems.append(f"vocab_size: the {side} has {config.vocab_size} ids, but its tokenizer has {size}")
     if draft.vocab_size != target.vocab_size:
         problems.append(
-            f"vocab_size: the draft has {draft.vocab_size} rows and the target {target.vocab_size} (padding "
-            "counts): engines need equal numbers; `cotrain export` makes them equal"
+            f"vocab_size: the draft has {draft.vocab_size} rows, but the target has {target.vocab_size} (padding "
+            "included), and engines need equal numbers: `cotrain export` makes them equal"
         )
     return problems + _positions(target, draft)
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless the target has the width and the vocabulary that `config`
-    states. `config` belongs to a network that reads the target's states. The target may be on the meta device."""
+    """Raise ValueError, beginning with `where`, unless the target has the hidden size and the vocabulary size that
+    `config` states. `config` belongs to a network that reads the target's states. The target may be on the meta device.
+    """
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
         if ours != other:
             raise ValueError(
-                f"{where}: its {key} is {ours}, the target's {other}: it can only serve the target it was made for"
+                f"{where}: its {key} is {ours}, but the target's is {other}: give the target that it was made for"
             )
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """Return the differences between two tokenizers that must give the same ids, one sentence per difference."""
+    """Return the differences between the tokenizers of target and draft, which must give the same ids, one sentence per
+    difference."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))

@@ -77,8 +77,8 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """Return the planned tree that the JSON `values` describe, or None for null. Raises ValueError naming the
-        key."""
+        """Return the planned tree that `values`, the JSON value of the key `tree`, describe; None for null. Raises
+        ValueError naming the key that is wrong."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
@@ -92,7 +92,7 @@ class PlannedTree:
 
     @property
     def most_children(self) -> int:
-        """Return the largest number of children that a node, or the text, has."""
+        """Return the largest number of children of a node, or of the text."""
         return max(map(self.parents.count, self.parents))
 
 
@@ -100,10 +100,11 @@ class PlannedTree:
 class ServedAs:
     """How a draft was measured, and is served unless the caller says otherwise.
 
-    verify: the verification rule of chains; a planned tree has its own. dtype: of the target; "auto" for the
-    checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
-    longest prompts that were measured. messages: whether prompts are messages. template: arguments of the chat template
-    that renders these. chat: `data.chat`, whether rows without messages are rendered too, each as a message.
+    verify: the verification rule of chains; a planned tree has its own. dtype: that of the target; "auto" for the
+    checkpoint's, or float32 on a CPU that would emulate it. quantisation: that of the target's weights. prompt_tokens:
+    the largest number of tokens of the measured prompts. messages: whether prompts are messages. template: arguments of
+    the chat template that renders messages. chat: the setting `data.chat`, whether rows without messages are rendered
+    too, each as a message.
     """
 
     verify: str = "token"
@@ -117,17 +118,17 @@ class ServedAs:
     def __post_init__(self) -> None:
         rule_of(self.verify)
         if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype: no {self.dtype!r}; there are auto, float32, bfloat16, float16")
+            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         if self.quantisation not in QUANTISATIONS:
-            raise ValueError(f"quantisation: no {self.quantisation!r}; there are {', '.join(QUANTISATIONS)}")
+            raise ValueError(f"quantisation must be one of {', '.join(QUANTISATIONS)}, not {self.quantisation!r}")
 
     @classmethod
     def read(cls, values: Any) -> "ServedAs":
-        """Return what the JSON `values` describe. Keys that older folders lack, or have as null, have the defaults.
-        Raises ValueError naming the key."""
+        """Return what `values`, the JSON value of the key `served`, describe. Keys that older folders lack, or have as
+        null, have the defaults. Raises ValueError naming the key that is wrong."""
         names = {item.name for item in fields(cls)}
         if not isinstance(values, Mapping) or set(values) - names:
-            raise ValueError(f"served must hold {', '.join(names)}, not {values!r}")
+            raise ValueError(f"served may only have the keys {', '.join(sorted(names))}, not {values!r}")
         try:
             return cls(**{key: value for key, value in values.items() if value is not None})
         except ValueError as error:
@@ -139,12 +140,12 @@ class Metadata:
     """The contents of `cotrain.json`. Every command that decodes with the draft, and `inference.load`, reads it here.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash, "weights": hash}, see `hash_target`
-    and `hash_weights`; older folders lack the last. k: planned draft
-    length of chains, in tokens. objective: "sampled" if trained for acceptance sum_v min(p, q), "greedy" if trained for
-    p(argmax q). regime: sampling settings in training. origin: command, commit, versions, date, loss. kind: kind of
-    proposer. report: SHA-256 of report.json, set by `save`. int8: whether the draft was measured with weights rounded
-    to 8 bits; if so, `inference.load` also rounds them on a CPU. tree: the tree to draft instead of a chain, None if
-    chains were faster. served: what else was measured.
+    and `hash_weights`; older folders lack the last. k: planned draft length of chains, in tokens. objective: "sampled"
+    if trained for acceptance sum_v min(p, q), "greedy" if trained for p(argmax q). regime: sampling settings in
+    training. origin: command, commit, versions, date, loss. kind: kind of draft. report: SHA-256 of report.json, set by
+    `save`. int8: whether the draft was measured with weights rounded to 8 bits; if so, `inference.load` also rounds
+    them on a CPU. tree: the tree to draft instead of a chain, None if chains were faster. served: how else the draft
+    was measured.
 
     Raises ValueError naming the key and its value.
     """
@@ -163,12 +164,13 @@ class Metadata:
 
     @property
     def rule(self) -> str:
-        """Return the verification rule of what is drafted, the tree or a chain."""
+        """Return the verification rule of what is drafted: the tree's, or that of chains."""
         return self.tree.rule if self.tree else self.served.verify
 
     @property
     def learnt_from(self) -> str:
-        """Return the name of the target whose outputs the draft learnt from, also if it is exported for another."""
+        """Return the name of the target whose outputs the draft learnt from, even if the draft was exported for another
+        target."""
         return str(self.origin.get("learnt_from") or self.target["name"])
 
     def __post_init__(self) -> None:
@@ -189,11 +191,13 @@ class Metadata:
             raise ValueError(f"regime: {error}") from error
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """Return a copy in which the given values replace the present ones.
+        """Return a copy for a draft that is exported, in which the given values replace the present ones; None keeps a
+        value.
 
-        If a target is given, its weights include the adapter, if there was one, so the adapter is removed. If they are
-        other weights than the draft learnt from, the origin names its target as `learnt_from`, with a warning. If a
-        length k is given, the draft makes chains, so the tree is removed.
+        target: name of the target to serve. Its weights include the adapter, if there was one, so the adapter is
+        removed. If its weights are not those that the draft learnt from, the origin says so: `learnt_from` is the old
+        target's name, `warning` the sentence of `other_weights`. k: draft length of chains; the tree is then removed.
+        objective: see the class.
         """
         merged = target and self.origin.get("adapter")
         origin = {**self.origin, "adapter": None} if merged else self.origin
@@ -213,8 +217,11 @@ class Metadata:
 
 def other_weights(metadata: Metadata | None, path: str, adapter: str | None = None) -> str | None:
     """Return a sentence if a target's weights, or their dtype, are not those that a draft was trained for, else None.
-    path, adapter: see `hash_weights`. There is none for a folder without a hash, and for a target whose adapter has
-    been merged."""
+    path, adapter: the target's, see `hash_weights`.
+
+    Also return None if the metadata have no hash of weights, if the target cannot be read, and if an adapter has been
+    merged since.
+    """
     own = metadata.target.get("weights") if metadata else None
     if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
         return None
@@ -222,8 +229,8 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
         return None
     return (
         f"the weights of the target {path} are not those that the draft was trained for, or are the same in "
-        "another dtype: text stays exact, acceptance may be lower; init=pretrained trains the draft "
-        "further"
+        "another dtype: text stays exact, but acceptance may be lower; to train the draft further, set "
+        "init=pretrained"
     )
 
 
@@ -232,13 +239,13 @@ def other_report(folder: Path, metadata: Metadata | None) -> str | None:
     file = folder / REPORT
     if metadata is None or metadata.report is None or (file.is_file() and digest(file) == metadata.report):
         return None
-    return f"{file} is missing or not the one {METADATA} was written with"
+    return f"{file} is missing, or is not the file that {METADATA} was written with"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A draft folder. kind: kind of proposer. metadata: None if the folder was not written by this project. path: where
-    the folder is."""
+    """A draft folder. kind: kind of draft. metadata: the contents of `cotrain.json`, None if the folder has no such
+    file. path: where the folder is."""
 
     kind: str
     metadata: Metadata | None
@@ -254,11 +261,12 @@ def save(
     replace: bool = False,
     prompts: str = "",
 ) -> Path:
-    """Write a draft folder atomically. If the process crashes at any moment, the old folder remains.
+    """Write a draft folder atomically, and return its path. If the process crashes at any moment, the old folder
+    remains.
 
-    prompts: the text of `PROMPTS`; without any, the folder has no such file.
-
-    Raises FileExistsError if the folder contains files and `replace` is off, and the errors of `write`.
+    model, tokenizer, metadata, report: see `write`. replace: whether a folder with files may be replaced. prompts: the
+    text of `PROMPTS`; if it is empty, the folder has no such file. Raises FileExistsError if the folder contains files
+    and `replace` is off, and the errors of `write`.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -276,7 +284,9 @@ def write(
 ) -> None:
     """Write the files of a draft into an existing empty folder, with weights in the model's dtype.
 
-    Raises ValueError if weights are not finite, or if the tokenizer is not the target's.
+    tokenizer: None to write none. metadata: its `report` is set to the hash of the report. report: the contents of
+    report.json, None to write none. Raises ValueError if weights are not finite, or if the tokenizer is not the
+    target's.
     """
     require_finite(model, "the draft to save")
     _same_tokenizer("the draft to save", tokenizer, metadata.target)
@@ -293,13 +303,13 @@ def write(
 
 
 def describe(folder: Path, metadata: Metadata) -> None:
-    """Write the metadata file into a folder that already contains the weights."""
+    """Write `cotrain.json` with this metadata into a folder that already contains the weights."""
     values = {"made" if key == "origin" else key: value for key, value in asdict(metadata).items()}
     (folder / METADATA).write_text(_json(values), encoding="utf-8")
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """Return the model's config, with tie_word_embeddings set to whether head and embedding are one tensor.
+    """Return a copy of the model's config, with tie_word_embeddings set to whether head and embedding are one tensor.
 
     safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
     random numbers. If it said "tied" for two different tensors, some engines would drop one.
@@ -311,8 +321,8 @@ def _config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
-    """Return the generation config for transformers' assisted generation with exactly k drafts per round. Texts begin
-    and end as the model's own do."""
+    """Return the generation config for transformers' assisted generation with exactly k drafts per round. Its first and
+    end tokens are the model's own."""
     own = model.generation_config.to_dict()
     return GenerationConfig(
         **{key: own[key] for key in BEGINNINGS if own.get(key) is not None},
@@ -335,15 +345,15 @@ def digest(file: Path) -> str:
 
 
 def read(folder: str | Path) -> Folder:
-    """Return the kind and the metadata of a folder, without loading its weights. A plain Hugging Face causal LM is an
-    independent draft.
+    """Return the kind and the metadata of a draft folder, without loading its weights. A folder without metadata is
+    taken for a Hugging Face causal LM, an independent draft. Warns if the report is missing or was changed.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError for broken JSON, another
     format version, or a key that is missing, unknown or wrong. The message names file and key.
     """
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder")
+        raise FileNotFoundError(f"there is no folder {path}")
     if not (path / CONFIG).is_file():
         inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
         raise FileNotFoundError(f"{path} is no draft folder: it has no {CONFIG}{inner}")
@@ -364,9 +374,9 @@ def _metadata(file: Path) -> Metadata:
     try:
         # check the version first: another version may have other keys
         if values.get("format") != FORMAT:
-            raise ValueError(f"format is {values.get('format')!r}, this version reads {FORMAT}")
+            raise ValueError(f"format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
         if odd := (set(values) ^ names) - (LATER - set(values)):
-            raise ValueError(f"keys missing or unknown: {', '.join(sorted(odd))}")
+            raise ValueError(f"these keys are missing or unknown: {', '.join(sorted(odd))}")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
         read = Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
@@ -377,9 +387,9 @@ def _metadata(file: Path) -> Metadata:
 
 
 def _located(file: Path, metadata: Metadata) -> Metadata:
-    """Return the metadata of a file with the paths where target and adapter are now. Relative ones were typed where
-    the draft was made: in the working directory, or in one above the file. If several have a target of this name, it is
-    the first with the hashed weights."""
+    """Return the metadata of a file with the present paths of target and adapter. A relative path was typed where the
+    draft was made: in the working directory, or in a folder above the file. If several of these have a target of this
+    name, the first whose weights have the hash of the metadata is meant."""
     name, adapter = str(metadata.target["name"]), metadata.origin.get("adapter")
     if adapter:
         adapter = next(iter(_places(file, adapter, ADAPTER[0])), adapter)
@@ -391,8 +401,8 @@ def _located(file: Path, metadata: Metadata) -> Metadata:
 
 
 def _places(file: Path, name: str, inside: str) -> list[str]:
-    """Return the paths that a relative path may mean, see `_located`, which are files or folders with a file
-    `inside`; of paths to the same place the first."""
+    """Return the existing paths that a relative path `name` may mean, see `_located`: files, or folders that contain a
+    file `inside`. Of several paths to one place, return the first."""
     places: dict[Path, str] = {}
     for place in (name, *(str(parent / name) for parent in file.absolute().parents)):
         if Path(place).is_file() or (Path(place) / inside).is_file():
@@ -401,7 +411,8 @@ def _places(file: Path, name: str, inside: str) -> list[str]:
 
 
 def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:
-    """Return the key `served` of an older folder: it is in `made`, and the rule may be in the report alone."""
+    """Return the value of the key `served` for an older folder, which has it in `made`, and may have the rule in the
+    report alone."""
     served: Mapping[str, Any] = values["origin"].get("served") or {} if isinstance(values["origin"], Mapping) else {}
     if served.get("messages") and served.get("chat") is False:  # its default then
         served = {**served, "chat": None}
@@ -411,8 +422,8 @@ def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]
 
 
 def identity(folder: Path) -> str:
-    """Return a hash that tells a draft from others, and that its exports share: of how it was trained, or of its files
-    if no metadata say that."""
+    """Return a hash, in hexadecimal, that differs between drafts and is the same for all exports of one draft. It
+    covers how the draft was trained, or its files if there are no metadata to say that."""
     metadata = read(folder).metadata
     if metadata is None:
         return hashlib.sha256("".join(map(digest, weight_files(folder))).encode()).hexdigest()
@@ -431,9 +442,9 @@ def load_draft(
     """Return the network of a draft in eval mode on the CPU, with its tokenizer and its metadata (None for each that
     the folder lacks).
 
-    dtype: None for the folder's dtype. network: the network class, which is `Proposer.network_class` of the folder's
-    kind. target: `hash_target` of the target to serve. A different tokenizer is an error; a different shape is a
-    warning. Code in the folder runs only with `trust_remote_code`.
+    dtype: that of the network; None for the folder's. network: the network class, which is `Proposer.network_class` of
+    the folder's kind. target: `hash_target` of the target to serve. A different tokenizer is an error; a different
+    shape is a warning. Code in the folder runs only with `trust_remote_code`.
 
     Raises the errors of `read`. Raises ValueError naming the file if the kind has another network class, or if the
     tokenizer is broken or not the target's. Raises it too for weights that are pickled, truncated, missing or not
@@ -454,20 +465,22 @@ def load_draft(
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the folder's kind has another network class. A folder without metadata is accepted."""
+    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata is
+    accepted."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     if draft.metadata is None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
         raise ValueError(
-            f"{draft.path / METADATA}: kind is {draft.kind!r}, whose folder holds {named(own)}, not {named(network)}"
+            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} holds {named(own)}, not "
+            f"{named(network)}"
         )
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a folder, or None if the folder has no tokenizer files. Raises ValueError if they are
-    broken."""
+    """Return the tokenizer in a folder, or None if the folder has no tokenizer files. trust_remote_code: whether code
+    in the folder may run. Raises ValueError if the files are broken."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:
@@ -494,8 +507,9 @@ def _same_tokenizer(
     own = hash_tokenizer(tokenizer)
     if own != target["tokenizer"]:
         raise ValueError(
-            f"{where}: its tokenizer is not the target's (vocabulary and special ids hash to {own[:12]}, "
-            f"the target's to {target['tokenizer'][:12]}): a draft must use the target's token ids"
+            f"{where}: its tokenizer is not the target's (vocabulary and special ids have the hash {own[:12]}, the "
+            f"target's {target['tokenizer'][:12]}), but a draft must use the target's token ids: give the target that "
+            "it was made for"
         )
 
 
@@ -503,6 +517,6 @@ def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mappi
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
             f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
-            "exact, acceptance may be low",
+            "exact, but acceptance may be low",
             stacklevel=3,
         )

@@ -27,8 +27,8 @@ FORMAT = 3  # of a dequantised folder; another one is written again
 
 
 class Packaged(NamedTuple):
-    """A GGUF file in a package of the Python index. requirement: what pip installs. module, file: where the package has
-    the file. sha256: hash of the file."""
+    """A GGUF file in a package of the Python index. requirement: what pip installs. module: the package's module, whose
+    folder has the file. file: its name. sha256: its hash, in hexadecimal."""
 
     requirement: str
     module: str
@@ -47,17 +47,18 @@ PACKAGED = {
 
 
 def gguf_file(path: str, key: str = "target.path") -> Path | None:
-    """Return the GGUF file that a path or a name of `PACKAGED` means, or None for any other path.
+    """Return the GGUF file that a path or a name of `PACKAGED` means, or None for any other path. key: the setting that
+    has the path, for errors.
 
-    Raises ValueError, naming the key, if the file does not exist. Raises it too if the package is not installed, or if
-    its file has another hash.
+    Raises ValueError, naming the key, if the file does not exist, if the package is not installed, or if its file has
+    another hash.
     """
     if path in PACKAGED:
         return _of_package(path, key)
     if not path.endswith(ENDING) or Path(path).is_dir():
         return None
     if not Path(path).is_file():
-        raise ValueError(f"{key}: no such file: {path}")
+        raise ValueError(f"{key}: there is no file {path}")
     return Path(path)
 
 
@@ -68,20 +69,24 @@ def _of_package(name: str, key: str) -> Path:
     places = list(spec.submodule_search_locations or ()) if spec else []
     file = next((Path(place) / package.file for place in places if (Path(place) / package.file).is_file()), None)
     if file is None:
-        raise ValueError(f"{key}={name}: its weights are a file of the package {package.requirement}: {install}")
+        raise ValueError(
+            f"{key}={name}: its weights are in the package {package.requirement}, which is not "
+            f"installed: type {install}"
+        )
     if (own := sha256(file)) != package.sha256:
         raise ValueError(
             f"{key}={name}: {file} is not the file of {package.requirement} (SHA-256 {own[:12]}..., not "
-            f"{package.sha256[:12]}...): {install}, or {key}={file} for this one"
+            f"{package.sha256[:12]}...): type {install}, or set {key}={file} to use this file"
         )
     return file
 
 
 def dequantised(file: Path, key: str = "target.path") -> Path:
-    """Return the folder of a GGUF file in the user's cache. It is written if it is missing or damaged.
+    """Return the folder in the user's cache with the dequantised model of a GGUF file. The folder is written if it is
+    missing or damaged. key: the setting that has the file, for errors.
 
-    One process writes it; others wait. Raises ValueError, naming the key, if `gguf` is not installed, or if
-    transformers cannot read the file.
+    One process writes the folder while others wait. Raises ValueError, naming the key, if `gguf` is not installed, or
+    if transformers cannot read the file.
     """
     stat = file.stat()
     return _dequantised(file.absolute(), stat.st_size, stat.st_mtime_ns, str(_cache()), key)
@@ -93,15 +98,15 @@ def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Pa
     folder = Path(root) / f"{file.stem}-{digest[:16]}"
     with _alone(folder):
         if not _intact(folder, digest):
-            print(f"{file.name} is dequantised to bfloat16, once: {folder}", file=sys.stderr)
+            print(f"dequantising {file.name} to bfloat16, this once, into {folder}", file=sys.stderr)
             with new_folder(folder, replace=True) as new:
                 _write(file, digest, new, key)
     return folder
 
 
 def about(path: str) -> dict[str, Any] | None:
-    """Return what the card of a draft says about a target from a GGUF file: file, name, quantisation and sha256. Return
-    None for any other target. Raises the errors of `gguf_file` and `dequantised`."""
+    """Return what the card of a draft says about a target in a GGUF file: its file, name, quantisation and sha256.
+    Return None for a target that is not in such a file. Raises the errors of `gguf_file` and `dequantised`."""
     file = gguf_file(path)
     if file is None:
         return None
@@ -144,15 +149,15 @@ WHOLE_WORDS = "llama-bpe"  # after these cuts a word that is a token is not merg
 
 
 def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
-    """Let a tokenizer cut texts as the file says. transformers does not read the name of the cuts, and cuts as GPT-2
-    does."""
+    """Set, in place, how a tokenizer cuts texts before BPE. name: that of the cuts in the file, which transformers does
+    not read: it cuts as GPT-2 does."""
     from tokenizers import Regex, pre_tokenizers
 
     steps = next((steps for steps, known in SPLITS.items() if known == name), None)
     if steps is None:
         print(
-            f"warning: {file.name} cuts texts into words by {name!r}, which is not known here: prompts may get other "
-            "tokens than in llama.cpp",
+            f"warning: {file.name} names {name!r} as its tokenizer's way to cut texts into words, which is not known "
+            "here: prompts may get other tokens than in llama.cpp",
             file=sys.stderr,
         )
         return
@@ -176,7 +181,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _intact(folder: Path, digest: str) -> bool:
-    """Return whether a folder belongs to the file with that hash, has this format, and has unchanged files."""
+    """Return whether a folder was made from the file with hash `digest`, has this format, and has unchanged files."""
     try:
         said = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         files: dict[str, str] = said["files"]
@@ -192,7 +197,9 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     if find_spec("gguf") is None:
-        raise ValueError(f"{key}: {file} needs the library gguf to be read: pip install 'cotrain[gguf]'")
+        raise ValueError(
+            f"{key}: {file} is read by the library gguf, which is not installed: type pip install 'cotrain[gguf]'"
+        )
     said, words, cuts, special = _header(file, key)
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
@@ -215,11 +222,8 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
 
 
 def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None, dict[str, int]]:
-    """Return the name and the quantisation that a file gives itself, the kind of its tokenizer, how that cuts texts,
-    and the ids of its special tokens, by their names in transformers.
-
-    Raises ValueError if it is no GGUF file.
-    """
+    """Return the name and the quantisation that a file gives itself, the type of its tokenizer, the name of its cuts,
+    and the ids of its special tokens, by their names in transformers. Raises ValueError if it is no GGUF file."""
     from gguf import GGUFReader, LlamaFileType
 
     try:

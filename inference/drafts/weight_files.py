@@ -31,8 +31,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def building(path: Path, network: Any = AutoModelForCausalLM) -> Iterator[None]:
-    """Raise ValueError, naming the config.json of a folder, if the block fails to make its model. Errors of files and
-    of memory are raised as they are."""
+    """Raise ValueError, naming the config.json of the folder `path`, if the block fails to make its model. Errors of
+    files and of memory are raised as they are. network: the class of the model, which the message names."""
     try:
         yield
     except (OSError, MemoryError, torch.OutOfMemoryError):
@@ -45,11 +45,12 @@ def building(path: Path, network: Any = AutoModelForCausalLM) -> Iterator[None]:
 def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """Return the model in a folder, the problems of its weights, and the names of surplus tensors, which its config has
-    no place for.
+    """Return the model in a folder, in eval mode; the problems of its weights, one sentence each; and the names of
+    surplus tensors, which its config has no place for.
 
-    network: the class of the model. Problems are tensors that are missing or not finite, and wrong shapes or ids.
-    Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
+    dtype: that of the model; None for the folder's. network: the class of the model. Problems are tensors that are
+    missing or not finite, wrong shapes, and wrong ids of a pruned head. Raises FileNotFoundError or ValueError, naming
+    the file, if the weights cannot be read.
     """
     files = weight_files(path)
     with building(path, network):
@@ -76,7 +77,7 @@ def load_weights(
 
 
 def named(network: Any) -> str:
-    """Return how a message names a network class. If `network` is None, the folder holds no weights."""
+    """Return the name that messages give to a network class; None is the class of a folder without weights."""
     if network is None:
         return "no weights"
     plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
@@ -86,14 +87,14 @@ def named(network: Any) -> str:
 def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
-    name: the file's name if there is only one. Raises FileNotFoundError if a file is absent, and ValueError if weights
-    are pickled or a file is damaged.
+    name: name of the file; weights in several files have an index with this name. Raises FileNotFoundError if a file is
+    absent, and ValueError if weights are pickled or a file is damaged.
     """
     index = path / f"{name}.index.json"
     if not (path / name).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if not names or any(part != Path(part).name for part in names):
-            raise ValueError(f"{index}: weight_map must name files of this folder, it names {names}")
+            raise ValueError(f"{index}: weight_map must name files of this folder, not {names}")
         files = [path / part for part in names]
     else:
         files = [path / name]
@@ -103,7 +104,8 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
 
 
 def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
-    """Raise ValueError for a tensor of the folder whose size is not that of the model, by the headers of the files."""
+    """Raise ValueError if a tensor in the folder has another size than the model's tensor of that name. Only the
+    headers of the files are read."""
     wanted = model.state_dict()
     for file in weight_files(folder):
         with safe_open(file, "pt") as tensors:
@@ -111,7 +113,7 @@ def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
                 size, own = tensors.get_slice(name).get_shape(), list(wanted[name].shape)
                 if size != own:
                     raise ValueError(
-                        f"{folder}: {CONFIG} asks for {name} of size {own}, and {file.name} has it of size {size}"
+                        f"{folder}: by {CONFIG} the tensor {name} has size {own}, but in {file.name} it has size {size}"
                     )
 
 
@@ -119,7 +121,9 @@ def _whole(file: Path) -> None:
     if not file.is_file():
         pickled = sorted(other for other in file.parent.iterdir() if other.suffix in PICKLED)
         if pickled:
-            raise ValueError(f"{pickled[0]} is pickled: weights are read from safetensors only")
+            raise ValueError(
+                f"{pickled[0]} is pickled, and weights are read from safetensors only: save them as {file.name}"
+            )
         raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
     try:
         with safe_open(file, "pt"):
@@ -129,8 +133,8 @@ def _whole(file: Path) -> None:
 
 
 def require_sound(model: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, for a tensor that holds NaN or infinity, and for ids of a pruned head
-    that the target lacks."""
+    """Raise ValueError, beginning with `where`, if a tensor of the model contains NaN or infinity, or if a pruned head
+    has ids that the target lacks."""
     require_finite(model, where)
     require_known(model, where)
 

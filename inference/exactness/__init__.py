@@ -1,1 +1,1 @@
-"""The checks of exactness. This package runs five checks and combines them into the verdict."""
+"""The checks of exactness: five checks, and the verdict that combines them."""

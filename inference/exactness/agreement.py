@@ -1,4 +1,4 @@
-"""Check (d) of the verdict. The logits of an engine's own passes must agree with transformers' forward of whole texts.
+"""Check (d) of the verdict: the logits of an engine's own passes must agree with transformers' forward of whole texts.
 
 The tolerance for rounding is measured with transformers' forward alone, never with the passes under test. It is the
 change of logits when every embedding moves by one unit in the last place. A model whose routing or deep layers amplify
@@ -32,10 +32,10 @@ POSITIONS, LAST = 128, 32  # tokens compared per text, and how many of them are 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """The result of check (d), that the engine's logits agree with transformers' own forward (see `verdict`). It covers
-    `tokens` tokens at positions `first` to `last`, counting the prompt.
+    """The result of check (d), that the engine's logits agree with transformers' own forward (see `verdict`).
 
-    All distances are in units of the logits' root mean square. one: distance between the engine's passes of one id and
+    tokens: number of tokens compared. first, last: the range of their positions, counting the prompt. All other numbers
+    are distances, in units of the logits' root mean square. one: distance between the engine's passes of one id and
     transformers' own forward, as a root mean square over the compared tokens. many: the same for passes of several ids
     or over a tree. worst: largest distance at a single token. own: change of transformers' logits when embeddings move
     by one unit in the last place. limit: tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both
@@ -57,11 +57,12 @@ class LogitsCheck:
         return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
     def line(self) -> str:
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
-            f"logits are those of transformers' forward on {self.tokens} tokens at "
-            f"positions {self.first} to {self.last}: {self.one:.2g} off in passes of "
-            f"one id, {self.many:.2g} of several, at most {self.limit:.2g}; worst token {self.worst:.2g}, at most "
-            f"{self.worst_limit:.2g} (its own rounding {self.own:.2g})"
+            f"logits are those of transformers' forward on {self.tokens} tokens at positions {self.first} to "
+            f"{self.last}: they differ by {self.one:.2g} in passes of one id and {self.many:.2g} in passes of several, "
+            f"{self.limit:.2g} is allowed; at the worst token by {self.worst:.2g}, {self.worst_limit:.2g} is allowed "
+            f"(rounding alone changes them by {self.own:.2g})"
         )
 
 
@@ -69,11 +70,13 @@ class LogitsCheck:
 def check_logits(
     lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
 ) -> LogitsCheck:
-    """Compare the logits of the engine's passes with transformers' forward of whole texts. The passes read one id, then
-    `width` ids or a tree.
+    """Return the result of check (d): the logits of the engine's passes beside those of transformers' forward of whole
+    texts. The passes read one id, then `width` ids or a tree.
 
-    lm: the LM of the engine under test; its slots are overwritten. The passes run over as many texts as `lm` has rows,
-    but at least three. Up to four of these texts are compared, at the tokens that `spread` selects.
+    lm: the LM of the engine under test; its slots are overwritten. prompts, texts: ids, and the new ids after them.
+    width: ids per row of a verifying pass. tree: the shape that the engine drafts, None for chains. The passes run over
+    as many texts as `lm` has rows, but at least three. Up to four of these texts are compared, at the tokens that
+    `spread` selects.
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
@@ -100,9 +103,9 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """Return the indices of the tokens to compare in a text of this length. A short text is compared at all tokens. A
-    long text is compared at POSITIONS tokens: the last LAST ones, and others evenly spaced before these. The passes
-    always run over all tokens."""
+    """Return the indices of the tokens to compare in a text of this length: all of a short text, and POSITIONS of a
+    long one, namely the last LAST tokens and others evenly spaced before these. The passes always run over all tokens.
+    """
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -110,8 +113,8 @@ def spread(length: int) -> list[int]:
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
-    """Return the logits (n, V) of the text's tokens `at`. They come from transformers' own forward of the whole text,
-    without a cache. moved: change each number of the embeddings by one unit in its last place, up or down."""
+    """Return the logits (n, V) of the text's tokens `at`, from transformers' own forward of the whole text without a
+    cache. moved: whether to change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_of(prompt))
     if not moved:
@@ -140,7 +143,7 @@ def _passes(
     tree: Parents | None = None,
 ) -> Tensor:
     """Return how far the logits of passes of `width` ids, or over trees, differ from the logits `right` at the tokens
-    `at`."""
+    `at` (both by text): one distance per token."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
@@ -153,19 +156,20 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return rms(d - mean(d)) / rms(b) with d = a - b, over the vocabulary: (..., V) -> (...) float64."""
+    """Return rms(d - mean(d)) / rms(b) with d = a - b, each over the vocabulary. a, b: logits (..., V). Returns (...)
+    float64."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 
 
 def most(model: PreTrainedModel) -> float:
-    """Return the largest change of logits that the model's dtype can explain."""
+    """Return the largest change of logits that the model's dtype can explain, in units of their root mean square."""
     return MOST[_unit(model)]
 
 
 def step(model: PreTrainedModel) -> float:
-    """Return one unit in the last place of 1 in the model's dtype. For float64 it is a tenth of float32's unit, since
-    transformers computes norms in float32."""
+    """Return one unit in the last place of the number 1 in the dtype of the model's products. For float64 it is a tenth
+    of float32's unit, since transformers computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 

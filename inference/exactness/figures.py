@@ -1,6 +1,6 @@
-"""Checks (b) and (c) of the verdict. Target calls, and acceptance at depth 1, must be those that p and q predict.
+"""Checks (b) and (c) of the verdict: target calls, and acceptance at depth 1, must be those that p and q predict.
 
-`Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `pair_figures` (`side_by_side`) computes
+`Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `side_by_side.pair_figures` computes
 them. B texts, T tokens of the longest, K drafts per round.
 """
 
@@ -35,7 +35,8 @@ class Figures:
 
     near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding could change its token. k
     (B, T): drafts of the round that starts at token t; for trees, its levels. lengths (B,): tokens of each text.
-    rounding: standard deviation, in nats, of log p - log q between the passes of the run and the passes here.
+    rounding: standard deviation, in nats, of the difference of log p - log q between the passes of the run and the
+    passes here.
 
     reach (B, T, D+1): for trees only, P(the round that starts at token t accepts at least n nodes | the text). Then
     logq is empty, alpha is P(at least one), and near_q is for the first level.
@@ -52,13 +53,13 @@ class Figures:
     rounding: float = 0.0
 
     def of(self, texts: Sequence[int]) -> "Figures":
-        """Return the figures of these texts alone."""
+        """Return the figures of these texts alone. texts: their indices."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         chosen: dict[str, Any] = {name: some[texts] for name, some in values.items() if isinstance(some, Tensor)}
         return replace(self, **chosen)
 
     def first(self, values: Tensor) -> Tensor:
-        """Return the values of each round's first draft: (B, T) or (B, T, K) -> (B, T)."""
+        """Return the values (B, T) of each round's first draft. values: (B, T), or (B, T, K) by depth."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
@@ -70,8 +71,8 @@ class Figures:
 
 
 class Expected(NamedTuple):
-    """The expected target calls. calls: of all texts together. variance: of `calls`. prefix, conditional: acceptance by
-    depth. All of them follow from p and q on the texts."""
+    """The expected target calls, which follow from p and q on the texts. calls: number of calls of all texts together.
+    variance: that of `calls`. prefix, conditional: acceptance by depth, see `Counts`."""
 
     calls: float
     variance: float
@@ -81,12 +82,13 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsCheck:
-    """The result of check (b). It compares the measured target calls of the texts with the predicted ones.
+    """The result of check (b), the measured target calls of the texts beside the predicted ones.
 
-    sigma: standard deviation from random acceptance, plus one call for each of the `near` deterministic drafts that
-    rounding could change. prefix, conditional: predicted acceptance by depth. rare: number of rounds that accepted a
-    number of drafts whose probability, given the text, is below 1 %. rare_expected: the expected number of such rounds.
-    A wrong residual or a wrong q changes `rare` first.
+    tokens: number of tokens in the texts. measured, predicted: number of target calls. sigma: standard deviation of
+    `predicted`, from random acceptance, plus one call for each of the `near` deterministic drafts that rounding could
+    change. prefix, conditional: predicted acceptance by depth. rare: number of rounds that accepted a number of drafts
+    whose probability, given the text, is below 1 %. rare_expected: the expected number of such rounds. A wrong residual
+    or a wrong q changes `rare` first.
     """
 
     tokens: int
@@ -101,6 +103,7 @@ class CallsCheck:
 
     @property
     def z(self) -> float:
+        """Return measured - predicted, in standard deviations."""
         return _sigmas(self.measured - self.predicted, self.sigma, self.predicted)
 
     @property
@@ -110,7 +113,7 @@ class CallsCheck:
 
     @property
     def tau(self) -> float:
-        """Return the predicted tokens per target call."""
+        """Return tokens per target call, as predicted."""
         return self.tokens / self.predicted
 
     @property
@@ -119,23 +122,24 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """Return how far `rare` exceeds `rare_expected`, in standard deviations. One round, and one more for each near
-        draft, is subtracted first, because rounding may cause these."""
+        """Return how far `rare` exceeds `rare_expected`, in standard deviations. One round, and one more for each of
+        the `near` drafts, is added to the variance, because rounding may cause these."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
-            f"{self.sigma:.1f} predicted, z {self.z:+.2f}, {self.relative:+.2%}; {self.rare} rare rounds, "
-            f"{self.rare_expected:.1f} expected"
+            f"{self.sigma:.1f} predicted (z {self.z:+.2f}, {self.relative:+.2%}); rounds with an unlikely number of "
+            f"accepted drafts: {self.rare}, {self.rare_expected:.1f} expected"
         )
 
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """The result of check (c). It compares the acceptance rate of first drafts with alpha. rounds: number of rounds
-    that drafted. accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at
-    the starts of the rounds. chance: probability that an exact engine accepts at least as many."""
+    """The result of check (c), the acceptance rate of first drafts beside alpha. rounds: number of rounds that drafted.
+    accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at the starts of
+    the rounds. chance: probability that an exact engine accepts at least as many."""
 
     rounds: int
     accepted: int
@@ -151,22 +155,24 @@ class DepthCheck:
         return self.chance >= FALSE_ALARM
 
     def line(self) -> str:
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
-            f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}, "
-            f"probability of so many {self.chance:.2g}, at least {FALSE_ALARM:g}"
+            f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}; an exact "
+            f"engine accepts as many with probability {self.chance:.2g}, which must be at least {FALSE_ALARM:g}"
         )
 
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
-    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions."""
+    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions. scale: the
+    size of the number that the rounding is relative to."""
     if abs(difference) <= 1e-5 * scale:
         return 0.0
     return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
-    """Run check (b) for texts decoded under `rule`. Returns None if target calls depend on the noise that generated the
-    text."""
+    """Return the result of check (b) for texts decoded under `rule`, or None if target calls depend on the noise that
+    generated the text. figures: those of the texts."""
     forecast, reach = expected(figures, rule), rounded(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -186,8 +192,8 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """Run check (c), from alpha = sum_v min(p, q) at the starts of rounds. A start at which rounding decides the draft
-    may accept it at any alpha. Returns None if no round drafted.
+    """Return the result of check (c), from alpha = sum_v min(p, q) at the starts of rounds, or None if no round
+    drafted. At a start where rounding decides the draft, any alpha up to 1 is allowed for.
 
     Raises ValueError if the counts do not belong to the texts.
     """
@@ -204,7 +210,7 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
 
 
 def at_least(count: int, probs: Tensor) -> float:
-    """Return P(at least `count` of independent events occur), given the probability of each (n,)."""
+    """Return P(at least `count` of n independent events occur). probs (n,): the probability of each event."""
     parts = torch.stack([1 - probs, probs], -1)  # (n, counts): the distribution of a count in each group of events
     while len(parts) > 1:
         if len(parts) % 2:
@@ -216,7 +222,7 @@ def at_least(count: int, probs: Tensor) -> float:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Return whether a round of the run started at each token and drafted -> (B, T) bool."""
+    """Return whether a round of the run started at each token, and drafted: (B, T) bool."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -225,7 +231,7 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
     """Return the expected target calls of the texts under a rule, and acceptance by depth (see
-    `inference.verify.predict_chain`). Return None if acceptance depends on the noise that generated the text."""
+    `inference.verify.predict_chain`), or None if acceptance depends on the noise that generated the text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -235,23 +241,26 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
-    """Return P(a round that starts at token t accepts at least n drafts | the text) -> (B, T, K+1). Return None if
-    acceptance under the rule depends on the noise that generated the text.
+    """Return P(a round that starts at token t accepts at least n drafts | the text), (B, T, K+1), or None if acceptance
+    under the rule depends on the noise that generated the text.
 
-    most: the largest number of drafts per round. For trees, rule and shape are always those of the run, and `most`
-    raises ValueError.
+    most: the largest number of drafts per round, None for that of the figures. For trees, rule and shape are always
+    those of the run, and `most` raises ValueError.
     """
     if figures.reach is not None:
         if most is not None:
-            raise ValueError("most: not for trees, whose figures are for the shape that ran; see measure.tree_shapes")
+            raise ValueError(
+                "most must be None for trees, whose figures are for the shape that ran; measure.tree_shapes has those "
+                "of other shapes"
+            )
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
     return rule_of(rule).reach(figures.logp, figures.logq, k, figures.lengths)
 
 
 def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
-    """Return `reach_of` chains of at most `most` drafts. For a rule whose acceptance depends on the random numbers that
-    made the text, return that of the token rule."""
+    """Return `reach_of` for chains of at most `most` drafts. For a rule whose acceptance depends on the random numbers
+    that made the text, return that of the token rule."""
     reach = reach_of(figures, rule, most)
     if reach is None:
         reach = reach_of(figures, "token", most)
@@ -260,9 +269,9 @@ def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
 
 
 def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """Return the mean of `reach_of` over random changes of log q - log p as large as the rounding of the run. If the
-    draft is nearly the target, rounding alone decides whether drafts can be rejected. For trees, return `reach_of`
-    itself."""
+    """Return the mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run,
+    or None as `reach_of` does. If the draft is nearly the target, rounding alone decides whether drafts can be
+    rejected. For trees, return `reach_of` itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
@@ -273,8 +282,8 @@ def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
 
 
 def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
-    """Count the rare rounds: those whose number of accepted drafts has a probability, given the text, below RARE.
-    Returns the count, and its expectation over the same rounds. reach (B, T, K+1): `rounded` under the run's rule.
+    """Return the number of rare rounds, and its expectation. A round is rare if its number of accepted drafts has a
+    probability, given the text, below RARE. reach (B, T, K+1): `rounded` under the run's rule.
 
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
     residual has no mass there.

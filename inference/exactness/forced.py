@@ -1,9 +1,9 @@
-"""Forced rounds. They show which distributions a proposer of any kind drafts from, at every token of given texts.
+"""Forced rounds: they show which distributions a proposer of any kind drafts from, at every token of given texts.
 
 A round starts at every token of a text. The proposer drafts as it does while serving, but each draw returns the text's
 next token. The distributions are then those of a round that accepts every draft, and acceptance depends on nothing
 else. In a tree, every child of every node is the text's next token, so all nodes at one depth follow the same text. The
-first of them therefore has the distributions of a round that follows the text to this depth, whatever the shape.
+first node at a depth therefore has the distribution of a round that follows the text to this depth, whatever the shape.
 
 B texts, T tokens of the longest, A rows per round, K drafts per round, D levels, C children, N nodes, V vocabulary.
 """
@@ -60,8 +60,8 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
 
 
 class Along(NamedTuple):
-    """A forced round of some texts. It accepts no draft. rows (A,): the texts' numbers. logits, p (A, N+1, V): from the
-    target's pass. left (A,): number of tokens that remain in each text."""
+    """A forced round of some texts, in which no draft is accepted. rows (A,): the texts' numbers. logits, p (A, N+1,
+    V): from the target's pass. left (A,): number of tokens that remain in each text."""
 
     rows: Tensor
     round: "ForcedRound"
@@ -74,8 +74,8 @@ class Along(NamedTuple):
 def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
-    """Yield forced rounds of as many texts as the engine has rows, from text number `low` on. There is one round for
-    each token of the longest text. noise: the `gap` of `ForcedRound.force`."""
+    """Yield forced rounds of as many texts as the engine has rows, beginning with text number `low`. There is one round
+    for each token of the longest text. noise: the `gap` of `ForcedRound.force`."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -90,7 +90,7 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """Run one forced round of the active rows, whose texts continue with `tokens`."""
+    """Run one forced round of the active rows. tokens: the whole new text of each row."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -123,7 +123,8 @@ class ForcedRound(DecodingRound):
     certain: bool
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
-        """Set the tokens to draw: the next tokens of each row's text, and 0 past its end."""
+        """Set the tokens to draw: the next tokens of each row's text, and 0 past its end. gap: two scores that are
+        closer than this are counted in `close`."""
         width = max(*self.k, 1)
         padded = [(text + [0] * width)[:width] for text in nexts]
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
@@ -155,8 +156,8 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """The figures of one forced round of the texts numbered `rows`. The first token's figures are (A,); those of the
-    drafts, by depth, are (A, K)."""
+    """The figures of one forced round of the texts numbered `rows`. Those of the first token (logp, near_p, k) are
+    (A,); those of the drafts, by depth (logq, alpha, near_q), are (A, K)."""
 
     rows: Tensor
     logp: Tensor
@@ -169,8 +170,8 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """Collect the rounds' reach into one tensor (B, T, D+1): entry n is the probability that the round at position t
-    accepts at least n drafts. Entry 0 is 1. Return None if no round has a reach."""
+    """Return the rounds' reach as one tensor (B, T, D+1), or None if no round has a reach. Entry n is the probability
+    that the round at position t accepts at least n drafts; entry 0 is 1."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -184,7 +185,6 @@ def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor |
 
 
 def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
-    """Return the figures of a round that drafts a chain or a tree."""
     proposal = one.proposal
     if proposal.tree is None:
         return _of_chain(one, proposal, noise, sampling)
@@ -193,7 +193,7 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
-    """Return the figures of a chain's tokens. Column j of the target's p (A, K+1, V) is valid only if the drafts before
+    """Return the figures of a chain's tokens. Column j of the target's p (A, K+1, V) is used only if the drafts before
     it were the text's tokens."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
@@ -221,8 +221,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """Return the distributions (A, K, V) that the drafts were really drawn from, or the proposal's if nothing was
-    drawn. A proposer that reports wrong distributions therefore fails the check."""
+    """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports wrong
+    ones fails the check. If nothing was drawn, return the proposal's."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -277,9 +277,10 @@ def reach_along(
     """Return P(the round accepts at least n nodes | the text) -> (A, D+1) float64, or None if acceptance depends on
     noise.
 
-    p (A, N+1, V): of the target's pass. drawn (A, V), by depth: the distribution of the draft. offered (A, m), by
-    depth: the children that would have been drawn, which are the likeliest tokens if `certain`. x (A, D): the text's
-    next tokens. inside (A, D): whether they exist. nodes (A,): number of nodes in use.
+    p (A, N+1, V): distributions of the target's pass. drawn: depth -> (A, V), the distribution of the draft. offered:
+    depth -> (A, m), the children that would have been drawn. certain: whether these are the likeliest tokens. x (A, D):
+    the text's next tokens. inside (A, D): whether the text has them. shape: parents of the tree's nodes. nodes (A,):
+    number of nodes in use. rule: the verification rule. seed: that of the rule's samples.
     """
     if rule.branches is None:
         return None
@@ -298,8 +299,8 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Return whether rounding could change which tokens are the m likeliest, or their order: scores (A, V) -> (A,)
-    bool."""
+    """Return whether rounding could change which m tokens are the likeliest, or their order: (A,) bool. scores (A, V).
+    gap: two scores that are closer than this may change their order."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values

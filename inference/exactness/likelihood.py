@@ -1,4 +1,4 @@
-"""Check (e) of the verdict. The emitted tokens must be as likely under the target as tokens drawn from it.
+"""Check (e) of the verdict: the emitted tokens must be as likely under the target as tokens drawn from it.
 
 Checks (b) and (c) are conditional on the text, whatever distribution it was drawn from. They miss a wrong draw of the
 last token of each round, and acceptance tests that reuse the random numbers of the drafts. Two statistics of a token x
@@ -29,10 +29,10 @@ SIGMAS, IMPOSSIBLE = 5, 0.02  # log probabilities have heavy tails, and rounding
 class LikelihoodCheck:
     """The result of check (e) over `tokens` emitted tokens.
 
-    surprise, entropy: means of -log p(x) and of the entropy of p, in nats. They are equal in expectation if x was drawn
-    from p. z: their difference in standard deviations. place_z: the same for the distribution function at the tokens.
-    impossible: number of tokens whose probability under p is 0. The means omit these. Rounding causes a few of them, at
-    a tie or at the edge of top-k, top-p or min-p.
+    surprise, entropy: means of -log p(x) and of the entropy of p, in nats per token. They are equal in expectation if x
+    was drawn from p. z: their difference in standard deviations. place_z: the same for the second statistic, the
+    distribution function at the tokens. impossible: number of tokens whose probability under p is 0, which the means
+    omit. Rounding causes a few of them, at a tie or at the edge of top-k, top-p or min-p.
     """
 
     tokens: int
@@ -48,17 +48,17 @@ class LikelihoodCheck:
         return likely and self.impossible <= IMPOSSIBLE * self.tokens
 
     def line(self) -> str:
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         return (
             f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
-            f"{self.entropy:.3f} expected, z {self.z:+.2f}, of the distribution function z {self.place_z:+.2f}; "
-            f"{self.impossible} of {self.tokens} impossible"
+            f"{self.entropy:.3f} expected (z {self.z:+.2f}; for the distribution function at the tokens "
+            f"z {self.place_z:+.2f}); {self.impossible} of {self.tokens} tokens have probability 0"
         )
 
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
-    """Check that the emitted tokens are as likely under the target as tokens drawn from it (check (e) of `verdict`),
-    over all tokens of the texts. p comes from transformers' own forward of each whole text, so faults
-    of the engine's passes do not affect it."""
+    """Return the result of check (e) over all tokens of the texts. p comes from transformers' own forward of each whole
+    text, so faults of the engine's passes do not affect it."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
     for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
@@ -73,14 +73,13 @@ def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> Like
 
 
 def _sigmas(difference: float, variance: float) -> float:
-    """Return difference / sqrt(variance), or 0 if the variance is 0."""
     return difference / math.sqrt(variance) if variance > 0 else 0.0
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """Return five numbers per token -> (..., 5) float64, for distributions p (..., V) and tokens x (...). They are:
-    -log p(x); the entropy H(p); the variance of -log p; the distribution function at the middle of x, minus 1/2; and
-    the variance of this fourth number."""
+    """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; the
+    distribution function at the middle of x, minus 1/2; and the variance of this fourth number. p: distributions (...,
+    V). x: tokens (...)."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

@@ -33,11 +33,11 @@ def pair_figures(
 ) -> Figures:
     """Return the figures of target and draft at every token of the texts. The passes are as wide as those of decoding.
 
-    If the proposer is a language model, both models run teacher-forced passes. The target reads k + 1 ids per pass; the
-    draft reads one id, with its weights rounded as when it serves. Any other proposer runs forced rounds with the
-    engine's target, in the engine's slots. noise: the largest change of the target's score gaps by rounding, see
-    `ties.compare_passes`. rows: texts per pass; None for as many as the engine has rows, which forced rounds always
-    use.
+    engine: the engine that decoded the texts. proposer: its draft. If the proposer is a language model, both models run
+    teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights rounded as when
+    it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots. max_new_tokens:
+    that of the run. noise: the largest change of the target's score gaps by rounding, see `ties.compare_passes`. rows:
+    texts per pass; None for as many as the engine has rows, which forced rounds always use.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
@@ -69,14 +69,13 @@ def pair_figures(
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
-    """Return the standard deviation of log p - log q between passes. It follows from `noise`, the largest change of a
-    score gap."""
+    """Return the standard deviation of log p - log q between passes, in nats. noise: largest change of a score gap."""
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
-    """Return the draft length of a round that starts at token t of a text -> (B, T) int64. It is the policy's length,
-    limited by max_new_tokens and the draft's context."""
+    """Return the draft length of a round that starts at token t of a text, (B, T) int64: the policy's, limited by
+    max_new_tokens and by `context`, the draft's."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -94,8 +93,8 @@ def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
 
 
 def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(x), log q(x) and alpha, (A, n) each. If rounding at the edge of a cut gives p(x) = 0, p(x) is
-    replaced by the smallest positive number."""
+    """Return log p(x), log q(x) and alpha, each (A, n). If rounding at the edge of a cut gives p(x) = 0, the smallest
+    positive number replaces it."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)

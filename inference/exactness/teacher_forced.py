@@ -1,4 +1,4 @@
-"""Teacher-forced passes. They give the logits of known texts, in passes of any width or over trees of any shape.
+"""Teacher-forced passes: they give the logits of known texts, in passes of any width or over trees of any shape.
 
 The width of a pass decides its rounding. Decoding makes passes of one id; verification makes passes over k + 1 ids or
 over a tree. Models, especially quantised ones, give slightly different logits in each. A rows, n positions, N nodes, V
@@ -36,9 +36,9 @@ Routes = Iterator[Parents]
 
 
 class TextLogits(NamedTuple):
-    """The logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`. Entries past a text's end
-    have no meaning. x (A, n): the tokens. valid (A, n): whether the token exists. scale (A, n): root mean square of the
-    model's own logits, before settings that read history."""
+    """The logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`. x (A, n): the tokens. valid
+    (A, n): whether the text has the token; other entries have no meaning. scale (A, n): root mean square of the model's
+    own logits, before settings that read the text."""
 
     rows: list[int]
     start: int
@@ -60,14 +60,14 @@ def teacher_forced(
     rows: int = 8,
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
-    """Yield the logits of every token of `texts` (new ids), given its prompt (at least one id) and the tokens before
-    it. Prompts of an encoder-decoder carry their sources, see `Engine.starts`.
+    """Yield the logits of every token of `texts` (new ids), given the ids of its prompt (at least one) and the tokens
+    before it. Prompts of an encoder-decoder carry their sources, see `Engine.starts`.
 
     A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
     are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for `block`), or
     passes over trees of the shape `tree`, in which the text follows one route after another. Settings that read the
-    text are applied, so `probs(logits, sampling)` is the distribution. Each block has at most `block` tokens of one
-    batch of texts, so that (B, T, V) is never in memory at once.
+    text are applied, so `probs(logits, sampling)` is the distribution. vocabulary: number of logits of a model, None
+    for all. Each block has at most `block` tokens of one batch of texts, so that (B, T, V) is never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
@@ -103,15 +103,15 @@ def _batch(
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
-    """Return the ids start .. start + n - 1 of each row -> (A, n). Ids past a row's end are 0."""
+    """Return the ids start .. start + n - 1 of each row -> (A, n), 0 past a row's end."""
     return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
 
 
 def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
-    """Return the logits after penalties, bans and other settings that read the text before each token; (A, n, V),
-    float32 at least."""
+    """Return logits (A, n, V), float32 at least, after the settings that read the text before each token, such as
+    penalties and bans. start: index of the first token in each text."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -122,12 +122,13 @@ def _processed(
 
 
 def rms(x: Tensor) -> Tensor:
-    """Return the root mean square over the last dimension: (..., V) -> (...), float32 at least."""
+    """Return the root mean square of x (..., V) over its last dimension -> (...), float32 at least."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n). Each pass reads `width` ids; row b starts at position first[b]."""
+    """Return the logits (A, n, V) after ids (A, n), in passes of `width` ids. first: position of the first id of each
+    row."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits.clone()
         for at in range(0, ids.shape[1], width)
@@ -136,8 +137,8 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), row b from position first[b]. Each pass reads an anchor and a tree.
-    The ids after the anchor follow one route of the tree, which is then accepted as in a round."""
+    """Return the logits (A, n, V) after ids (A, n), in passes over an anchor and a tree. first: position of the first
+    id of each row. The ids after the anchor follow the next route of `ways`, which is then accepted as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -161,7 +162,7 @@ def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
 
 
 def routes(parents: Parents) -> Routes:
-    """Return the routes to all leaves, deepest leaves first, repeated without end. Every node is on some route."""
+    """Return an endless iterator over the routes to all leaves, deepest leaves first. Every node is on some route."""
     paths = []
     for leaf in set(range(len(parents))) - set(parents):
         route = [leaf]
@@ -172,12 +173,13 @@ def routes(parents: Parents) -> Routes:
 
 
 def depth_of(parents: Parents) -> int:
-    """Return the number of levels of a shape."""
+    """Return the number of levels of the tree with these parents."""
     return max(depths_of(parents))
 
 
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
-    """Return the shape of the trees that an engine drafts, or None for chains. A short call of the engine shows it."""
+    """Return the shape of the trees that an engine drafts, or None for chains. A short call of the engine after this
+    prompt shows the shape."""
     coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
@@ -188,8 +190,8 @@ def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
 
 
 class _Shapes:
-    """A recorder of tree shapes (`trace.RoundRecorder`). It records the parents that the first row drafts in the first
-    two rounds of a call."""
+    """A recorder of tree shapes (`trace.RoundRecorder`). It records the parents of the nodes that the first row drafts
+    in the first two rounds of a call."""
 
     def __init__(self) -> None:
         self.parents: list[Parents] = []
@@ -212,7 +214,7 @@ def whole_texts(
     sampling: Sampling,
     vocabulary: int,
 ) -> Iterator[TextLogits]:
-    """Yield the same blocks as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
+    """Yield the same values as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
     code of the engine is used.
 
     Each block has one row. A long text gives several blocks, each from its own forward, so that the logits stay within

@@ -1,4 +1,4 @@
-"""Check (a) of the verdict. The coupled text must equal the plain text token for token, except at ties that rounding
+"""Check (a) of the verdict: the coupled text must equal the plain text token for token, except at ties that rounding
 decides.
 
 Coupled decoding emits the argmax of logit + temperature * Gumbel noise. This score is in units of logits; at
@@ -30,14 +30,14 @@ MARGIN = 2  # rounding seldom changes a gap by more than the measured maximum, a
 
 @dataclass(frozen=True)
 class TextCheck:
-    """The result of check (a). It counts how many coupled texts equal the plain text.
+    """The result of check (a): how many coupled texts equal the plain text.
 
-    equal: number of prompts whose text is the plain text. ties, unexplained: number of tokens at which plain decoding,
-    given the text before, chooses another token; rounding explains the ties, but not the others. noise: largest change
-    of the gap between a position's two best scores from passes of one id to passes of k + 1 ids, but at least the
-    general rounding of the logits. gap: largest gap at a difference, 0 without differences. limit: the largest gap that
-    the dtype can explain, whatever was measured. compared: number of tokens compared, of the `tokens` in the measured
-    texts.
+    prompts: number of prompts. equal: number of prompts whose text is the plain text. ties, unexplained: number of
+    tokens at which plain decoding, given the text before, chooses another token; rounding explains the ties, but not
+    the others. noise: largest change of the gap between a position's two best scores from passes of one id to passes of
+    k + 1 ids, but at least the general rounding of the logits. gap: largest gap at a difference, 0 without differences.
+    limit: the largest gap that the dtype can explain, whatever was measured. compared: number of tokens compared, of
+    the `tokens` in the measured texts.
     """
 
     prompts: int
@@ -60,21 +60,23 @@ class TextCheck:
         return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
+        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
         others, differences = self.prompts - self.equal, self.ties + self.unexplained
         words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
         said = f"{self.equal} of {self.prompts} prompts{f'; {words}' if others else ''}"
         return (
             f"coupled text equals plain text: {said} "
-            f"(gap {self.gap:.2g}, noise {self.noise:.2g}, by its dtype at most "
-            f"{self.limit:.2g}){share}"
+            f"(largest score gap at a difference {self.gap:.2g}; rounding changes gaps by up to {self.noise:.2g}, and "
+            f"by its dtype at most {self.limit:.2g}){share}"
         )
 
 
 class Difference(NamedTuple):
-    """A position at which a text differs from the plain text. plain, other: the plain token and the text's token. gap:
-    the gap between their scores in the plain pass of one id. logits (V,), g (V,): logits and noise of that pass. text:
-    number of the text. limit: the largest gap that rounding in the model's dtype may explain."""
+    """A position at which a text differs from the plain text. gap: the gap between the scores of the two tokens in the
+    plain pass of one id. logits (V,), g (V,): logits and Gumbel noise of that pass. plain, other: the plain token and
+    the text's token. text: number of the text. limit: the largest gap that rounding in the model's dtype may explain.
+    """
 
     gap: float
     logits: Tensor
@@ -95,12 +97,13 @@ def check_coupled(
     bound: float,
     tree: Parents | None = None,
 ) -> TextCheck:
-    """Run check (a). The engine decodes the prompts with shared noise. Then its passes of one id show which token plain
-    decoding chooses at every position (`compare_text`).
+    """Return the result of check (a). The engine decodes the prompts with shared noise. Then its passes of one id show
+    which token plain decoding chooses at every position (`compare_text`).
 
-    tree: the shape that the engine drafts, None for chains. bound: the largest gap that rounding may explain, in root
-    mean squares of the logits. It is GAP times the general rounding of the logits, and the noise is at least that
-    rounding.
+    ids: keys of the prompts' random numbers. seed: that of the run. bound: the largest gap that rounding may explain,
+    in root mean squares of the logits; it is GAP times the general rounding of the logits, and the noise is at least
+    that rounding. tree: the shape that the engine drafts, None for chains. Raises RequestError if a prompt ends in an
+    error.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -128,7 +131,7 @@ def check_coupled(
 
 
 def verifying_width(engine: Engine, prompts: list[list[int]]) -> int:
-    """Return the number of ids per row in the engine's verifying passes."""
+    """Return the number of ids per row in the engine's verifying passes: the anchor and the longest draft."""
     return max(engine.policy.lengths(prompts)) + 1
 
 
@@ -143,11 +146,11 @@ def check_text(
     k: int,
     rows: int = 8,
 ) -> TextCheck:
-    """Run check (a) on texts of another server, such as vLLM in tests/engines. The coupled and the plain texts share
-    the noise noise_keys = (ids, seed). Only the first difference of each text counts, since plain decoding is unknown
-    after it.
+    """Return the result of check (a) for texts of another server, such as vLLM in tests/engines. Only the first
+    difference of each text counts, since plain decoding is unknown after it.
 
-    The noise is measured on the texts that differ and on the first `rows` ones.
+    plain, coupled: the new ids of both texts of each prompt. noise_keys: (ids, seed) of the noise that both share. k:
+    drafts per round. rows: the noise is measured on the texts that differ and on the first `rows` ones.
     """
     differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
     chosen = sorted({*range(min(rows, len(prompts))), *differ})
@@ -169,21 +172,20 @@ def check_text(
 
 
 def _ties_and_gap(differences: list[Difference], noise: float, sampling: Sampling) -> tuple[int, float]:
-    """Return the number of ties, and the largest gap of all differences."""
     ties = sum(excused(difference, noise, sampling) for difference in differences)
     return ties, max((difference.gap for difference in differences), default=0.0)
 
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Return whether the difference is a tie. The tolerance is MARGIN times the measured noise, or the difference's
-    limit if that is smaller."""
+    """Return whether the difference is a tie. The tolerance is MARGIN times `noise`, the measured one, or the
+    difference's limit if that is smaller."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
-    does if a change of one of the two tokens' logits by `noise` gives the other choice, because the token is near an
-    edge of top-k, top-p or min-p."""
+    """Return whether rounding of size `noise` explains a difference: if the gap is at most `noise`, or if a change of
+    one of the two tokens' logits by `noise` gives the other choice, because the token is near an edge of top-k, top-p
+    or min-p."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -191,16 +193,16 @@ def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 
 def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
-    """Return the token that is emitted if one logit moves by `shift`."""
+    """Return the token that is emitted if the logit of `token` moves by `shift`."""
     logits = difference.logits.double().clone()
     logits[token] += shift
     return int((probs(logits, sampling).log() + difference.g).argmax())
 
 
 class Compared(NamedTuple):
-    """The result of comparing texts with plain decoding. differences: positions at which they differ. tokens: number
-    compared. noise: the largest change, in passes of several ids, of the gap between a position's two best scores.
-    limit: the largest change that the dtype allows."""
+    """The result of comparing texts with plain decoding. differences: positions at which they differ. tokens: number of
+    tokens compared. noise: the largest change, in passes of several ids, of the gap between a position's two best
+    scores. limit: the largest change that the dtype allows."""
 
     differences: list[Difference]
     tokens: int
@@ -219,12 +221,12 @@ def compare_text(
     noise_keys: tuple[list[int], int] | None = None,
     tree: Parents | None = None,
 ) -> Compared:
-    """Compare each token of `texts` with the choice of plain decoding after the same text, under the Gumbel noise of
-    noise_keys = (ids, seed). Also measure the noise of passes of `width` ids, or over trees, as `compare_passes`
-    defines it.
+    """Return the positions at which `texts` differ from the choice of plain decoding after the same text, and the noise
+    of passes of `width` ids, or over trees, as `compare_passes` defines it.
 
-    lm: the LM of the engine under test. bound: as in `compare_passes`. A difference beyond it has no logits and no
-    noise, because a wrong engine would fill the memory with them.
+    lm: the LM of the engine under test. noise_keys: (ids, seed) of the Gumbel noise, None for none. bound: as in
+    `compare_passes`. A difference beyond it has no logits and no noise, because a wrong engine would fill the memory
+    with them.
     """
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
@@ -239,7 +241,8 @@ def compare_text(
 def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
-    """Return the positions at which the argmax of log p + g, with the noise g (A, n, V), is not the text's token."""
+    """Return the positions of a block at which plain decoding, the argmax of log p + g, chooses another token than the
+    text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -254,7 +257,7 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """Return the noise of `compare_passes` for an `LM`, without Gumbel noise."""
+    """Return the noise of passes of `width` ids of an `LM`, as `compare_passes` defines it, without Gumbel noise."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -269,22 +272,23 @@ def _scored(
     noise_keys: tuple[list[int], int] | None,
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
-    """Yield blocks of passes of `width` ids or over trees, with their scores and their noise, (A, n, V) each."""
+    """Yield blocks of passes of `width` ids or over trees, each with its scores (A, n, V) and its Gumbel noise (A, n,
+    V)."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
 
 
 def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
-    """Return the largest change of the gap between each position's two best scores, from `best` to the passes
-    `again`."""
+    """Return the largest change of the gap between each position's two best scores, from the passes with these `best`
+    scores to the passes `again`."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
 
 def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
-    """Return the largest change of the gap between a position's two scores, `pair` and `again` (A, n, 2). Return 0 if
-    no position has two possible tokens."""
+    """Return the largest change of the gap between a position's two scores, from `pair` to `again`, both (A, n, 2).
+    Return 0 if no position has two possible tokens."""
     change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
     change = change[valid & change.isfinite()]
     return float(change.max()) if change.numel() else 0.0
@@ -304,12 +308,12 @@ def compare_passes(
     bound: float = math.inf,
 ) -> tuple[float, list[Difference]]:
     """Return the noise and the differences. The noise is the largest change of a score gap between passes of one id and
-    of `width` ids over all tokens of `texts`. The differences are the first of each text of `others`, if given, from
-    `texts`.
+    of `width` ids over all tokens of `texts`. The differences are the first in which each text of `others`, if given,
+    differs from that of `texts`.
 
     The gap is between a position's two best scores, which decide the emitted token. noise_keys: (ids, seed) of the
-    Gumbel noise, None for no noise. bound: `Difference.limit`, in root mean squares of the logits. A text that is a
-    prefix of the other gives no difference.
+    Gumbel noise, None for no noise. bound: gives `Difference.limit`, in root mean squares of the logits. A text that is
+    a prefix of the other gives no difference.
     """
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
@@ -339,7 +343,7 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """Return the first difference of each text that lies in this block."""
+    """Return, for each text whose first difference from that of `others` lies in this block, this difference."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
@@ -362,7 +366,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:
-    """Return whether the two best logits (..., V) of each position are within the noise, so that rounding decides the
-    argmax."""
+    """Return whether the two best logits (..., V) of each position are at most `noise` apart, so that rounding may
+    decide the argmax: (...) bool."""
     best = logits.topk(2, -1).values
     return best[..., 0] - best[..., 1] <= noise

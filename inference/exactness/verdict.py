@@ -35,8 +35,9 @@ COMPARED = 1024  # tokens of (a): plain decoding of all timed texts would take a
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of the five checks. missing: the reason for each check that is None. lossy: the name of the
-    verification rule, if it changes the text's distribution."""
+    """The results of the five checks, (a) text, (b) calls, (c) depth, (d) logits and (e) surprise. missing: the reason
+    for each check that is None, by its name. lossy: the name of the verification rule, if it changes the text's
+    distribution."""
 
     text: TextCheck
     calls: CallsCheck | None = None
@@ -54,7 +55,7 @@ class Verdict:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Return all figures. A check that does not apply is None."""
+        """Return all numbers of the checks by name, for a report. A check that does not apply is None."""
         text = {**asdict(self.text), "passed": self.text.passed}
         calls = depth = logits = surprise = None
         if self.calls:
@@ -70,7 +71,7 @@ class Verdict:
         return {"passed": self.passed, **checks, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
-        """Return a summary line, then one line per check."""
+        """Return the lines for the report: a summary, then one line per check."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]
@@ -91,14 +92,14 @@ def check(
     """Return the verdict on a speculative engine, from the texts that it emitted (`Timing.texts`).
 
     engine: the very object that was timed; its run ignored end tokens and had the limit `max_new_tokens`. A stream of
-    the engine cannot continue. seed: seed of the coupled run of (a). rows: texts per pass in (b) and (c), None for as
-    many as the engine has rows. Raises ValueError if the counts do not belong to the texts, or if the engine has no
-    proposer.
+    the engine cannot continue. sampling: the settings of the run. seed: seed of the coupled run of (a). rows: texts per
+    pass in (b) and (c), None for as many as the engine has rows. Raises ValueError if the counts do not belong to the
+    texts, or if the engine has no proposer.
     """
     if engine.proposer is None:
-        raise ValueError("exactness: an engine without a proposer is plain decoding, there is nothing to check")
+        raise ValueError("exactness: an engine without a proposer decodes plainly, so there is nothing to check")
     if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
-        raise ValueError("exactness: the counts do not belong to these texts")
+        raise ValueError("exactness: the counts and the texts are of different runs; give those of one timing")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats
     keys = list(prompts)[: max(engine.rows, -(-COMPARED // max_new_tokens))]
     tree = tree_of(engine, max(texts.prompts[: engine.rows], key=len))
@@ -110,10 +111,10 @@ def check(
     figures = pair_figures(engine, engine.proposer, texts, sampling, max_new_tokens, text.explained, rows)
     predictable = tree is None or engine.rule.branches is not None
     calls, depth = check_calls(figures, texts, engine.rule), check_depth(figures, texts) if predictable else None
-    unknown = f"not applicable, acceptance under {engine.rule.name} is not known from the text alone"
+    unknown = f"not applicable, since acceptance under verify={engine.rule.name} does not follow from the text alone"
     reasons = {
         "calls": f"target calls: {unknown}",
-        "depth": f"acceptance at depth 1: {'not applicable, no round drafted' if predictable else unknown}",
+        "depth": f"acceptance at depth 1: {'not applicable, since no round drafted' if predictable else unknown}",
     }
     missing = {name: why for name, why in reasons.items() if {"calls": calls, "depth": depth}[name] is None}
     lossy = None if engine.rule.exact else engine.rule.name

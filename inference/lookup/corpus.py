@@ -28,7 +28,7 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 @dataclass(frozen=True)
 class About:
     """The contents of `datastore.json`. vocabulary: number of ids. depth: length of the longest match, in tokens.
-    documents, tokens: how many of each the corpus has. tokenizer: the tokenizer's hash, see
+    documents, tokens: number of documents and of tokens in the corpus. tokenizer: the tokenizer's hash, see
     `compatibility.hash_tokenizer`. made: command, sources, date."""
 
     vocabulary: int
@@ -44,7 +44,8 @@ class Datastore:
     """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains of the most
     frequent continuation.
 
-    tokens, order: the arrays that the module's docstring describes, of any integer type that is large enough.
+    tokens: the corpus's ids in reverse, as in `tokens.npy`. order: their suffix array, as in `order.npy`. Both are
+    arrays of any integer type that is large enough. about: the contents of `datastore.json`.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
@@ -52,8 +53,9 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Return a datastore in memory, built from texts. Raises ValueError for ids outside the vocabulary, and if the
-        texts have no token."""
+        """Return a datastore in memory, built from documents of token ids. about: its vocabulary and depth are used;
+        documents and tokens are counted. Raises ValueError for ids outside the vocabulary, and if the documents have no
+        token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -68,7 +70,7 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the datastore's folder atomically. Raises the errors of `atomic.new_folder`."""
+        """Write the datastore's folder atomically, and return its path. Raises the errors of `atomic.new_folder`."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -86,14 +88,15 @@ class Datastore:
         tokens, order = _mapped(path / TOKENS), _mapped(path / ORDER)
         if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
             raise ValueError(
-                f"{path}: {ABOUT} has {about.tokens} tokens of {about.documents} documents, the "
-                f"arrays hold {len(order)} and {len(tokens)}"
+                f"{path}: by {ABOUT} it has {about.tokens} tokens in {about.documents} documents, but {ORDER} has "
+                f"{len(order)} entries and {TOKENS} has {len(tokens)}"
             )
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """Return at most k tokens that follow the longest suffix of the text in the corpus. There is no match if that
-        suffix has fewer than `shortest` tokens. No match is longer than `depth` tokens.
+        """Return at most k tokens that follow the longest suffix of the text that occurs in the corpus. There is no
+        match if that suffix has fewer than `shortest` tokens. No match is longer than the datastore's `depth`, in
+        tokens.
 
         Each draft is the most frequent next token among the occurrences that agree with the drafts before it. Of
         equally frequent tokens, the smallest id is drafted.
@@ -111,8 +114,8 @@ class Datastore:
         return Match(drafts, length, high - low, share, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
-        """Return the length of the longest suffix of a text that occurs in the corpus, and the index of one occurrence
-        in `order`."""
+        """Return the length of the longest suffix of a text that occurs in the corpus, and the index in `order` of one
+        occurrence. backwards: the last ids of the text, in reverse."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -121,15 +124,16 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """Return the next ids of the document after a position, at most k."""
+        """Return at most k ids that follow a position in its document."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """Return (drafts, share). Each draft is the most frequent next token among the continuations that agree with the
-    drafts before it. share: the fraction of all continuations that begin with the first draft."""
+    """Return (drafts, share). followings: the ids that follow each occurrence. Each draft is the most frequent next
+    token among those that agree with the drafts before it. share: the fraction of all followings that begin with the
+    first draft."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):
@@ -144,16 +148,15 @@ def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], floa
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:
-    """Return the smallest unsigned integer type that can hold `most`."""
     return next(kind for kind in (np.uint16, np.uint32, np.uint64) if most <= np.iinfo(kind).max)
 
 
 def _about(file: Path) -> About:
     values, names = read_json(file), {item.name for item in fields(About)}
     if values.get("format") != FORMAT:
-        raise ValueError(f"{file}: format is {values.get('format')!r}, this version reads {FORMAT}")
+        raise ValueError(f"{file}: format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
     if odd := set(values) ^ names:
-        raise ValueError(f"{file}: keys missing or unknown: {', '.join(sorted(odd))}")
+        raise ValueError(f"{file}: these keys are missing or unknown: {', '.join(sorted(odd))}")
     return About(**values)
 
 
@@ -161,4 +164,4 @@ def _mapped(file: Path) -> NDArray[np.unsignedinteger]:
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from error
+        raise ValueError(f"{file} cannot be read: {error}") from error

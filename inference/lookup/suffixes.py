@@ -1,6 +1,4 @@
-"""Suffix structures for look-up. There is a suffix array for a fixed corpus, and a suffix automaton for a growing
-text.
-"""
+"""Suffix structures for look-up: a suffix array for a fixed corpus, and a suffix automaton for a growing text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +12,7 @@ CLIMB = 16  # most suffix links updated per token: enough for most texts, and a 
 
 class Match(NamedTuple):
     """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested. length:
-    tokens of the matched suffix, 0 without a match. places: number of occurrences. share: fraction of the examined
+    tokens of the matched suffix, 0 without a match. places: number of its occurrences. share: fraction of the examined
     occurrences that continue with the first draft, in (0, 1]; 0 without drafts. stored: whether the match is in a
     datastore, not in the text itself."""
 
@@ -29,8 +27,8 @@ NONE = Match([])
 
 
 def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
-    """Return the positions of ids (n,), sorted by the `depth` ids that begin there. Equal entries are sorted by
-    position, and the end of the array sorts first.
+    """Return the positions 0 to n - 1 of ids (n,), as an array (n,) sorted by the `depth` ids that begin at each.
+    Positions whose ids are equal are sorted by position, and the end of the array sorts first.
 
     Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
     suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
@@ -67,9 +65,12 @@ def first_place(
     high: int | None = None,
     after: bool = False,
 ) -> int:
-    """Return the first index of `order`, from low to high, whose ids are not less than the pattern. after: the first
-    index whose ids are greater and do not begin with the pattern. The binary search reads len(pattern) ids about
-    log2(n) times."""
+    """Return the first index of `order`, from low to high, at whose position the ids are not less than the pattern;
+    with `after`, the first at whose position they are greater and do not begin with the pattern. Return `high` if there
+    is none.
+
+    ids (n,), order: an array and its suffix array. The binary search reads len(pattern) ids about log2(n) times.
+    """
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
     while low < high:
@@ -84,7 +85,7 @@ def first_place(
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of a and b."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -124,8 +125,8 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Become the automaton of `text`. If `text` continues the present text, its new tokens are appended; else the
-        automaton is rebuilt."""
+        """Change this automaton, in place, to that of `text`. If `text` continues the present text, its new tokens are
+        appended; else the automaton is rebuilt."""
         known = len(self.text)
         if list(text[:known]) != self.text:
             self._clear()
@@ -134,8 +135,8 @@ class SuffixAutomaton:
 
     def look_up(self, k: int, shortest: int = 1) -> Match:
         """Return k tokens that followed the latest earlier occurrence of the longest repeated suffix. There is no match
-        if that suffix has fewer than `shortest` tokens. If fewer than k tokens follow the occurrence, they are
-        repeated.
+        if that suffix has fewer than `shortest` tokens. If fewer than k tokens follow the occurrence, they are repeated
+        to give k.
 
         In a text like "aaaa..." an occurrence before the latest one may be used, see `CLIMB`.
         """
@@ -159,8 +160,8 @@ class SuffixAutomaton:
         self.latest[new] = len(self.text)
 
     def _suffix(self, state: int, token: int) -> int:
-        """Return the state of the longest string of `state` followed by `token`. If the string's present state also
-        contains longer strings, the string gets its own state."""
+        """Return the state of the string s + `token`, where s is the longest string of `state`. If the present state of
+        s + `token` also contains longer strings, s + `token` gets a new state."""
         target = self.next[state][token]
         if self.longest[target] == self.longest[state] + 1:
             return target

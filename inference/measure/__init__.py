@@ -1,3 +1,1 @@
-"""Measurement of speed. This package times engines, predicts the costs of rounds, plans trees, and bounds the time from
-below.
-"""
+"""Measurement of speed: timing of engines, costs of rounds, plans of trees, and timing to a wanted interval."""

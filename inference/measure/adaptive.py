@@ -1,4 +1,4 @@
-"""Timing with a stopping rule. Batches are timed until the confidence interval of the speed-up is narrow enough, or
+"""Timing with a stopping rule: batches are timed until the confidence interval of the speed-up is narrow enough, or
 until the time limit.
 
 The stop depends on the relative width of the interval and on the clock, never on the value, so it does not bias the
@@ -25,10 +25,11 @@ Say = Callable[[int, float], None]  # called with the number of batches timed, a
 
 @dataclass(frozen=True)
 class Wanted:
-    """The condition for the end of a timing. FEWEST batches are timed in any case.
+    """The condition that ends a timing; `FEWEST` batches are timed in any case.
 
     batches: the least number of batches, if there is time. within: the largest allowed distance of the interval's ends
-    from the value, relative to the value; inf to time exactly `batches`. until: time limit, on the clock.
+    from the value, relative to the value; inf to time exactly `batches`. until: the time limit, in seconds of the
+    clock.
     """
 
     batches: int
@@ -40,8 +41,9 @@ class Wanted:
 class Reached:
     """What a timing has reached. within: distance of the 95 % interval's farther end from the value, relative to the
     value; None for one batch. wanted: the wanted distance, None for a fixed number of batches. enough: whether the
-    wanted distance and number of batches were reached. batches, runs, seconds: how many were timed. others: how many of
-    the `cores` other processes used meanwhile, None if unknown."""
+    wanted distance and number of batches were reached. batches: number of different batches that were timed. runs:
+    number of times that a batch was timed, repeats included. seconds: wall seconds of all. others: mean number of
+    `cores` that other processes used meanwhile, None if unknown. cores: number that this process may use."""
 
     within: float | None
     wanted: float | None
@@ -64,10 +66,12 @@ def until_known(
     say: Say | None = None,
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
-    """Time the arms as `timing.interleave` does, until enough batches show the ratio of speeds pair[0] / pair[1].
+    """Return the timing of the arms, as `timing.interleave` does, until the interval of the ratio of speeds pair[0] /
+    pair[1] is as narrow as `wanted`, and what was reached.
 
-    After the last batch the first is timed again, with the next seed; the bootstrap draws all repeats of a batch
-    together. turned: called after each batch with the number of batches timed. Raises the errors of
+    rows: prompts per batch. pair: names of two arms. After the last batch the first is timed again, with the next seed;
+    the bootstrap draws all repeats of a batch together. say: called at each check with the number of batches timed and
+    the distance reached. turned: called after each batch with the number of batches timed. Raises the errors of
     `timing.interleave`.
     """
     batches = batched(arms, prompts, rows)
@@ -118,15 +122,19 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
 
 
 def lines(reached: Reached) -> list[str]:
-    """Return the lines of a report that state other work on the machine and the width of the interval."""
+    """Return the lines of a report about other work on the machine and about the width of the interval."""
     contended = contention.line(reached.others, reached.cores)
     return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 
 
 def _interval_line(reached: Reached, wanted: float) -> str:
-    near = "one batch, no interval" if reached.within is None else f"within {100 * reached.within:.0f} % of the value"
-    runs = f"{reached.runs} runs of {reached.batches} batches, {reached.seconds:.0f} s"
+    near = (
+        "one batch has no interval"
+        if reached.within is None
+        else f"the 95 % interval is within {100 * reached.within:.0f} % of the value"
+    )
+    runs = f"{reached.runs} runs of {reached.batches} batches took {reached.seconds:.0f} s"
     if reached.enough:
-        return f"interval {near}, {100 * wanted:.0f} % asked for: {runs}"
+        return f"{near}, as wanted ({100 * wanted:.0f} %): {runs}"
     why = "the time limit (bench.minutes=) was reached" if reached.batches >= LEAST else "too few batches were timed"
-    return f"interval {near}: {why}, so {100 * wanted:.0f} % is not certain: {runs}"
+    return f"{near}; {100 * wanted:.0f} % was wanted, but {why}: {runs}"

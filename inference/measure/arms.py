@@ -1,4 +1,4 @@
-"""Arms of a timing. An arm is one way to continue a batch of prompts by a fixed number of tokens each."""
+"""Arms of a timing. An arm is one way to decode: it continues a batch of prompts by a fixed number of tokens each."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 class ArmResult:
     """The result of one run of an arm. tokens: new ids of each prompt. seconds: wall seconds, prefill included.
     decode_seconds: wall seconds without the prefill. stats: the engine's counts, None for an arm without counts.
-    decode_tokens: number of tokens that were emitted in decode_seconds, None for all."""
+    decode_tokens: number of tokens that were emitted in decode_seconds, None if all were."""
 
     tokens: list[list[int]]
     seconds: float
@@ -33,7 +33,7 @@ class ArmResult:
     decode_tokens: int | None = None
 
     def paid(self, decode: bool) -> tuple[int, float]:
-        """Return (tokens, seconds), with the prefill or, if `decode`, without it."""
+        """Return (number of tokens, wall seconds), with the prefill or, if `decode`, without it."""
         total = sum(map(len, self.tokens))
         if not decode:
             return total, self.seconds
@@ -42,15 +42,17 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode. run(prompts, ids, seed) continues every prompt; `ids` are the keys of the rows' noise."""
+    """One way to decode. name: its name in reports. run(prompts, ids, seed): continues every prompt; `ids` are the keys
+    of the rows' noise."""
 
     name: str
     run: Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
 
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Return an arm that runs Engine.generate and ignores end tokens. Raises ValueError for settings that may end a
-    text early. The arm's calls raise RuntimeError if a prompt ends in an error, since its text is no sample."""
+    """Return an arm that runs Engine.generate and ignores end tokens. max_new_tokens: the number of new tokens of each
+    prompt. Raises ValueError for settings that may end a text early. The arm's run raises RuntimeError if a prompt ends
+    in an error, since its text is no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -65,12 +67,12 @@ def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: in
 
 
 def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Return an arm that runs transformers' own generate under the same distribution and ignores end tokens. Each call
-    replaces the generation_config of the model, so that none of its defaults changes the distribution.
+    """Return an arm that runs transformers' own generate under the same distribution and ignores end tokens. During
+    each run it replaces the generation_config of the model, so that none of its defaults changes the distribution.
 
     Decode-only figures omit the first pass and its tokens, since that pass is transformers' prefill. The arm's `ids`
-    are not used: torch's generator is seeded for each call. Raises ValueError for sampling settings that this arm
-    cannot express.
+    are not used: torch's generator is seeded for each run. Raises ValueError for sampling settings that this arm cannot
+    express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = generation_config(sampling, max_new_tokens)
@@ -84,26 +86,26 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
 
 @contextmanager
 def seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Let torch's generators, of the CPU and of the model's GPU, begin with a seed within the block."""
+    """Seed torch's generators, of the CPU and of the model's GPU, within the block, and restore them after it."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed)
         yield
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
-    """Raise ValueError for the first of the fields that differs from its default."""
+    """Raise ValueError for the first of these fields of the settings that differs from its default."""
     default = Sampling()
     for name in fields:
         if replace(default, **{name: vars(sampling)[name]}) != default:
             raise ValueError(
-                f"Sampling.{name}: this arm needs a fixed number of tokens and settings that it can express, "
-                f"not {vars(sampling)[name]!r}"
+                f"Sampling.{name}={vars(sampling)[name]!r} cannot be used here, since texts need a fixed number of "
+                f"tokens, or since the other decoder has no such setting; leave it at {vars(default)[name]!r}"
             )
 
 
 def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """Return a generation config without end tokens that sets every setting. transformers would replace None by its own
-    defaults (top_k = 50)."""
+    """Return a generation config without end tokens that sets every setting, since transformers would replace None by
+    its own defaults (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)
@@ -117,7 +119,7 @@ def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConf
 
 @contextmanager
 def generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Let a model generate by another config within the block."""
+    """Replace the generation config of a model within the block."""
     own, model.generation_config = model.generation_config, config
     try:
         yield
@@ -145,7 +147,7 @@ class _Passes(BaseStreamer):
 
 def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> ArmResult:
     """Return the result of transformers' generate for prompts that are decoded together. settings: more arguments of
-    it."""
+    transformers' generate. Raises ValueError if the decoder texts of an encoder-decoder differ in length."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)

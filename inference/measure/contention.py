@@ -1,7 +1,7 @@
 """CPU use by other processes during a timing, and the wait policy of threads. Both affect measured speeds.
 
-The use by others is the busy time of the CPUs that this process may use, from /proc/stat. The time of this process and
-its ended children is subtracted. It is None (unknown) on systems without /proc/stat (macOS, some containers). This
+The use by other processes is the busy time of the CPUs that this process may use, from /proc/stat, minus the time of
+this process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This
 module does not import torch, because torch reads the wait policy of threads when it is first imported.
 """
 
@@ -19,8 +19,9 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and
 
 
 class Reading(NamedTuple):
-    """Seconds since some moment. wall: of the clock. own: CPU time of this process, on any core. busy: CPU time of all
-    processes, and of other guests of a hypervisor, on the cores that this process may use; None if unknown."""
+    """Three times in seconds, each since some fixed moment. wall: of the clock. own: CPU time of this process and its
+    ended children, on any core. busy: CPU time of all processes, and of other guests of a hypervisor, on the cores that
+    this process may use; None if unknown."""
 
     wall: float
     own: float
@@ -33,14 +34,14 @@ def cores() -> int:
 
 
 def reading(stat: Path = STAT) -> Reading:
+    """Return the present times. stat: the file with the times of the cores."""
     spent = os.times()
     own = spent.user + spent.system + spent.children_user + spent.children_system
     return Reading(time.perf_counter(), own, _busy(stat))
 
 
 def _busy(stat: Path) -> float | None:
-    """Return the CPU seconds in user, nice, system, irq, softirq and steal, added over the cores that this process may
-    use."""
+    """Return the seconds in user, nice, system, irq, softirq and steal, summed over the cores of this process."""
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
     mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0
@@ -53,8 +54,8 @@ def _busy(stat: Path) -> float | None:
 
 
 def others(before: Reading, after: Reading) -> float | None:
-    """Return the mean number of cores that other processes used between two readings. Return None if it is unknown, or
-    if too little time has passed."""
+    """Return the mean number of cores that other processes used between two readings, or None if it is unknown or if
+    too little time has passed."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)
@@ -62,12 +63,14 @@ def others(before: Reading, after: Reading) -> float | None:
 
 
 def disturbed(used: float | None, of: int) -> bool | None:
-    """Return whether other processes used more of the `of` cores than on an idle machine, or None if unknown."""
+    """Return whether other processes used more than on an idle machine, or None if unknown. used: number of cores that
+    they used, of the `of` cores."""
     return None if used is None else used > SHARE * of
 
 
 def line(used: float | None, of: int) -> str:
-    """Return one line of a report: whether other processes used the machine during the timing."""
+    """Return one line of a report: whether other processes used the machine during the timing. used: number of cores
+    that they used, of the `of` cores; None if unknown."""
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
@@ -80,11 +83,13 @@ def line(used: float | None, of: int) -> str:
 
 def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STAT, look: float = LOOK) -> str:
     """Let waiting threads sleep instead of spin, unless the machine is idle or the user has set a wait policy. Call it
-    before torch is first imported. Returns the case: "chosen" (by the user), "late" (torch is already imported), "idle"
-    or "passive".
+    before torch is first imported.
 
-    Spinning threads occupy cores that the other threads need: with another process on as many cores, a pass takes ten
-    times as long. On an idle machine spinning threads continue sooner, so the library's default is not changed.
+    environ: the environment, which is changed in place. stat: as in `reading`. look: seconds for which other work is
+    looked for. Returns what was found: "chosen" (the user has set a policy), "late" (torch is already imported),
+    "idle", or "passive" if threads now sleep. Spinning threads occupy cores that the other threads need: with another
+    process on as many cores, a pass takes ten times as long. On an idle machine spinning threads continue sooner, so
+    the library's default is not changed.
     """
     if any(name in environ for name in WAITS):
         return "chosen"

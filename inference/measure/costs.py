@@ -4,8 +4,8 @@ token.
 `measure_costs` times each part of a round alone and warm. In a real call the parts evict each other from the caches,
 threads must wake up, and the host works between the parts; a draft can then take two to five times as long. Therefore
 only the ratios between draft lengths come from this table. Its scale comes from `measure_rounds`, which times real
-calls of the engine to be served (`calibrated`). B rows, K longest draft. All times are wall seconds of B rows together,
-as medians of interleaved repeats.
+calls of the engine to be served, and `calibrated` applies it. B rows, K longest draft. All times are wall seconds of B
+rows together, as medians of interleaved repeats.
 """
 
 import time
@@ -46,13 +46,13 @@ SPREAD = 7  # tokens between the lengths of one text and the next
 
 @dataclass(frozen=True)
 class Costs:
-    """A table of measured seconds. It covers all parts of a round at every draft length.
+    """A table of measured seconds, for all parts of a round at every draft length.
 
     target[n-1]: a target pass over n ids per row, n = 1..K+1. draft: one draft step (pass, distribution, draw). first:
     the time of drafting per round besides its steps (missing ids, weights that are not in the CPU's cache). rest[k]:
-    the rest of a round that drafted k, k = 0..K (distributions, verification, draws, results on the host). rows,
-    context: the measured shapes. target_dtype, draft_dtype: dtypes of the models' weights. encoder: an encoder's pass
-    over one source per row, which runs once per text; 0 without an encoder.
+    the rest of a round that drafted k tokens, k = 0..K (distributions, verification, draws, results on the host). rows,
+    context: number of rows and tokens per text in the measurement. target_dtype, draft_dtype: dtypes of the models'
+    weights. encoder: an encoder's pass over one source per row, which runs once per text; 0 without an encoder.
     """
 
     target: tuple[float, ...]
@@ -75,18 +75,18 @@ class Costs:
         return tuple(map(self.round, range(len(self.target))))
 
     def drafting(self, k: int) -> float:
-        """Return the seconds that k drafts take."""
+        """Return the seconds that k drafts of a round take."""
         return k * self.draft + self.first * (k > 0)
 
     @property
     def ratio(self) -> float:
-        """Return `cost`: seconds of one draft step / seconds of one plain target step."""
+        """Return the seconds of one draft step / seconds of one plain target step, which reports call `cost`."""
         return self.draft / self.round(0)
 
 
 def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """Return a table with single target steps from `plain`, passes over drafts from `target`, and drafting from
-    `draft`."""
+    """Return a table with the plain target step of `plain`, the passes over drafts and the rest of `target`, and the
+    drafting of `draft`."""
     return replace(
         target,
         target=(plain.target[0], *target.target[1:]),
@@ -108,9 +108,10 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Time target and proposer, in the form in which they will run, for k = 0..K. Each row has one text of about
-    `context` tokens; lengths differ, as after some rounds. source: the length of an encoder-decoder's sources, None for
-    `context`.
+    """Return the costs of target and proposer, in the form in which they will run, for rounds that draft k = 0..K
+    tokens. Each row has one text of about `context` tokens; lengths differ, as after some rounds. source: the length of
+    an encoder-decoder's sources, None for `context`. repeats: number of runs of each part that count. warmup: number of
+    runs before them.
 
     Raises ValueError if the target cannot hold context and the longest timed drafts, or if the proposer cannot draft
     that far.
@@ -120,7 +121,10 @@ def measure_costs(
     spans = spans_of(proposer)
     longest = max(K, *spans)
     if context < 1 or context + longest + 1 > room:
-        raise ValueError(f"context={context}, K={K}: both models must hold context + {longest + 1}; they hold {room}")
+        raise ValueError(
+            f"context={context}, K={K}: both models must hold context + {longest + 1} tokens, but hold only {room}; "
+            "give a smaller context"
+        )
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
     lengths = [context + apart * (row - target.rows // 2) for row in range(target.rows)]
@@ -149,8 +153,9 @@ def measure_costs(
 
 
 def never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the nearest seconds, by least squares, that never fall: a pass over more ids takes no less time, so a fall
-    is noise, and a choice among lengths would follow it (pool adjacent violators: Ayer et al. 1955)."""
+    """Return the sequence that never falls and is nearest to `seconds` by least squares. A pass over more ids takes no
+    less time, so a fall is noise, and a choice among lengths would follow it (pool adjacent violators: Ayer et al.
+    1955)."""
     blocks: list[tuple[float, int]] = []  # mean, number of values
     for one in seconds:
         blocks.append((one, 1))
@@ -161,7 +166,8 @@ def never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def spans_of(proposer: Proposer) -> tuple[int, int]:
-    """Return the two draft lengths at which a proposer is timed: `SPANS`, or as far apart as the proposer can draft."""
+    """Return the two draft lengths at which a proposer is timed: `SPANS`, or shorter ones if the proposer cannot draft
+    that far."""
     short, long = SPANS
     long = min(long, proposer.depths or long)
     return min(short, long - 1), long
@@ -174,8 +180,8 @@ def interleaved(
     device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, float]:
-    """Return the median seconds of each task, up to the end of the work that it launched on the device. Each repeat
-    runs every task once, so that drift of the machine affects all tasks."""
+    """Return the median seconds of each task, by its key, up to the end of the work that the task launched on the
+    device. Each repeat runs every task once, so that drift of the machine affects all tasks."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
     wait_for(device)
     for repeat in range(warmup + repeats):
@@ -191,8 +197,8 @@ def interleaved(
 def _tasks(
     target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Return every part of a round, in the order of the engine. The order matters because it decides what a CPU's
-    caches contain."""
+    """Return every part of a round as a task, by (part, number of ids or drafts), in the order of the engine. The order
+    matters because it decides what a CPU's caches contain."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -229,7 +235,7 @@ def _tasks(
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
     """Return a task with the distributions, the verification and the last draw of a round. The target's distribution
-    also serves as the draft's, since only the time matters."""
+    serves as the draft's too, since only the time matters."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
@@ -243,8 +249,8 @@ def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Ten
 
 @dataclass(frozen=True)
 class RealRound:
-    """The seconds of a round in a real call, all its rows together. draft: drafting. target: the target's pass. rest:
-    distributions, verification, draws and bookkeeping on the host."""
+    """The seconds of a round in a real call, for all its rows together. draft: drafting. target: the target's pass.
+    rest: distributions, verification, draws and bookkeeping on the host."""
 
     draft: float
     target: float
@@ -256,7 +262,8 @@ class RealRound:
 
 
 def of_stats(stats: Stats, k: int) -> RealRound:
-    """Return the mean round of a call. Without drafts (k = 0) the drafting phase is added to the rest."""
+    """Return the mean round of a call that drafted k tokens per round. Without drafts (k = 0) the drafting phase is
+    added to the rest."""
     rounds = stats.times["target"]
     draft, target, verify, other = (stats.seconds[name] / rounds for name in ("draft", "target", "verify", "other"))
     return RealRound(draft if k else 0.0, target, verify + other + (0.0 if k else draft))
@@ -272,16 +279,19 @@ def measure_rounds(
     until: float = inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, RealRound]:
-    """Time rounds of engines in interleaved calls, and return the median round of each engine. The first call of each
-    engine is not counted.
+    """Return the median round of each engine, by its key, from interleaved calls. The first call of each engine is not
+    counted.
 
     engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
     row, and every call has other prompts. A call ends before its first round that is not full. The engines' policies
-    are restored. until: time limit, on the clock; each engine runs at least `LEAST` times. Raises ValueError without
-    prompts or engines, and RuntimeError if a prompt ends in an error.
+    are restored. until: time limit, in seconds of the clock; each engine runs at least `LEAST` times. Raises ValueError
+    without prompts or engines, and RuntimeError if a prompt ends in an error.
     """
     if not prompts or not engines:
-        raise ValueError(f"{len(prompts)} prompts and {len(engines)} draft lengths: nothing to time")
+        raise ValueError(
+            f"there is nothing to time with {len(prompts)} prompts and {len(engines)} draft lengths; give one at least "
+            "of each"
+        )
     rounds: dict[Key, list[RealRound]] = {key: [] for key in engines}
     for repeat in range(MOST + 1):
         if repeat > LEAST and clock() > until:
@@ -297,8 +307,8 @@ def measure_rounds(
 
 
 def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
-    """Decode while every row can draft k tokens, and return the statistics. Rounds after that have fewer rows or fewer
-    drafts, and take less time than those that are to be timed. If not even the first round is full, it counts. Raises
+    """Decode while every row can draft k tokens, and return the statistics. Later rounds have fewer rows or fewer
+    drafts, and take less time than the rounds to be timed. If not even the first round is full, it is counted. Raises
     RequestError if a prompt ends in an error."""
     context = (engine.proposer.context if engine.proposer else None) or inf
     for _ in engine.rounds(call):
@@ -311,7 +321,7 @@ def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
 
 @contextmanager
 def drafting_by(engine: Engine, policy: Policy) -> Iterator[None]:
-    """Let an engine draft by another policy within the block."""
+    """Replace the policy of an engine within the block."""
     own, engine.policy = engine.policy, policy
     try:
         yield
@@ -324,9 +334,9 @@ def _medians(rounds: Sequence[RealRound]) -> RealRound:
 
 
 def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
-    """Return the table, scaled to real rounds. `target` and `rest` are multiplied by real seconds / table seconds. This
-    factor is interpolated between the timed lengths and constant beyond them. Drafting is a line fitted to the real
-    rounds."""
+    """Return the table, scaled to real rounds. rounds: a timed round for each of some draft lengths. `target` and
+    `rest` are multiplied by real seconds / table seconds; this factor is interpolated between the timed lengths and
+    constant beyond them. Drafting is a line fitted to the timed rounds."""
     lengths = range(len(table.target))
     known = sorted(k for k in rounds if k < len(table.target))
 
@@ -341,8 +351,8 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of `line` through the measured drafting times, by draft length. With fewer than two lengths,
-    return the table's values, scaled."""
+    """Return (first, step) of `line` through the measured seconds of drafting, by draft length. With fewer than two
+    lengths, return the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:
@@ -353,15 +363,16 @@ def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
 
 
 def line(drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of the line seconds = first + k * step that fits the drafting times best, where neither one
-    draft nor a further one takes less than no time. drafting: seconds by draft length, two lengths or more."""
+    """Return (first, step) of the line seconds = first + k * step that fits best, with neither the first draft nor a
+    further one below 0 seconds. drafting: seconds of drafting by draft length k, two lengths or more."""
     one, step = not_negative(np.array([[1.0, k - 1] for k in drafting]), list(drafting.values()))
     return float(one - step), float(step)
 
 
 def not_negative(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
-    """Fit by least squares with no coefficient below 0, so that nothing is extrapolated to less than no time. While
-    there is a negative coefficient, the feature with the lowest one is dropped."""
+    """Return the coefficients of a least-squares fit, none of them below 0, so that no extrapolated time is negative.
+    features: (samples, coefficients). seconds: of each sample. While some coefficient is negative, the feature with the
+    lowest one is dropped."""
     columns = list(range(features.shape[1]))
     coefficients = np.zeros(features.shape[1])
     while columns:

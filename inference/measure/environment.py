@@ -21,11 +21,12 @@ def device() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return machine (cpu, cores, threads, memory_gib, accelerator), versions (python, torch, transformers), date
-    (UTC), commit, dirty and command.
+    """Return the circumstances by name: machine (cpu, cores, threads, memory_gib, accelerator), versions (python,
+    torch, transformers), date (UTC), commit, dirty and command.
 
-    cores: number that this process may use. threads: torch's number. memory_gib: memory in GiB, None if unknown. dirty:
-    whether tracked files differ from the commit. commit and dirty are None if this code is not in a checkout.
+    cores: number that this process may use. threads: number that torch uses. memory_gib: memory in GiB, None if
+    unknown. dirty: whether tracked files differ from the commit. commit and dirty are None if this code is not in a
+    checkout.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {

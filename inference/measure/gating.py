@@ -1,4 +1,4 @@
-"""Calibration of the gate between look-up and a draft model. It uses real calls on held-out prompts."""
+"""Calibration of the gate between look-up and a draft model, from real calls on held-out prompts."""
 
 from collections.abc import Sequence
 
@@ -21,15 +21,19 @@ def calibrate(
     new_tokens: int,
     seed: int = 0,
 ) -> Gate:
-    """Return the gate between `retrieval` and the draft model of `drafting`, under the settings to be served.
-    `drafting` must draft a fixed length. Acceptance and seconds per round come from calls of `drafting`, and from calls
-    of `plain` for comparison.
+    """Return the gate between `retrieval` and the draft model of the engine `drafting`, under the settings to be
+    served. `drafting` must draft a fixed length. Acceptance and seconds per round come from calls of `drafting`;
+    `plain`, an engine without a proposer, gives the seconds of a plain step. new_tokens: number of new tokens of each
+    prompt.
 
     Raises ValueError without prompts, or for an engine without a fixed draft length of at least 1.
     """
     policy = drafting.policy
     if not isinstance(policy, Fixed) or policy.k < 1 or not prompts:
-        raise ValueError(f"calibrate: {len(prompts)} prompts and {policy}; give prompts, and Fixed(k) with k >= 1")
+        raise ValueError(
+            f"calibrate needs prompts and an engine with the policy Fixed(k), k >= 1, not {len(prompts)} prompts and "
+            f"{policy}"
+        )
     k, settings = policy.k, {"max_new_tokens": new_tokens, "sampling": sampling, "ignore_eos": True}
     for engine in (drafting, plain):  # the first call warms up
         engine.generate(prompts[:1], seed=seed, **settings)  # type: ignore[arg-type]
@@ -42,9 +46,10 @@ def calibrate(
 
 
 def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:
-    """Return one record for each token of a row's text. It contains the match of look-up there and how many of its
-    drafts are right. If a round of k drafts started there, it also contains how many drafts the round accepted (near
-    the text's end rounds draft fewer). The text must have the full length."""
+    """Return one record for each token of a row's text: the match of look-up there and how many of its drafts are
+    right. If a round of k drafts started there, the record also has how many drafts the round accepted (near the text's
+    end rounds draft fewer). out, row: the result of a call and the index of the prompt in it. The text must have the
+    full length."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}
@@ -53,5 +58,5 @@ def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int,
 
 
 def _right(drafts: list[int], text: list[int]) -> int:
-    """Return how many drafts, counted from the first, equal the text's tokens."""
+    """Return how many drafts, counted from the first, equal the tokens of `text`."""
     return next((n for n, (x, y) in enumerate(zip(drafts, text, strict=False)) if x != y), min(len(drafts), len(text)))

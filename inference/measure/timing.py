@@ -1,7 +1,7 @@
-"""Interleaved timing. Every arm continues the same prompts in turn, and speeds are compared in pairs.
+"""Interleaved timing: every arm continues the same prompts in turn, and speeds are compared in pairs.
 
 A machine's speed drifts, so no arm finishes before the next begins. For each batch of prompts every arm runs once, in a
-rotating order. Intervals come from resampling whole batches, both sides together.
+rotating order. Intervals come from resampling whole batches, with the results of both arms together.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ class Interval(NamedTuple):
 
     @property
     def faster(self) -> bool | None:
-        """Return whether a ratio of speeds is above 1, or None if the interval contains 1, and for one batch. All
-        statements about a speed-up, in reports, pages and cards, use this."""
+        """Return whether a ratio of speeds is above 1, or None if the interval contains 1 or there is only one batch.
+        All statements about a speed-up, in reports, pages and cards, use this."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 
@@ -52,34 +52,38 @@ def together(parts: Sequence[Emitted]) -> Emitted:
 
 @dataclass(frozen=True)
 class Timing:
-    """The results of interleaved runs. runs[batch][repeat][arm name] is one result; batches[batch] is (prompts, ids).
-    Some batches may have one repeat more than others."""
+    """The results of interleaved runs. batches[batch]: (prompts, ids). runs[batch][repeat][arm name]: one result. Some
+    batches may have one repeat more than others."""
 
     batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
 
     @property
     def arms(self) -> list[str]:
+        """Return the names of the arms."""
         return list(self.runs[0][0])
 
     def results(self, arm: str) -> list[ArmResult]:
         """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
-            raise ValueError(f"there is no arm {arm!r}; there are {', '.join(self.arms)}")
+            raise ValueError(f"{arm!r} was not timed; the timed decoders are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
-        """Return the tokens per second: sum of tokens / sum of wall seconds, with prefill or of decoding only."""
+        """Return an arm's tokens per second: sum of tokens / sum of wall seconds, with the prefill or, if `decode`,
+        without it."""
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
     def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return `speed`, with the 95 % percentile interval of a bootstrap over batches."""
+        """Return an arm's tokens per second, prefill included, with the 95 % percentile interval of a bootstrap over
+        batches."""
         paid = self._paid(arm, False)  # (batches, 2)
         return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return speed(a) / speed(b), with the 95 % percentile interval of a paired bootstrap over batches.
+        """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
+        decode: whether to leave the prefill out.
 
         Each resample draws batches with replacement (all repeats of a batch together) and computes the ratio of sums on
         the same batches for both arms.
@@ -93,8 +97,7 @@ class Timing:
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
-        """Return the prompts, noise keys, emitted ids and row counts of all runs of an arm. The arm must have
-        counts."""
+        """Return the prompts, noise keys, emitted ids and row counts of all runs of an arm, which must have counts."""
         texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
@@ -105,13 +108,14 @@ class Timing:
         return texts
 
     def _paid(self, arm: str, decode: bool) -> np.ndarray:
-        """Return tokens and seconds of each batch, (batches, 2)."""
+        """Return tokens and seconds of each batch, (batches, 2), with the prefill or, if `decode`, without it."""
         paid = iter([result.paid(decode) for result in self.results(arm)])
         return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
 def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
-    """Return a figure of all batches with its interval. figure: batch numbers (..., batches) -> values (...)."""
+    """Return a value of all batches with its interval. figure: function of batch numbers (..., batches) that returns
+    values (...)."""
     value = float(figure(np.arange(batches)))
     if batches < 2:
         return Interval(value, float("nan"), float("nan"))
@@ -121,12 +125,11 @@ def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resa
 
 
 def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the speed of x over the speed of y; both are (..., 2), tokens and seconds."""
     return np.asarray(_speed(x) / _speed(y))
 
 
 def _speed(x: np.ndarray) -> np.ndarray:
-    """Return tokens per second; x is (..., 2), tokens and seconds."""
+    """Return tokens per second (...) for x (..., 2), tokens and seconds."""
     return np.asarray(x[..., 0] / x[..., 1])
 
 
@@ -138,12 +141,12 @@ def interleave(
     repeats: int = 1,
     warmup: int = 1,
 ) -> Timing:
-    """Time all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats` times, with seeds
-    seed, seed + 1, ...
+    """Return the timing of all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats`
+    times, with seeds seed, seed + 1, ...
 
-    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat or if there is
-    nothing to time. Raises it too if arms emit different numbers of tokens for a prompt, since their speeds are then
-    not comparable.
+    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat, if there is
+    nothing to time, or if arms emit different numbers of tokens for a prompt, since their speeds are then not
+    comparable.
     """
     batches = batched(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)
@@ -155,25 +158,29 @@ def interleave(
 
 
 def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """Return the prompts in batches of `rows`, with the keys of their noise. Raises the errors of `interleave`."""
+    """Return the prompts in batches of `rows`, with the keys of their noise. Raises ValueError if names of arms repeat,
+    or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms: give at least one, each with its own name, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms must be at least one, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
-        raise ValueError(f"{len(prompts)} prompts, rows={rows}, repeats={repeats}: nothing to time")
+        raise ValueError(
+            f"there is nothing to time with {len(prompts)} prompts, rows={rows} and repeats={repeats}; give at least 1 "
+            "of each"
+        )
     keys = row_ids(prompts)
     return [(list(prompts[i : i + rows]), keys[i : i + rows]) for i in range(0, len(prompts), rows)]
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Run every arm `times` times, without recording the results."""
+    """Run every arm `times` times on a batch, without recording the results."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)
 
 
 def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
-    """Run every arm once on one batch, beginning with arm `number` modulo their count. Raises the errors of
-    `interleave`."""
+    """Run every arm once on one batch, and return the results by name. The first arm to run is number `number` modulo
+    the number of arms. Raises ValueError if arms emit different numbers of tokens."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}
     _same_lengths(results)
@@ -185,4 +192,6 @@ def _same_lengths(results: dict[str, ArmResult]) -> None:
     (first, expected), *others = lengths.items()
     for name, emitted in others:
         if emitted != expected:
-            raise ValueError(f"arm {name!r} emitted {emitted} tokens, arm {first!r} {expected}: not comparable")
+            raise ValueError(
+                f"{name!r} emitted {emitted} tokens, but {first!r} {expected}, so their speeds cannot be compared"
+            )

@@ -1,5 +1,5 @@
-"""A planner for the tree to serve. It chooses shape, rule and likeliest or sampled children, by exact expected calls on
-texts of the target.
+"""A planner for the tree to serve. It chooses the shape, the rule, and likeliest or sampled children, by exact expected
+calls on texts of the target.
 
 If the draft is a language model, the distributions of target and draft come from two teacher-forced passes. For any
 other draft they come from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V
@@ -55,9 +55,9 @@ WIDE = 4  # levels in which nodes may have more than two children, if the draft'
 class Distributions(NamedTuple):
     """The distributions of target and draft at every token of the texts.
 
-    p, q (B, T, V): the distributions. x (B, T): the tokens, 0 past a text's end. lengths (B,): tokens of each text.
-    rank (B, T): number of tokens that the draft finds likelier than x. If the draft's distribution depends on the start
-    of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`).
+    p, q (B, T, V): those of target and draft. x (B, T): the tokens, 0 past a text's end. lengths (B,): tokens of each
+    text. rank (B, T): number of tokens that the draft finds likelier than x. If the draft's distribution depends on the
+    start of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`).
     """
 
     p: Tensor
@@ -71,7 +71,7 @@ class Distributions(NamedTuple):
 class RatedTree:
     """A tree with its predicted speed. parents: the parent of each node, () for no drafts. rule: "tree" or "traversal".
     likeliest: whether the children are the likeliest tokens; otherwise they are sampled without replacement. tau:
-    tokens per target call on the given texts. seconds: per token."""
+    tokens per target call on the given texts. seconds: wall seconds per token."""
 
     parents: Parents
     rule: str
@@ -89,8 +89,8 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Return the distributions (B, T, V) and ranks (B, T). At temperature 0 distributions are one-hot, but ranks still
-    order all tokens."""
+    """Return the distributions (B, T, V) and the ranks (B, T) of the texts' tokens. At temperature 0 distributions are
+    one-hot, but ranks still order all tokens."""
     distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
@@ -110,8 +110,9 @@ def distributions_of_rounds(
 
     The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
     (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. If that
-    round has no draft j, q is zero and the rank is the last. proposer: drafts chains, with the engine's target.
-    max_new_tokens: the limit of the run that made the texts; its rounds draft no further.
+    round has no draft j, q is zero and the rank is the last. proposer: drafts chains, with the engine's target. depths:
+    the largest number of drafts per round. max_new_tokens: the limit of the run that made the texts; its rounds draft
+    no further.
 
     This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer of
     trees, and for a proposer that does not draw its drafts from a distribution.
@@ -132,8 +133,8 @@ def distributions_of_rounds(
 
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
-    """Return the distribution (A, V) and the rank (A,) of a round's drafts at depth j. Both mean "no draft" for rows
-    with fewer drafts: zero, and the last rank."""
+    """Return the distribution (A, V) and the rank (A,) of a round's drafts at depth j. Rows without a draft at this
+    depth have a distribution of zeros and the last rank, V."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError("distributions by depth need chains that a model drafts: give a proposer without a shape")
@@ -147,8 +148,9 @@ def accept_of(
 ) -> Tensor:
     """Return P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
 
-    At temperature 0 drafts are the likeliest children. levels: at deeper levels only the first two children are
-    computed, by a closed form. samples: how often the rejected children before a third child are drawn.
+    children: C. likeliest: whether children are the likeliest tokens, as they are at temperature 0; else they are
+    sampled. levels: at deeper levels only the first two children are computed, by a closed form. samples: how often the
+    rejected children before a third child are drawn.
     """
     if likeliest:
         return by_rank(distributions.rank, children)
@@ -164,16 +166,17 @@ def accept_of(
 
 
 def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
-    """Move probabilities by a share towards their means over the texts. There is one mean per child and, if `accept`
-    has depths, per depth."""
+    """Return the probabilities `accept` moved by the fraction `share` towards their means over the texts. There is one
+    mean per child and, if `accept` has depths, per depth. lengths (B,): tokens of each text."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
     mean = accept[inside].mean(0)
     return (1 - share) * accept + share * mean
 
 
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
-    """Return P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1). The engine drafts no level
-    past the text's end."""
+    """Return P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), for a tree with these
+    parents under this rule. likeliest: whether children are the likeliest tokens. The engine drafts no level past the
+    text's end."""
     if rule == "traversal" and not likeliest:
         shape, T = StaticTrees(parents), distributions.x.shape[1]
         nodes = torch.tensor(
@@ -188,16 +191,17 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 class Search:
-    """A rating of shapes by their expected calls on texts. Once made, it ranks them for any costs.
+    """A rating of shapes by their expected calls on texts. Once made, it ranks the shapes for any costs.
 
     The shapes are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of
     the `depths`, from nothing and from chains. Under `traversal`, trees are also grown again from the same paths.
 
-    longest: length of the longest chain, if above `depths`. sorts: the sorts of children to rate: True for the
-    likeliest (both rules then accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by
-    sort, see `accept_of`. calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest
-    children are moved towards their means. Their calls on these texts are then not exact. But the choice is better on
-    other texts, since a choice from few texts overfits.
+    most: the largest number of nodes. children: the largest number of children of a node. longest: length of the
+    longest chain, if above `depths`. sorts: the sorts of children to rate: True for the likeliest (both rules then
+    accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by sort, see `accept_of`.
+    calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest children are moved towards
+    their means by this fraction. The calls of these children are then not exact for these texts, but the choice is
+    better on other texts, since a choice from few texts overfits.
     """
 
     def __init__(
@@ -241,8 +245,9 @@ class Search:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[RatedTree]:
-        """Return the fastest shape for each rule and sort of children, fastest first. branching: consider only trees
-        that are no chain; the result may be empty."""
+        """Return the fastest shape for each rule and sort of children, fastest first. seconds: gives the seconds of a
+        round that drafts a shape. branching: whether to consider only trees that are no chain; the result may be empty.
+        """
         tokens, best = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {
@@ -264,8 +269,9 @@ def table_of(
     accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:
-    """Return the probabilities of all paths of these shapes. accept: the result of `accept_of`,
-    computed if None. samples: how often rejected children are drawn under `traversal`."""
+    """Return the probabilities of all paths of these shapes under a rule. likeliest: whether children are the likeliest
+    tokens. accept: the result of `accept_of`, computed if None. samples: how often rejected children are drawn under
+    `traversal`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

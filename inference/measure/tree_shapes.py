@@ -1,5 +1,5 @@
-"""Shapes of draft trees. This module computes their expected calls on texts and their seconds per round, and grows
-trees from the expected calls.
+"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown from the expected
+calls.
 
 accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T tokens
 of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
@@ -26,7 +26,7 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 
 def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Return trees of every size up to `most`, grown within each of the depths."""
+    """Return trees of every size up to `most` nodes, grown within each of the depths."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -58,8 +58,9 @@ def grow(
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
     """Return the child that could be added to each node next: node -> (the child's depth, chances (B, T)).
 
-    Node -1 is the root. chances: P(a round that starts at t reaches the child | text). Nodes at the largest depth, and
-    nodes with all their children, are left out.
+    Node -1 is the root. tables: probabilities of `accept` by level, see `predict_tree.of_rounds`. whole (B, T): ones.
+    chances: P(a round that starts at t reaches the child | text). Nodes at the largest depth, and nodes with all their
+    children, are left out.
     """
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
@@ -76,7 +77,7 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Return the calls that each of the candidates `nexts` saves, to first order.
+    """Return the calls that each candidate in `nexts` saves, to first order, by its node.
 
     A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
     sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a
@@ -93,8 +94,8 @@ def gains(
 
 
 def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected calls E_t from a round that starts at t to the text's end, 0 past it: (B, T, K+1) -> (B, T +
-    K + 1).
+    """Return the expected calls E_t from a round that starts at t to the text's end, 0 past it -> (B, T + K + 1). reach
+    (B, T, K+1): P(a round that starts at t accepts at least n drafts).
 
     E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
     """
@@ -113,11 +114,11 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 class Paths(NamedTuple):
-    """The probabilities of paths. A node's effect on the expected calls depends only on its path of child numbers, not
+    """The probabilities of paths of child numbers. A node's effect on the expected calls depends only on its path, not
     on the rest of the tree.
 
-    chances (B, T, N): P(a round that starts at t follows the text to the end of a path | the text). columns: path of
-    child numbers -> index in `chances`. lengths (B,): tokens of each text.
+    columns: path of child numbers -> index in `chances`. chances (B, T, N): P(a round that starts at t follows the text
+    to the end of a path | the text). lengths (B,): tokens of each text.
     """
 
     columns: dict[tuple[int, ...], int]
@@ -131,8 +132,8 @@ def union(shapes: Iterable[Parents]) -> Parents:
 
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
-    """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`. Each is the product of `accept` over
-    the child numbers of the node's path."""
+    """Return the probabilities (B, T, N) of the nodes of the tree `whole` under the rule `tree`. Each is the product of
+    `accept` over the child numbers of the node's path."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -155,8 +156,7 @@ def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Return P(at least n nodes accepted) of each shape -> (S, B, T, D+1). D is the number of levels of the deepest
-    shape."""
+    """Return P(at least n nodes accepted) of each shape -> (S, B, T, D+1), for D levels of the deepest shape."""
     named = [paths_of(shape) for shape in shapes]
     deepest = max((len(path) for one in named for path in one), default=0)
     reach = paths.chances.new_zeros(len(shapes), *paths.chances.shape[:2], deepest + 1)
@@ -168,7 +168,7 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
-    """Return trees of 1, 2, ... `most` nodes within `depth` levels. Each is the tree before it plus the path of `paths`
+    """Return trees of 1, 2, ... `most` nodes within `depth` levels. Each is the previous tree plus the path of `paths`
     that saves the most calls."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
@@ -183,7 +183,8 @@ def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
 
 
 def every(most: int, children: int, depth: int) -> list[Parents]:
-    """Return every tree of 1 to `most` nodes, once each. Nodes are numbered level by level."""
+    """Return every tree of 1 to `most` nodes, once each, with at most `children` children of a node and `depth` levels.
+    Nodes are numbered level by level."""
     trees: dict[Parents, None] = {}
     edge: list[Parents] = [()]
     for _ in range(most):
@@ -193,7 +194,7 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
 
 
 def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Return every tree that has one more node than this tree."""
+    """Return every tree that has one more node than `tree`, see `every`."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
     return [
@@ -211,12 +212,13 @@ def probes(most: int, depth: int) -> list[Parents]:
 
 
 def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """Return a function that gives the seconds of a round that drafts a tree, fitted to timed `rounds`.
+    """Return a function that gives the seconds of a round that drafts a tree. table: costs of rounds of chains. rounds:
+    timed rounds, by tree.
 
-    Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three terms are
-    fitted by least squares and are not negative. The target's pass and the rest take the table's seconds for as many
-    ids, times a ratio of real to table seconds. The ratio is interpolated between the timed trees. The function raises
-    ValueError for trees with more nodes than the table covers.
+    Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three
+    coefficients are fitted to the timed rounds by least squares and are not negative. The target's pass and the rest
+    take the table's seconds for as many ids, times a ratio of real to table seconds. The ratio is interpolated between
+    the timed trees. The function raises ValueError for trees with more nodes than the table covers.
     """
     drafting = not_negative(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
@@ -225,7 +227,9 @@ def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
     def seconds(parents: Parents) -> float:
         n = len(parents)
         if n >= len(table.target):
-            raise ValueError(f"costs of rounds are measured up to {len(table.target) - 1} drafts, a tree has {n} nodes")
+            raise ValueError(
+                f"costs of rounds are measured up to {len(table.target) - 1} drafts, but this tree has {n} nodes"
+            )
         return float(drafting @ _features(parents)) + target(n) + rest(n)
 
     return seconds
@@ -239,8 +243,9 @@ def _features(parents: Parents) -> np.ndarray:
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """Return a function that gives the table's seconds for a number of nodes, times the ratio of real to table seconds.
-    The ratio is the mean over the timed trees of that size, interpolated between sizes."""
+    """Return a function that gives the seconds of a tree with n nodes: the table's seconds for n, times the ratio of
+    real to table seconds. The ratio is the mean over the timed trees of a size, interpolated between sizes. rounds:
+    seconds of the timed trees."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

@@ -1,1 +1,1 @@
-"""Causal LMs of Hugging Face, and how their passes are run. `LM` has one forward for rows of different lengths."""
+"""Models of Hugging Face, and how their passes are run. `LM` has one forward for rows of different lengths."""

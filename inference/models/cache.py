@@ -1,5 +1,5 @@
-"""The KV cache. It stores keys and values in static slots, one row of slots per text; this module also computes its
-size in bytes.
+"""The KV cache. It stores keys and values in static slots, one row of slots per text. This module also computes the
+cache's size in bytes.
 
 Callers pass the length of each text. New keys and values are written at the positions of each row. Slots past a row's
 length are masked and later overwritten, so a chain is rolled back by a smaller length, without a copy. Active rows are
@@ -31,11 +31,9 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 
 @dataclass
 class Window:
-    """The rows [low, high) and positions (A, n) that one pass writes, and the slots up to `limit` that it reads.
-
-    start: the common first position of all rows, or None if rows differ. branches: the columns of a tree; if None,
-    slots are the positions.
-    """
+    """What one pass writes and reads. low, high: the rows [low, high). positions (A, n): of the ids. start: the common
+    first position of all rows, None if rows differ. limit: the pass reads the slots before this one. branches: the
+    columns of a tree; None if slots are the positions."""
 
     low: int
     high: int
@@ -63,8 +61,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """Return the window of the last n columns of a tree. anchor (A,): slots of the anchors. longest: the largest of
-    these."""
+    """Return the window of the last n columns of a tree. anchor (A,): slots of the anchors. longest: the largest anchor
+    slot. low: the first row."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -73,7 +71,8 @@ def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) 
 
 
 class SlotLayer(CacheLayerMixin):
-    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass."""
+    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass. window:
+    what the present pass writes and reads."""
 
     keys: Tensor
     values: Tensor
@@ -96,7 +95,8 @@ class SlotLayer(CacheLayerMixin):
         return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (A, heads, n, head_dim) at the window's positions, and return views (A, heads, limit, head_dim)."""
+        """Write keys and values (A, heads, n, head_dim) at the window's positions, and return views (A, heads, limit,
+        head_dim) of what the pass reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -142,8 +142,8 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 class SlotCache(Cache):
     """A cache with one SlotLayer per decoder layer. All layers share the window of the pass in progress.
 
-    context: the largest number of tokens per row, None for no bound. Only drafts after a row's last token use slots
-    past it.
+    slots: number of slots per row at first. context: the largest number of tokens per row, None for no bound. Only
+    drafts after a row's last token use slots past the context.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -171,7 +171,7 @@ class SlotCache(Cache):
 
     def _slots_for(self, window: Window) -> int:
         """Return the new number of slots: twice the old one, but at most the context. If the window ends past the
-        context, the drafts of this pass have room too."""
+        context, add room for the drafts of this pass."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -179,21 +179,22 @@ class SlotCache(Cache):
         return max(window.limit, self.context + window.positions.shape[1])
 
     def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of the first `rows` rows of every layer."""
+        """Return the keys and the values of the first `rows` rows: two lists with a tensor for each layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Apply `move_path` to the rows [0, A) of every layer."""
+        """Move an accepted path of a tree in the rows [0, A) of every layer, see `move_path`."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
+        """Copy the first `length` positions of slot `source` to slot `target`, in every layer."""
         for layer in self.stores:
             layer.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Set a slot that may contain NaN to zero. Masked values are multiplied by 0, and 0 times NaN is NaN."""
+        """Set the keys and values of a slot, which may contain NaN, to zero. Masked values are multiplied by 0, and 0
+        times NaN is NaN."""
         for layer in self.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
@@ -201,8 +202,9 @@ class SlotCache(Cache):
 
 
 def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
-    """Move the keys or values of accepted nodes to the slots after their row's anchor, in order. path (A, m): the nodes
-    of each row's tree, -1 for no node. start (A,): the anchors' slots. stores: keys or values (A or more, G, S, D)."""
+    """Move the keys or values of accepted nodes, in place, to the slots after their row's anchor, in order. stores:
+    keys or values (A or more, G, S, D). start (A,): the anchors' slots. path (A, m): the nodes of each row's tree, -1
+    for no node."""
     row = torch.arange(len(path), device=path.device).unsqueeze(1)
     order = torch.arange(1, path.shape[1] + 1, device=path.device)
     start = start.unsqueeze(1)
@@ -213,13 +215,13 @@ def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
 
 
 def spare_slots(rows: int) -> int:
-    """Return how many slots an engine adds to those of its rows for prompts that wait: half as many, at most 8."""
+    """Return how many slots an engine with this many rows adds for prompts that wait: half as many, at most 8."""
     return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
-    attention. Those of cross-attention, which depend on the sources, are not among them.
+    attention. Those of cross-attention, which depend on the sources, are not counted.
 
     All slots, spare ones too, have the same size. It is doubled until the tokens fit, up to the model's context.
     """
@@ -246,7 +248,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 @lru_cache(64)
 def _stored(config_class: Any, settings: str) -> int:
     """Return how many numbers are stored per token. They are counted on a model on the meta device, since layers may
-    share stores."""
+    share stores. settings: the config in JSON."""
     config = config_class.from_dict(json.loads(settings))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -260,7 +262,7 @@ def _stored(config_class: Any, settings: str) -> int:
 
 
 def _by_config(config: PreTrainedConfig) -> int:
-    """Return the same number as `_stored`, computed from the config alone."""
+    """Return the number of `_stored`, computed from the config alone."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * layers_of(config) * heads * size)

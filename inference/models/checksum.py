@@ -24,8 +24,8 @@ _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Read the model's values once for all calls of `fingerprint` in the block. The caller must not change the model
-    inside the block."""
+    """Read the model's values once for all calls of `fingerprint` within the block. The caller must not change the
+    model in the block."""
     outer = model in _UNCHANGED
     _UNCHANGED[model] = fingerprint(model)
     try:
@@ -44,10 +44,10 @@ class Stamp:
     """The state of a model at one time. It covers the model's modules, their parameters, forwards, hooks and numbers
     (such as a norm's epsilon), its config and its end tokens.
 
-    addresses: set this if other code uses the addresses of the tensors, as a CUDA graph does; then addresses and
-    torch's change counters are compared too. values: set this if copies of the values exist; then their bytes are
-    summed too, since torch does not count a change by `.data`. Tensors whose addresses are compared are referenced, so
-    that no other tensor gets the same address.
+    addresses: whether other code uses the addresses of the tensors, as a CUDA graph does; then addresses and torch's
+    change counters are compared too. values: whether copies of the values exist; then their bytes are summed too, since
+    torch does not count a change by `.data`. Tensors whose addresses are compared are referenced, so that no other
+    tensor gets the same address.
     """
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
@@ -56,7 +56,7 @@ class Stamp:
         self.seen = self._look(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Return whether the model is unchanged."""
+        """Return whether the model is in the state that the stamp was made in."""
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
@@ -89,8 +89,8 @@ def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def changes(tensors: Iterable[Tensor]) -> int:
-    """Return how often the tensors were changed; 0 for tensors of inference mode, whose changes torch does not
-    count."""
+    """Return how often the tensors were changed, by torch's counters; 0 for tensors of inference mode, whose changes
+    torch does not count."""
     try:
         return sum(t._version for t in tensors)
     except RuntimeError:
@@ -98,8 +98,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """Return a checksum of the model's parameters and buffers. once: omit the sums of columns, which saves a third of
-    the time; then swapping two values in a row of `_sums`'s square is not detected."""
+    """Return a checksum of the model's parameters and buffers. once: whether to omit the sums of columns, which saves a
+    third of the time; then swapping two values in a row of `_sums`'s square is not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -113,8 +113,8 @@ def _checksum(model: nn.Module, once: bool = False) -> bytes:
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Yield plain tensors. A sharded tensor gives the part of this process; a quantised tensor gives the tensors that
-    it wraps."""
+    """Yield plain tensors. For a sharded tensor this is the part of this process; for a quantised tensor, the tensors
+    that it wraps."""
     for tensor in tensors:
         data = tensor.detach()
         if hasattr(data, "to_local"):

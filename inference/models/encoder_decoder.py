@@ -2,9 +2,9 @@
 
 The decoder's own keys and values are in the slots of a `SlotCache`. Those of cross-attention, computed from the
 encoder's states, are in the same slots of a `CrossStore`. transformers' decoders compute positions from one length of
-all rows. Rows here differ in length, and nodes of a tree share positions, so two hooks that are on the model during a
-pass hand over the positions of each id: to the table of positions (BART, Marian, Whisper), or as a position bias to
-the first layer, which all layers use (T5).
+all rows. Rows here differ in length, and nodes of a tree share positions. Therefore hooks that are on the model during
+a pass give it the position of each id: in the table of positions (BART, Marian, Whisper), or as a position bias of the
+first layer, which all layers use (T5).
 
 A rows, n ids per row, L slots, S ids or frames of the longest source, D width, H heads.
 """
@@ -26,15 +26,15 @@ from inference.source import Source
 
 
 class Encoded(NamedTuple):
-    """The encoder's states (A, S, D) of A sources, which have lengths_b ids or frames."""
+    """The encoder's states of A sources. states (A, S, D). lengths: number of ids or frames of each source."""
 
     states: Tensor
     lengths: list[int]
 
 
 class CrossLayer(CacheLayerMixin):
-    """The cross-attention keys and values of one layer. `stored` holds both, (rows, H, S, head_dim) each; `keys` and
-    `values` are the views of the present pass."""
+    """The cross-attention keys and values of one layer. `stored` has both for all slots, (rows, H, S, head_dim) each;
+    `keys` and `values` are views of the rows of the present pass."""
 
     stored: tuple[Tensor, Tensor]
 
@@ -57,8 +57,8 @@ class CrossLayer(CacheLayerMixin):
 
 
 class CrossStore(Cache):
-    """The cross-attention keys and values of every slot. It grows with the longest source. lengths: of the source in
-    each slot."""
+    """The cross-attention keys and values of every slot. They grow with the longest source. lengths: number of ids or
+    frames of the source in each slot."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.stores = [CrossLayer() for _ in range(layers)]
@@ -68,8 +68,8 @@ class CrossStore(Cache):
         self.seen: Tensor | None = None
 
     def write(self, low: int, parts: Sequence[tuple[Tensor, Tensor]], lengths: list[int]) -> None:
-        """Store the keys and values (A, H, S, head_dim) of every layer in slots low, low + 1, ... Slots are zero past
-        them, since masked values must be finite."""
+        """Store the keys and values (A, H, S, head_dim) of every layer, `parts`, in slots low, low + 1, ... Entries
+        past a source are set to zero, since masked values must be finite."""
         high, width = low + len(lengths), parts[0][0].shape[2]
         for layer, part in zip(self.stores, parts, strict=True):
             if self.width == 0:
@@ -84,7 +84,8 @@ class CrossStore(Cache):
         self.lengths[low:high], self.width, self.aimed = lengths, max(width, self.width), None
 
     def aim(self, low: int, high: int) -> Tensor | None:
-        """Set the views of the rows [low, high). Returns which entries each row sees, (A, 1, 1, S); None for all."""
+        """Set the views to the rows [low, high). Returns which entries each row sees, (A, 1, 1, S) bool, or None if
+        every row sees all."""
         if self.aimed != (low, high):
             lengths = self.lengths[low:high]
             width, self.seen = max(lengths), None
@@ -99,14 +100,14 @@ class CrossStore(Cache):
         return self.seen
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
+        """Copy slot `source` to slot `target`, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[target] = store[source]
         self.lengths[target], self.aimed = self.lengths[source], None
 
     def clear(self, slot: int) -> None:
-        """Set a slot to zero."""
+        """Set the keys and values of a slot to zero, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[slot].zero_()
@@ -115,7 +116,8 @@ class CrossStore(Cache):
 class EncoderDecoder(Stock):
     """The forward of transformers' decoder, with cross-attention to the source of each slot. rows: number of slots.
 
-    Raises ValueError for a decoder of another structure. Its logits are checked as those of every model (`selfcheck`).
+    Raises ValueError for a decoder of another structure. Its logits are checked like those of every model
+    (`selfcheck`).
     """
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
@@ -128,14 +130,15 @@ class EncoderDecoder(Stock):
         self.both.is_updated = dict.fromkeys(range(len(layers)), True)
 
     def encode(self, sources: Sequence[Source]) -> Encoded:
-        """Return the encoder's states of sources, computed in one pass."""
+        """Return the encoder's states of sources, computed in one pass. The sources are all ids or all features."""
         encoder: Any = self.model.get_encoder()
         lengths, inputs = padded_sources(self.model, sources)
         states: Tensor = encoder(**inputs).last_hidden_state
         return Encoded(states, [states.shape[1]] * len(states) if isinstance(sources[0], Tensor) else lengths)
 
     def store_source(self, low: int, encoded: Encoded) -> None:
-        """Compute the cross-attention keys and values of slots low, low + 1, ... from the encoder's states."""
+        """Compute the cross-attention keys and values from the encoder's states, and store them in slots low, low + 1,
+        ..."""
         parts = [cross_attention(self.model, layer)(encoded.states) for layer in decoder_layers(self.model)]
         self.cross.write(low, parts, encoded.lengths)
 
@@ -161,35 +164,39 @@ class EncoderDecoder(Stock):
 
 
 class CrossProjections(NamedTuple):
-    """The modules of a decoder layer that make the keys and values of its cross-attention. size: of a head."""
+    """The modules of a decoder layer that compute the keys and values of its cross-attention. size: width of a head."""
 
     keys: nn.Module
     values: nn.Module
     size: int
 
     def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (A, H, S, size) of the encoder's states (A, S, D)."""
+        """Return the keys and values (A, H, S, size) for the encoder's states (A, S, D)."""
         keys, values = (project(states).unflatten(-1, (-1, self.size)) for project in (self.keys, self.values))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjections:
-    """Return the projections of a decoder layer. Raises ValueError for a layer that is neither T5's nor BART's."""
+    """Return the cross-attention projections of a decoder layer. Raises ValueError for a layer that is neither T5's nor
+    BART's."""
     modules: dict[str, Any] = dict(layer.named_modules())
     if bart := modules.get("encoder_attn"):
         return CrossProjections(bart.k_proj, bart.v_proj, bart.head_dim)
     if t5 := modules.get("layer.1.EncDecAttention"):
         return CrossProjections(t5.k, t5.v, t5.key_value_proj_dim)
     raise ValueError(
-        f"{type(model).__name__}: decoder layers of {type(layer).__name__} are not known here; those of "
-        "T5, BART, Marian and Whisper are"
+        f"{type(model).__name__}: its decoder layers, {type(layer).__name__}, are not supported; use a model with the "
+        "layers of T5, BART, Marian or Whisper"
     )
 
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
-    """Return the lengths of sources, and the encoder's arguments. Ids are padded on the right and masked; features all
-    have one shape. A draft's encoder may read less than the target's: ids that it lacks are read as its last id, and of
-    a source that is too long for it the beginning is read."""
+    """Return the lengths of sources, and the encoder's arguments by name. Ids are padded on the right and masked;
+    features all have one shape.
+
+    A draft's encoder may read less than the target's: it reads ids that it lacks as its last id, and only the beginning
+    of a source that is too long for it.
+    """
     if isinstance(sources[0], Tensor):
         features = torch.stack([source for source in sources if isinstance(source, Tensor)])
         return [features.shape[-1]] * len(features), {"input_features": features.to(model.device, model.dtype)}
@@ -206,8 +213,8 @@ def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[l
 
 
 def relative_bias(attention: Any, positions: Tensor, at: Tensor) -> Tensor:
-    """Return T5's bias (A, H, n, L) of tokens at positions (A, n), for slots whose tokens are at positions `at`, (L,)
-    or (A, 1, L)."""
+    """Return T5's bias (A, H, n, L) of tokens at positions (A, n). attention: T5's first self-attention module. at: the
+    positions of the tokens in the slots, (L,) or (A, 1, L)."""
     bucket = attention._relative_position_bucket(
         at - positions.unsqueeze(-1),
         bidirectional=False,
@@ -220,7 +227,8 @@ def relative_bias(attention: Any, positions: Tensor, at: Tensor) -> Tensor:
 
 @contextmanager
 def placed(decoder: nn.Module, window: Window, context: int) -> Iterator[None]:
-    """Give the decoder the positions of a window's ids, by hooks that are on it inside the block."""
+    """Give the decoder the positions of a window's ids, by hooks that are on it within the block. context: later
+    positions are read as the last one."""
     positions = window.positions.clamp(max=context - 1)
     if isinstance(table := getattr(decoder, "embed_positions", None), nn.Module):
         handles = _in_table(table, positions)
@@ -239,8 +247,8 @@ def placed(decoder: nn.Module, window: Window, context: int) -> Iterator[None]:
 
 
 def _in_table(table: nn.Module, positions: Tensor) -> list[Any]:
-    """Hook a table of positions so that it returns the entries (A, n, D) of positions (A, n). Tables differ in the
-    shapes that they take, but all take one row of positions."""
+    """Hook a table of positions so that it returns its entries (A, n, D) at positions (A, n), and return the hooks'
+    handles. Tables differ in the shapes that they accept, but all accept one row of positions."""
 
     def before(_: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return given, named | {"position_ids": positions.flatten()}
@@ -252,8 +260,8 @@ def _in_table(table: nn.Module, positions: Tensor) -> list[Any]:
 
 
 def own_inputs(model: PreTrainedModel, ids: Tensor, source: Source | None) -> dict[str, Tensor]:
-    """Return the arguments of the model's own forward for texts (B, n), which all have one source; None for a causal
-    LM."""
+    """Return the keyword arguments of the model's own forward, by name. ids (B, n): texts of one source. source: that
+    source, or None for a causal LM."""
     if source is None:
         return {"input_ids": ids}
     _, inputs = padded_sources(model, [source])
@@ -261,22 +269,22 @@ def own_inputs(model: PreTrainedModel, ids: Tensor, source: Source | None) -> di
 
 
 def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
-    """Return the shape (F, T) of the features that the encoder reads, or None if it reads token ids. Raises
-    ValueError, naming the model, for another encoder."""
+    """Return the shape (F, T) of the features that the model's encoder reads, or None if it reads token ids. Raises
+    ValueError, naming the model, for an encoder that reads anything else."""
     config: Any = model.config
     if model.main_input_name == "input_ids":
         return None
     if model.main_input_name != "input_features" or not hasattr(config, "num_mel_bins"):
         raise ValueError(
-            f"{type(model).__name__}: its encoder reads {model.main_input_name} that are not known here; those "
-            "of T5, BART and Marian (token ids) and of Whisper (input_features) are"
+            f"{type(model).__name__}: its encoder reads {model.main_input_name}, which is not supported; use a model "
+            "that reads token ids, like T5, BART and Marian, or input_features, like Whisper"
         )
     return config.num_mel_bins, 2 * config.max_source_positions
 
 
 def longest_source(model: PreTrainedModel) -> int | None:
-    """Return the largest number of ids that the encoder reads. None for no limit, since relative positions have no
-    end."""
+    """Return the largest number of ids that the model's encoder reads, or None if there is no limit, since relative
+    positions have no end."""
     return length_of(model.config) if hasattr(model.get_decoder(), "embed_positions") else None
 
 
@@ -285,14 +293,17 @@ def refuse_other_sources(draft: PreTrainedModel, target: PreTrainedModel, where:
     if not draft.config.is_encoder_decoder:
         return
     if not target.config.is_encoder_decoder:
-        raise ValueError(f"{where}: {type(draft).__name__} has an encoder, and the target has none")
+        raise ValueError(f"{where}: {type(draft).__name__} has an encoder, but the target has none")
     ours, theirs = (features_shape(model) or "token ids" for model in (draft, target))
     if ours != theirs:
-        raise ValueError(f"{where}: the encoder of {type(draft).__name__} reads {ours}, and the target's {theirs}")
+        raise ValueError(
+            f"{where}: the encoder of {type(draft).__name__} reads {ours}, but the target's reads {theirs}"
+        )
 
 
 def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
-    """Return a source without a meaning, for checks and timings: `length` token ids, or features."""
+    """Return a source without a meaning, for checks and timings: `length` token ids, or features. seed: sources with
+    other seeds differ."""
     shape, seeded = features_shape(model), torch.Generator().manual_seed(seed)
     if shape is None:
         return tuple(torch.randint(model.config.vocab_size, (length,), generator=seeded).tolist())
@@ -300,8 +311,8 @@ def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
 
 
 def same_encoder(draft: PreTrainedModel, target: PreTrainedModel, as_run: bool = True) -> bool:
-    """Return whether both models have an encoder, with equal weights. as_run: also in one dtype and on one device, so
-    that their states are equal. Models without storage have no weights that could be equal."""
+    """Return whether both models have an encoder, with equal weights. as_run: whether dtype and device must be equal
+    too, so that the encoders' states are equal. Models on the meta device have no weights that could be equal."""
     if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder):
         return False
     if "meta" in (draft.device.type, target.device.type):

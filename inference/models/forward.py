@@ -1,5 +1,6 @@
-"""The ways to run a model's passes: transformers' own forward, or the forward of `llama`, which needs fewer
-operations.
+"""The ways to run a model's passes: transformers' own forward, or the forward of `llama`, which needs fewer operations.
+
+A rows, n ids per row, L slots that are read, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -25,21 +26,22 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Return the largest number of ids per row in passes that are replayed."""
+    """Return the largest number of ids per row for which a pass over this window is replayed."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
 class Forward(Protocol):
-    """One pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale: see `LM.scale`."""
+    """A way to run one pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale: see
+    `LM.scale`."""
 
     scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        """Return the logits (A, n, V) and the states of `layers`. With `only` (A,), the logits are (A, 1, V), after
-        that id of each row."""
+        """Return the logits (A, n, V) and the states of `layers`. If `only` (A,) is given, the logits are (A, 1, V),
+        after that column of each row."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """Run the pass without the head, and return the states of `layers`."""
+        """Run the pass without the head, so that keys and values are stored, and return the states of `layers`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
@@ -52,7 +54,8 @@ class Forward(Protocol):
 
 
 class Stock:
-    """The forward of transformers. context: padding at positions past it is read as if at the last position.
+    """The forward of transformers. context: positions past it have only padding, which is read as if at the last
+    position.
 
     A sliding window is a narrower mask over the same slots, which contain the whole text. Nothing is dropped, so a text
     can be cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
@@ -102,7 +105,8 @@ class Stock:
 
     def _inside(self, window: Window) -> Window:
         """Return the window with at most one slot past the context. Later slots hold only padding, and a table as long
-        as the context (MPT's biases) has no entries for them. Only a tree may need them."""
+        as the context (MPT's biases) has no entries for them. The window of a tree, which may need these slots, is
+        returned unchanged."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
         short = Window(window.low, window.high, window.positions.clamp(max=self.context), None, self.context + 1)
@@ -127,8 +131,8 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: its projections are rounded,
-    see `llama.int8`."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether its projections are
+    rounded, see `llama.int8`."""
 
     scale: Tensor | None = None
 
@@ -178,7 +182,8 @@ class Lean:
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A or 1, n, 1, D) of the window's positions, from a table that grows with the slots."""
+        """Return cos and sin (A or 1, n, 1, head size) of the window's positions, from a table that grows with the
+        slots."""
         self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
@@ -187,13 +192,14 @@ class Lean:
         return cos, sin
 
     def refresh(self, limit: int) -> None:
-        """Read weights that have changed, and compute angles for new slots."""
+        """Read the weights again if they have changed, and compute angles if there are fewer than `limit`."""
         if self.state != llama.state(self.model, self.parameters):
             self._read_weights()
         if self.angles[0].shape[0] < limit:
             self._compute_angles()
 
     def mask(self, window: Window) -> Tensor | None:
+        """Return the mask (A, 1, n, L) to add to the scores, or None if every id sees all slots that are read."""
         if window.limit - 1 == window.start:
             return None  # one id per row, which sees all slots that are read
         return additive(visible(window, self.model.device), self.shape.held)
@@ -205,14 +211,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Change, tuple[Origin, llama.W
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
-    """Return the address and change counter of every weight, and a checksum of the values. The checksum is needed
-    because torch does not count every change."""
+    """Return the address and change counter of every weight, and a checksum of the values, which is needed because
+    torch does not count every change."""
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
 
 
 def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
-    """Return the model's weights, with rounded or packed copies by `change`. Copies are computed once for all users of
-    the model, and again when its weights have changed."""
+    """Return the model's weights, with rounded or packed copies made by `change` (None for none). Copies are computed
+    once for all users of the model, and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
     if change is None:
         return weights
@@ -223,7 +229,8 @@ def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """Return the fastest attention function for a mask (A, 1, n, L). None means that every token sees all slots."""
+    """Return the fastest attention function for a mask (A, 1, n, L), see `llama.states_of`. None means that every token
+    sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -232,20 +239,20 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked(states: Tensor, only: Tensor) -> Tensor:
-    """Return the values (A, n, ...) of columns `only` (A,) or (A, m) of each row -> (A, 1 or m, ...)."""
+    """Return the columns `only` (A,) or (A, m) of each row: (A, 1 or m, ...) of states (A, n, ...)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """Multiply the states (A, n, D) of rows low, low + 1, ... by their rows of scale (rows, D). If `scale` is None,
-    return the states unchanged."""
+    """Return the states (A, n, D) of rows low, low + 1, ... times their rows of scale (rows, D); unchanged if `scale`
+    is None."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
-    """Return which slots a token sees, (A, 1, n, limit): those up to its own position. width: only the last `width` of
-    these. chunk: only those in the same chunk of `chunk` positions."""
+    """Return which slots a token sees, (A, 1, n, limit) bool: those up to its own position. width: only the last
+    `width` of these. chunk: only those in the same chunk of `chunk` positions."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -253,8 +260,8 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """Return what tokens at positions (A, n) see, (A, 1, n, L), as `visible` defines it. slots: (L,), or the positions
-    (A, 1, L) of their tokens."""
+    """Return which slots tokens at positions (A, n) see, (A, 1, n, L) bool, see `visible`. slots: their positions, (L,)
+    or (A, 1, L)."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -266,8 +273,9 @@ def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk:
 def seen_on_paths(
     positions: Tensor, slots: Tensor, branches: Branches, width: int | None = None, chunk: int | None = None
 ) -> Tensor:
-    """Return what the nodes of a tree see, (A, 1, n, L): the text up to the anchor, their ancestors and themselves.
-    positions (A, n): of the nodes. slots (L,). Widths and chunks count positions along a node's path, not slots."""
+    """Return which slots the nodes of a tree see, (A, 1, n, L) bool: the text up to the anchor, their ancestors and
+    themselves. positions (A, n): of the nodes. slots (L,): their numbers. width and chunk count positions along a
+    node's path, not slots."""
     column = _columns(slots, branches)
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
@@ -284,11 +292,11 @@ def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def _columns(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the column of the tree that each slot holds, (A, L); 0: the text up to the anchor."""
+    """Return, for each slot (L,), which column of the tree is in it, (A, L); 0 for the text up to the anchor."""
     return (slots - branches.anchor).clamp(0, MOST_NODES + 1)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to scores: 0 for visible slots, else the lowest number. It is computed once; every layer
-    would convert a bool mask again."""
+    """Return a mask to add to scores: 0 for slots that are seen, else the lowest number of the dtype. It is computed
+    once; every layer would convert a bool mask again."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

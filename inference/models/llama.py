@@ -42,8 +42,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class Linear(NamedTuple):
-    """A projection. weight (out, in). bias (out,), or None. scale (out,): for int8, row r represents scale[r] *
-    weight[r]; None for other dtypes. packed: the same product with a second copy of the weight, see `packing`."""
+    """A projection. weight (out, in). bias (out,), or None. scale (out,): for int8, row r of the weight represents
+    scale[r] * weight[r]; None for other dtypes. packed: the same product with a second copy of the weight, see
+    `packing`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -67,7 +68,9 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The weights of one decoder layer. `qkv` and `gate_up` are several projections in one."""
+    """The weights of one decoder layer. first, second: those of the norms before attention and before the MLP. qkv: the
+    projections of queries, keys and values, joined. gate_up: those of the MLP's gate and up, joined. q_norm, k_norm:
+    those of the norms of queries and keys, None without such norms."""
 
     first: Tensor
     qkv: Linear
@@ -80,8 +83,8 @@ class Layer(NamedTuple):
 
 
 class Small(NamedTuple):
-    """The weights of a `SmallHead`. down: for a head of low rank, else None. known (Vd,): the ids of its rows, None if
-    all `size` ids have a row."""
+    """The weights of a `SmallHead`. up: from states, or from the results of `down`, to the rows of the head. down: for
+    a head of low rank, else None. known (Vd,): the ids of the rows, None if all `size` ids have a row."""
 
     up: Linear
     down: Linear | None
@@ -101,8 +104,8 @@ class Weights(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """The shape of a model. heads: H. groups: G. size: D. scale: factor of the attention scores. eps: of the norms.
-    held: dtype of keys and values."""
+    """The shape of a model. heads: H. groups: G. size: D. scale: factor of the attention scores. eps: that of the
+    norms. held: dtype of keys and values."""
 
     heads: int
     groups: int
@@ -123,13 +126,13 @@ def states_of(
     layers: Collection[int] = (LAST,),
     stored: bool = False,
 ) -> dict[int, Tensor]:
-    """Return the states (A, n, W) of `layers` for ids (A, n), see `passes`. Layers after the last of `layers` do not
-    run.
+    """Return the states (A, n, W) of `layers` for ids (A, n), see `passes`; W is the width. Layers after the last of
+    `layers` do not run.
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), and
     returns all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`; queries (A, H, n, D) ->
-    (A, n, H D). stored: all layers run, so that all keys and values are stored; the last layer stops after storing them
-    unless its states are in `layers`.
+    (A, n, H D). stored: whether all layers run, so that all keys and values are stored; the last layer then stops after
+    storing them unless its states are in `layers`.
     """
     x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
@@ -153,16 +156,16 @@ def states_of(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
-    """Return attention (A, n, H D), computed by torch's own kernels. mask (A, 1, n, L): added to the scores; None if
-    all slots are visible."""
+    """Return attention (A, n, H D), computed by torch's own kernels. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1, n,
+    L): added to the scores; None if all slots are visible."""
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return attention like `flash`, computed by two batched products over each group of heads. mask (A G, H/G n, L):
-    see `grouped`. It is for a few ids per row on a CPU, for which torch's kernel takes 1.5 times as long."""
+    """Return attention as `flash` does, computed by two batched products over each group of heads. mask (A G, H/G n,
+    L): see `grouped`. It is for a few ids per row on a CPU, for which torch's kernel takes 1.5 times as long."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -170,22 +173,22 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """Copy a mask (A, 1, n, L) for every head: -> (A G, H/G n, L)."""
+    """Return a mask (A, 1, n, L) copied for every head: (A G, H/G n, L)."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise by the root mean square, with the rounding of transformers' modules: float32 inside, and the weight
-    applied afterwards."""
+    """Return x divided by its root mean square, times the weight, with the rounding of transformers' modules: float32
+    inside, and the weight applied afterwards."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split states (A, n, H+2G, D) into queries (A, n, H, D), keys and values (A, n, G, D), and rotate queries and
-    keys."""
+    """Return queries (A, n, H, D), keys and values (A, n, G, D) of states (A, n, H+2G, D). Queries and keys are
+    normalised if the layer has such norms, then rotated. cos, sin (A or 1, n, 1, D): see `angles`."""
     turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = turned.split((shape.heads, shape.groups), 2)
@@ -196,7 +199,7 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return attention (A, n, H D) like `flash`, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask: from
+    """Return attention (A, n, H D) as `flash` does, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask: from
     `folded_mask`, or None if all slots are visible.
 
     Torch's flash kernel supports no mask, and its memory-efficient kernel supports no groups. For a call with both,
@@ -210,7 +213,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def folded_mask(mask: Tensor, heads: int) -> Tensor:
-    """Copy a mask (A, 1, n, L) for each of the heads of a group: -> (A, 1, heads n, L)."""
+    """Return a mask (A, 1, n, L) copied for each of the heads of a group: (A, 1, heads n, L). heads: H/G."""
     A, _, n, L = mask.shape
     wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
     wide[..., :L] = mask
@@ -218,7 +221,7 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
 
 
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (slots, D) of all positions, from the model's own rotary module. `sin` carries the sign of the
+    """Return cos and sin (slots, D) of all positions, from the model's own rotary module. `sin` has the sign of the
     rotation by `roll`."""
     body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
@@ -228,8 +231,8 @@ def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def applies(model: PreTrainedModel) -> bool:
-    """Return whether this forward computes the same as the model's own. It needs a known family, plain linear layers on
-    one device, a plain rotation, and no hooks or replaced forwards."""
+    """Return whether this forward computes the same as the model's own. The model must be of a known family, with plain
+    linear layers on one device, a plain rotation, and no hooks or replaced forwards."""
     config = model.config
     if not _known(model) or config.hidden_act not in ("silu", "swish"):
         return False
@@ -284,7 +287,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """Return the model's own weights, with projections joined."""
+    """Return the model's own weights, with projections joined: the model's parameters become views of the joined
+    tensors."""
     body: Any = model.base_model
     top: Any = model.lm_head
     # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
@@ -326,7 +330,8 @@ def _joined(linears: Sequence[nn.Linear]) -> Linear:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return one tensor with the rows of all parts, in order. The parts become views of it, unless they are already."""
+    """Return one tensor with the rows of all parts, in order. The parts become views of that tensor, unless they are
+    already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
@@ -346,14 +351,14 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` works for the model."""
+    """Return whether `int8` works for the model here."""
     return has_kernel(model) and applies(model)
 
 
 def has_kernel(model: PreTrainedModel) -> bool:
-    """Return whether the kernel for rounded weights can run all linear layers of the model. It runs on a CPU and reads
-    bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past the end of a
-    row. Layers of another dtype than the model's are not rounded."""
+    """Return whether the kernel for rounded weights can run all linear layers of the model. The kernel runs on a CPU
+    and reads bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past
+    the end of a row. Layers of another dtype than the model's are not rounded."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
@@ -370,8 +375,8 @@ def _rounded(linear: Linear) -> Linear:
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers from -127 to 127 and scale (out,) for a weight (out, in): row r represents scale[r] *
-    numbers[r]."""
+    """Return numbers (out, in) int8, from -127 to 127, and scale (out,) bfloat16 for a weight (out, in): row r of the
+    weight is about scale[r] * numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
     numbers = (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
@@ -379,15 +384,15 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return a weight (out, in) rounded by `int8_rows`, in its own dtype."""
+    """Return a weight (out, in) rounded to the numbers that `int8_rows` can represent, in its own dtype."""
     numbers, scale = int8_rows(weight)
     return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
 
 
 @torch.no_grad()
 def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
-    """Round the projections of a model in place, and return the model. Embeddings are not rounded, even if they are
-    tied to the head. The config names the method, by which `LM` runs the model with int8 weights where it can."""
+    """Round the projections of a model, in place, and return the model. Embeddings are not rounded, even if they are
+    tied to the head. The config then names the method, so that `LM` runs the model with int8 weights where it can."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)  # a tied embedding stays
@@ -397,7 +402,7 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer without a bias, its weight rounded as by `int8_rows`."""
+    """A linear layer without a bias, whose weight is stored as the numbers and scale of `int8_rows`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -410,8 +415,8 @@ class RoundedLinear(nn.Module):
 
 
 def sharing_copy(network: Network) -> Network:
-    """Return a copy of a network with the same weights, not copies of them. Its parameters are new objects: the
-    compiler takes a parameter that it has seen for a constant."""
+    """Return a copy of a network that shares the network's weights. Its parameters are new objects, since the compiler
+    takes a parameter that it has seen for a constant."""
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 
@@ -422,13 +427,14 @@ def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def rounded_copy(network: Network) -> Network:
-    """Return a copy of a network whose linear layers in bfloat16 are `RoundedLinear`. It shares the other weights."""
+    """Return a copy of a network in which linear layers in bfloat16 are `RoundedLinear`. It shares all other weights
+    with the network."""
     return _with_linears(network, lambda linear: RoundedLinear(linear) if is_rounded(linear) else linear)
 
 
 def packed_copy(network: Network) -> Network:
     """Return a copy of a network whose linear layers are `PackedLinear` where `packing.pack` has a copy of the weight.
-    It shares the weights. Return the network itself if no layer has one."""
+    It shares the weights. If no layer has such a copy, return the network itself."""
     copied = _with_linears(network, PackedLinear.of)
     return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
@@ -442,7 +448,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> nn.Module:
-        """Return the layer with a second copy of its weight, or the layer itself if none can be made."""
+        """Return the linear layer with a second copy of its weight, or the layer itself if no copy can be made."""
         product = packing.pack(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
         return linear if product is None else cls(product)
 
@@ -451,7 +457,8 @@ class PackedLinear(nn.Module):
 
 
 def _with_linears(network: Network, change: Callable[[nn.Linear], nn.Module]) -> Network:
-    """Return a copy of a network, which shares its weights, with `change` applied to all linear layers."""
+    """Return a copy of a network, sharing its weights, in which each linear layer is replaced by `change` of that
+    layer."""
     copied = sharing_copy(network)
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
@@ -478,7 +485,7 @@ def packed(weights: Weights) -> Weights:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """Return the weights with `change` applied to all projections."""
+    """Return the weights with each projection replaced by `change` of that projection."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)

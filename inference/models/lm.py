@@ -1,6 +1,5 @@
-"""Language models of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts
-are stored in them, and the sources of an encoder-decoder.
-"""
+"""Language models of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts,
+and the sources of an encoder-decoder, are stored in these."""
 
 import math
 import warnings
@@ -39,17 +38,18 @@ class LM:
     """A causal LM or an encoder-decoder with slots for `rows` sequences. The model is used unchanged; it is never cast
     or moved. The texts of an encoder-decoder are those of its decoder; `encode` gives slots their sources.
 
-    vocabulary: ids in [0, V) have mass. Logits past V (padded vocabulary rows) are cut, and missing logits are -inf.
-    Ids that the model lacks are read as its last id (acceptance may fall, the text stays exact).
+    vocabulary: ids in [0, V) have mass; None for all of the model's. Logits past V (padded vocabulary rows) are cut,
+    and missing logits are -inf. Ids that the model lacks are read as its last id (acceptance may fall, the text stays
+    exact).
 
-    context: the largest number of tokens per row, at most the model's `max_position_embeddings`. stock: always run
-    transformers' own forward, even if `llama` supports the model. compile: compile short passes, or on a GPU
-    record them as CUDA graphs (`replay`); None for only on a GPU. int8: round weights to 8 bits; this is for a
-    draft, since a rounded target has another distribution. A model of `llama.in_int8_rows`, which is rounded already,
-    is run with int8 weights if it can be. spare: number of slots after those of the rows, for waiting
-    prompts. cache: the cache of a larger LM whose first layers are this model; both use the same keys and values.
-    scaled: multiply the states that the head reads by each row's `scale` (rows + spare, D), which starts at ones and is
-    written by the caller.
+    context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
+    stock: whether to run transformers' own forward even if `llama` supports the model. compile: whether to compile
+    short passes, or on a GPU to record them as CUDA graphs (`replay`); None for only on a GPU. int8: whether to round
+    weights to 8 bits; this is for a draft, since a rounded target has another distribution. A model of
+    `llama.in_int8_rows`, which is rounded already, is run with int8 weights if it can be. spare: number of slots after
+    those of the rows, for waiting prompts. cache: the cache of a larger LM whose first layers are this model; both use
+    the same keys and values. scaled: whether to multiply the states that the head reads by each row's `scale` (rows +
+    spare, D), which starts at ones and is written by the caller.
 
     Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
     """
@@ -79,8 +79,8 @@ class LM:
         self.context = min(context or positions, positions)
         if self.context < 2:
             raise ValueError(
-                f"{type(model).__name__}: a context of {self.context} token has no room for a prompt and "
-                "a new token; set context= to 2 or more"
+                f"{type(model).__name__}: context={self.context} leaves no room for a prompt and a new token; set "
+                "context= to 2 or more"
             )
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
@@ -101,7 +101,8 @@ class LM:
     @property
     def stale(self) -> bool:
         """Return whether the model has changed so that a new LM is needed (weights, adapters, hooks, modules, config).
-        Each call of an engine checks this once: 2 ms for 135 M parameters; with packed copies a third of a pass."""
+        Each call of an engine checks this once. The check takes 2 ms for 135 M parameters; with packed copies a third
+        of a pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
         return not self.stamp.holds(self.model)
@@ -123,8 +124,8 @@ class LM:
     def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
-                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of a known family on a CPU "
-                f"and widths that are multiples of 16"
+                f"{type(self.model).__name__}: int8 weights need a bfloat16 model of the Llama, Mistral, Qwen2 or "
+                "Qwen3 family on a CPU, with widths that are multiples of 16; set int8=False"
             )
         on_gpu = self.model.device.type == "cuda"
         compile = on_gpu if compile is None else compile
@@ -133,12 +134,15 @@ class LM:
                 return Replayed(self.model, self.cache, int8, self.rows)
             return Lean(self.model, self.cache, int8)
         if int8:
-            raise ValueError(f"{type(self.model).__name__}: int8 weights need `llama`'s forward, which cannot run it")
+            raise ValueError(
+                f"{type(self.model).__name__}: int8 weights need the forward of inference.models.llama, which cannot "
+                "run this model; set int8=False"
+            )
         if compile and not stock:
             way = "recorded as CUDA graphs" if on_gpu else "compiled"
             warnings.warn(
-                f"{type(self.model).__name__}: its passes cannot be {way} and run through transformers' own forward, "
-                f"which takes longer; compile=False does the same without this warning",
+                f"{type(self.model).__name__}: its passes cannot be {way}, so they run through transformers' own "
+                "forward, which takes longer; to have no warning, set compile=False",
                 stacklevel=4,
             )
         if self.model.config.is_encoder_decoder:
@@ -158,8 +162,8 @@ class LM:
         return isinstance(self.run, EncoderDecoder)
 
     def encode(self, low: int, sources: Sequence[Source], encoded: Encoded | None = None) -> None:
-        """Make `sources` those of slots low, low + 1, ... The encoder runs once for all of them, and the decoder's
-        cross-attention keys and values are stored. encoded: the states of an equal encoder, which then does not run."""
+        """Run the encoder on `sources` in one pass, and store the decoder's cross-attention keys and values in slots
+        low, low + 1, ... encoded: the states of an equal encoder; then this model's encoder does not run."""
         assert isinstance(self.run, EncoderDecoder), "LM.encode of a model without an encoder"
         self.encoded = self.run.encode(sources) if encoded is None else encoded
         self.run.store_source(low, self.encoded)
@@ -175,19 +179,19 @@ class LM:
         states: Layers = (),
         tree: Tree | None = None,
     ) -> Pass:
-        """Run one pass over ids (A, n) of slots [low, low + A), at positions start_b, start_b + 1, ...
+        """Run one pass over ids (A, n) of slots [low, low + A), at positions start_b, start_b + 1, ... of row b.
 
         Returns logits (A, n, V), and the states (A, n, D) of the layers `states`, see `passes`. If passes are CUDA
         graphs, the next pass of this LM overwrites both: copy them if they are needed later. Entries of a row past its
         tokens are computed from the padding ids; the row's next pass overwrites their keys and values. only (A,):
-        return logits (A, 1, V), after this id of each row. at (A,): `start` as a tensor, if it is already on the
+        return logits (A, 1, V), after this column of each row. at (A,): `start` as a tensor, if it is already on the
         device.
 
-        tree: ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
+        tree: then ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
         these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b
         plus its depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path
-        to the slots of its positions. Raises ValueError for a layer that the model lacks, and if its code supports no
-        states or no trees.
+        to the slots of its positions. Raises ValueError for a layer that the model lacks, and if the model's code
+        supports no states or no trees.
         """
         of_each = only if ids.shape[1] > 1 else None  # with one id per row there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
@@ -205,13 +209,13 @@ class LM:
         K: int,
         greedy: bool,
     ) -> Drafts | None:
-        """Return K drafts per row and their distributions in one call. Return None if it cannot be replayed: passes are
-        neither compiled nor recorded, the round cannot be, or drafts may be ids that the model lacks. The next call may
-        overwrite the results.
+        """Return K drafts per row and their distributions in one call. Return None if the call cannot be replayed:
+        passes are neither compiled nor recorded, the round cannot be, or drafts may be ids that the model lacks. The
+        next call may overwrite the results.
 
-        run: drafts with passes of the model, a function of tensors. name: everything that it depends on but `given`.
-        ids (A, n): what its first pass reads in slots [0, A). limit: slots that its passes read. greedy: it drafts the
-        likeliest tokens.
+        round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
+        of the model, a function of tensors. given: its inputs, by name. ids (A, n): what its first pass reads, in slots
+        [0, A). limit: number of slots that its passes read. greedy: whether it drafts the likeliest tokens.
         """
         if not isinstance(self.run, Replayed) or self.vocabulary > self.size:
             return None
@@ -221,7 +225,7 @@ class LM:
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """Run `forward` without the head. This stores prompts, and returns states but no logits."""
+        """Run `forward` without the head, to store prompts, and return the states of the layers `states`."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -235,24 +239,27 @@ class LM:
         tree: Tree | None = None,
     ) -> Tensor:
         """Return the states (A, n, D) after the first `layers` decoder layers. The pass ends there (early exit:
-        Elhoushi et al. 2024, 2404.16710). Arguments as in `forward`.
+        Elhoushi et al. 2024, 2404.16710). Other arguments as in `forward`. Raises ValueError for more layers than the
+        model has.
 
         Keys and values of these layers are stored. Those of later layers are out of date at these positions until a
         whole pass writes them.
         """
         if not 0 < layers <= self.depth:
-            raise ValueError(f"layers={layers}: set 1 to {self.depth}, the layers of {type(self.model).__name__}")
+            raise ValueError(
+                f"layers={layers}: set layers= from 1 to {self.depth}, which {type(self.model).__name__} has"
+            )
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
-        """Move the accepted nodes of a tree to the slots after their anchor, so that slots are positions again. Call it
-        after a pass over the tree. start: positions of the anchors. path (A, m): the nodes of each row, parents before
-        children, then -1. at (A,): `start` as a tensor, if it is already on the device."""
+        """Move the keys and values of accepted nodes of a tree to the slots after their anchor, so that slots are
+        positions again. Call it after a pass over the tree. start: positions of the anchors. path (A, m): the nodes of
+        each row, parents before children, then -1. at (A,): `start` as a tensor, if it is already on the device."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """Return logits (..., V) of the vocabulary for states (..., D) after the final norm."""
+        """Return logits (..., V) for states (..., D) after the final norm."""
         return fitted(self.run.head(states.to(self.dtype)), self.vocabulary)
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -261,12 +268,12 @@ class LM:
         return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
-        """Return the states of zero tokens, (rows, 0, D) per layer."""
+        """Return the states of no tokens, (rows, 0, D) for each of the layers."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Return the ids. Ids that the model lacks become its last one."""
+        """Return the ids with those that the model lacks replaced by its last one."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(
@@ -294,7 +301,7 @@ class LM:
         return Window(low, low + len(start), positions, None, first + width)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy slot `source` (its first `length` tokens) to slot `target`."""
+        """Copy slot `source` to slot `target`. length: number of tokens of the text."""
         self.cache.move(source, target, length)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.move(source, target)
@@ -307,7 +314,7 @@ class LM:
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:
-    """Fit logits (..., size) of a model to a vocabulary -> (..., V)."""
+    """Return a model's logits (..., size) as (..., vocabulary): cut, or with -inf for ids that the model lacks."""
     missing = vocabulary - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -333,7 +340,7 @@ def store_prompts(
         sources = [source for prompt in prompts if (source := source_of(prompt)) is not None]
         if len(sources) < len(prompts):
             raise ValueError(
-                f"{type(lm.model).__name__}: a text without its source; `Engine.starts` makes texts that have one"
+                f"{type(lm.model).__name__}: a text has no source; `Engine.starts` returns texts with their source"
             )
         lm.encode(low, sources, encoded)
     parts = [lm.no_states(len(prompts), states), *store_tails(lm, low, prompts, chunk=chunk, states=states)]
@@ -344,7 +351,7 @@ def store_tails(
     lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
 ) -> list[States]:
     """Store all but the last token of each text in slots low, low + 1, ..., from position `begin` on, `chunk` positions
-    per pass. Returns the states of each pass."""
+    per pass. Returns the states of the layers `states` for each pass."""
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]
@@ -354,6 +361,7 @@ def store_tails(
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Return rows of one length, each padded on the right with its own last id. No row reads an id of another row."""
+    """Return the rows with one length, each padded on the right with its own last id. No row reads an id of another
+    row."""
     width = max(map(len, rows))
     return [row + row[-1:] * (width - len(row)) for row in rows]

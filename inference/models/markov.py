@@ -33,7 +33,7 @@ class FromZero(nn.Linear):
 
 
 class MarkovHead(nn.Module):
-    """A low-rank table of token pairs. markov_w1 (V, r): a row for the token before. markov_w2 (Vd, r): its product
+    """A low-rank table of token pairs. markov_w1 (V, r): a row for each preceding token. markov_w2 (Vd, r): its product
     with that row is added to the logits; it is zero before training. Names are those that engines load."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
@@ -43,7 +43,7 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return (..., Vd) for tokens (...), to be added to the logits of the tokens after them."""
+        """Return the terms (..., Vd) that are added to the logits of the tokens after these ids (...)."""
         logits: Tensor = self.markov_w2(self.markov_w1(ids))
         return logits
 
@@ -55,11 +55,11 @@ def markov_of(network: PreTrainedModel) -> MarkovHead | None:
 
 
 def put_markov_head(network: PreTrainedModel) -> MarkovHead:
-    """Add the untrained Markov head that a causal LM's config describes to the LM, and return it. A small head must be
-    on the LM already. Raises ValueError for a rank that is no whole number above 0."""
+    """Add the untrained Markov head that a causal LM's config describes to the LM, in place, and return the head. A
+    small head must be on the LM already. Raises ValueError for a rank that is no whole number above 0."""
     rank, size = getattr(network.config, MARKOV, None), network.config.get_text_config().vocab_size
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{MARKOV}: {rank!r} is no whole number above 0")
+        raise ValueError(f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}")
     tokens = getattr(network.config, VOCABULARY, None) or size
     head = MarkovHead(size, rank, tokens).to(network.device, network.dtype)
     network.add_module(MODULE, head)
@@ -67,7 +67,7 @@ def put_markov_head(network: PreTrainedModel) -> MarkovHead:
 
 
 def remove_markov_head(network: PreTrainedModel) -> bool:
-    """Remove the Markov head of a causal LM, and its rank from the config. Returns whether there was one."""
+    """Remove the Markov head of a causal LM, and its rank from the config, in place. Returns whether there was one."""
     if markov_of(network) is None:
         return False
     delattr(network, MODULE)
@@ -76,7 +76,7 @@ def remove_markov_head(network: PreTrainedModel) -> bool:
 
 
 def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps what the Markov head of a causal LM returns (..., Vd) to (..., vocabulary). Ids that
+    """Return a function that maps the terms (..., Vd) of the Markov head of a causal LM to (..., vocabulary). Ids that
     the draft's vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give these no mass."""
     size = network.config.get_text_config().vocab_size
     known = getattr(network.get_output_embeddings(), "known", None)
@@ -85,8 +85,8 @@ def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], T
 
 
 def term_of(network: PreTrainedModel, vocabulary: int) -> Term | None:
-    """Return the function that gives what the Markov head of a causal LM adds to the logits (..., vocabulary) after a
-    token. The LM reads ids that it lacks as its last id. Return None without such a head."""
+    """Return the function that maps ids (...) to the terms (..., vocabulary) that the Markov head of a causal LM adds
+    to the logits after these ids, or None without such a head. The LM reads ids that it lacks as its last id."""
     markov = markov_of(network)
     if markov is None:
         return None

@@ -28,26 +28,27 @@ ALIGNED = 64  # bytes that a kernel reads at once
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor in contiguous memory that begins at a multiple of `ALIGNED` bytes, as torch
-    allocates it: the tensor itself, or a copy. Every tensor for a kernel of packed weights comes from here.
+    """Return the tensor in contiguous memory that begins at a multiple of `ALIGNED` bytes, as torch allocates it: the
+    tensor itself, or a copy. Every tensor for a kernel of packed weights must come from here.
 
-    A tensor of a mapped file begins at any address, and such a kernel may end the process there."""
+    A tensor of a mapped file begins at any address, and such a kernel may end the process there.
+    """
     tensor = tensor.contiguous()
     # compiled code reads a mapped tensor through operations that store their results in its own memory
     return tensor if torch.compiler.is_compiling() or not tensor.data_ptr() % ALIGNED else tensor.clone()
 
 
 class Product(Protocol):
-    """The product with a weight (out, in) and a bias (out,) or None. width: bytes of a number of the copy."""
+    """The product with a weight (out, in) and a bias (out,) or None. width: bytes of each number of the copy."""
 
     width: int
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Return x (..., in) -> (..., out)."""
+        """Return the product (..., out) for x (..., in)."""
 
 
 class InBfloat16:
-    """A `Product` in bfloat16, the weight in oneDNN's order."""
+    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order."""
 
     width = 2
 
@@ -61,11 +62,11 @@ class InBfloat16:
 
 
 class InFloat16:
-    """A `Product` in float32, the weight in FBGEMM's order and in float16. factor: a power of two that the weight is
-    multiplied by before it is rounded to float16, see `factor_of`.
+    """A `Product` in float32. The copy of the weight is in FBGEMM's order and in float16. factor: a power of two that
+    the weight is multiplied by before it is rounded to float16, see `factor_of`.
 
-    The product is an operator with a number as input, since compiled code can hold neither FBGEMM's objects nor, if
-    all models of a shape are to share it, a constant for each of them.
+    The product is an operator with a number as input, since compiled code can hold neither FBGEMM's objects nor, if all
+    models of a shape are to share it, a constant for each of them.
     """
 
     width = 2
@@ -106,8 +107,8 @@ _library.impl("product_in_float16", lambda x, _, outputs: x.new_empty(*x.shape[:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Return whether the projections of a model are to be packed: it is on a CPU, small enough to be stored twice, and
-    in bfloat16 where that is fast or in float32 where bfloat16 is not."""
+    """Return whether the projections of a model are to be packed: it must be on a CPU, small enough to be stored twice,
+    and in bfloat16 where that is fast or in float32 where bfloat16 is not."""
     if model.device.type != "cpu" or 2 * sum(p.numel() for p in model.parameters()) > LARGEST:
         return False
     if model.dtype == torch.bfloat16:  # on AVX2 oneDNN raises
@@ -116,13 +117,14 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 def has_fbgemm() -> bool:
-    """Return whether torch uses FBGEMM here. It has kernels for x86 with AVX2 alone."""
+    """Return whether torch uses FBGEMM here. FBGEMM has kernels only for x86 with AVX2."""
     quantized = torch.backends.quantized
     return "fbgemm" in quantized.supported_engines and quantized.engine in ("fbgemm", "x86")
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a copy of the weight, or None if the copy would not have the same numbers."""
+    """Return the product with a copy of the weight (out, in) and the bias, or None if the copy would not have the same
+    numbers."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
     factor = factor_of(weight)
@@ -131,8 +133,8 @@ def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
 
 def factor_of(weight: Tensor) -> float | None:
     """Return the power of two by which float16 represents a weight (out, in) in float32, 1 if possible, or None if
-    there is none. No number may change by more than 2^-30 of the largest of its row: products in float32 have 24
-    digits. This concerns numbers of a trained draft that are nearly 0; the others do not change."""
+    there is none. No number may change by more than 2^-30 of the largest of its row, since products in float32 have 24
+    digits. Only numbers of a trained draft that are nearly 0 change at all."""
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if not 0 < largest < math.inf:
         return None

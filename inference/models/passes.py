@@ -18,8 +18,8 @@ LAST = -1  # layer number of the states that the head reads, after the final nor
 
 
 class Pass(NamedTuple):
-    """The result of a pass. logits (A, n, V), or (A, 1, V) if one id of each row was requested. states (A, n, D): of
-    the requested layers.
+    """The result of a pass. logits (A, n, V), or (A, 1, V) if only one id of each row was requested. states: layer ->
+    (A, n, D), for the requested layers.
 
     Layers are numbered as in transformers' `hidden_states`: 0 is the embeddings, i the residual stream after i decoder
     layers, `LAST` the input of the head.
@@ -31,8 +31,8 @@ class Pass(NamedTuple):
 
 class Branches(NamedTuple):
     """The inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each row's
-    anchor. slots (A, n): slots that keys and values of the columns are written to. seen (A, n), depths (A, N + 1): see
-    `verify.tree.Tree`."""
+    anchor. slots (A, n): the slots that keys and values of the columns are written to. seen (A, n), depths (A, N + 1):
+    see `verify.tree.Tree`."""
 
     anchor: Tensor
     slots: Tensor

@@ -44,12 +44,15 @@ def load_model(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a causal LM or an encoder-decoder from a folder or hub id, from safetensors only. dtype: None for the
-    checkpoint's own, or float32, see `widened`. device: None for the CPU. options: further arguments of
-    `from_pretrained`. Raises ValueError for a dtype that torch does not have, and for a device that this machine
-    lacks."""
+    """Return a causal LM or an encoder-decoder in eval mode, from a folder or hub id, from safetensors only.
+
+    dtype: that of the weights; None for the checkpoint's own, or float32, see `widened`. trust_remote_code: whether
+    code in the folder may run. device: None for the CPU. options: further arguments of `from_pretrained`. Raises
+    ValueError for a dtype that torch does not have, for a device that this machine lacks, for a model that writes no
+    text, and for weights of other sizes than config.json says.
+    """
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
-        raise ValueError(f"dtype: torch has no dtype {dtype!r}; there are float32, bfloat16, float16, float64")
+        raise ValueError(f"dtype must be auto, float32, bfloat16, float16 or float64, not {dtype!r}")
     model_class = _auto_class_at(path, trust_remote_code)
     if device is not None:
         try:
@@ -76,8 +79,8 @@ def _auto_class_at(path: str, trust_remote_code: bool) -> Any:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that makes the language model of a config. Raises ValueError for a config of
-    another model, such as one of images, or an encoder that sees later tokens, such as BERT."""
+    """Return the class of transformers that makes the language model of a config. Raises ValueError for the config of a
+    model that writes no text, such as one of images, or an encoder that sees later tokens, such as BERT."""
     spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     sequences = AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
     model_class: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
@@ -112,18 +115,18 @@ def emulated(dtype: torch.dtype) -> bool:
 
 
 def half(device: str) -> torch.dtype:
-    """Return bfloat16, or float32 on a CPU that would emulate bfloat16."""
+    """Return bfloat16, or float32 if `device` is "cpu" and this machine's CPU would emulate bfloat16."""
     return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
 
 
 def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return how a model's weights are quantised, or None if they are not."""
+    """Return the quantization_config in a model's config, or None if its weights are not quantised."""
     return config.to_dict().get("quantization_config")
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """Return the quantisation in one word: none, int8 or nf4 (bitsandbytes), else the method that the checkpoint
-    names."""
+    """Return the name of the weights' quantisation: none, int8 or nf4 (bitsandbytes), else the method that the
+    checkpoint names."""
     settings = quantised(config)
     if not settings:
         return "none"
@@ -134,15 +137,15 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """Return the model. Its weights are cast in place to float32 if it is on a CPU that would emulate their dtype.
-    Quantised weights are not cast. copied: cast a copy instead."""
+    """Return the model, with its weights cast in place to float32 if it is on a CPU that would emulate their dtype.
+    Quantised weights are not cast. copied: whether to cast a copy instead."""
     if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the model's weights in place to a dtype, and return the model. Buffers that are not in checkpoints (rotary
+    """Cast the model's weights, in place, to a dtype, and return the model. Buffers that are not in checkpoints (rotary
     frequencies) are not cast, as in a model that is loaded in this dtype. Rounded frequencies would be wrong by half a
     radian after 200 tokens."""
     buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
@@ -156,25 +159,29 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raise ValueError for a model whose state cannot be rolled back, or whose code ignores a 4-d mask."""
+    """Raise ValueError for a model whose state cannot be rolled back, or whose code ignores a 4-d mask. config: its
+    text config."""
     settings, name = config.to_dict(), type(model).__name__
     if config._attn_implementation not in MASKED_ATTENTION:
         raise ValueError(
-            f"{name}: attention {config._attn_implementation!r} takes no 4-d mask; "
-            f"load it with attn_implementation='sdpa'"
+            f"{name}: its attention {config._attn_implementation!r} accepts no 4-d mask; load the model with "
+            "attn_implementation='sdpa'"
         )
     if model._is_stateful:
-        raise ValueError(f"{name}: only the keys and values of a causal decoder can be rolled back here")
+        raise ValueError(
+            f"{name}: its state cannot be rolled back after a rejected draft; use a model whose only state is keys and "
+            "values"
+        )
     types = {*(settings.get("layer_types") or ()), *(settings.get("attention_layers") or ())}
     if types - LAYER_TYPES:
         raise ValueError(
-            f"{name}: layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
-            f"per row; {', '.join(sorted(LAYER_TYPES))} can"
+            f"{name}: its layers of type {', '.join(sorted(types - LAYER_TYPES))} cannot use one mask "
+            f"per row; use a model whose layers are of type {', '.join(sorted(LAYER_TYPES))}"
         )
 
 
 def layers_of(config: PreTrainedConfig) -> int:
-    """Return the number of decoder layers of a model with this config."""
+    """Return the number of decoder layers of the model with this config."""
     own = config.get_text_config()
     keys = ("num_decoder_layers", "decoder_layers") if own.is_encoder_decoder else ()
     return int(next((count for key in keys if (count := getattr(own, key, None))), own.num_hidden_layers))
@@ -198,8 +205,8 @@ def biased_by_slots(config: PreTrainedConfig) -> bool:
 def positions_of(config: PreTrainedConfig) -> int:
     """Return the longest text, in tokens, that a pass over rows of different lengths supports.
 
-    For LongRoPE it is the end of the first range, because past that the longest row decides the rotation of all rows.
-    For Llama 4 it is also the end of the first range, past which one position scales the attention of all rows.
+    For LongRoPE it is the end of the first range, since past that the longest row decides the rotation of all rows. For
+    Llama 4 it is the end of the first range too, since past that one position scales the attention of all rows.
     """
     whole = config.get_text_config()
     settings = whole.to_dict()
@@ -214,7 +221,8 @@ def positions_of(config: PreTrainedConfig) -> int:
 
 
 def id_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return a token id (or a list of them) of a config. None if the config lacks it, as those of some families do."""
+    """Return the token id, or list of ids, under a key of a config; None if the config lacks the key, as in some
+    families."""
     return getattr(config, name, None)
 
 
@@ -228,8 +236,8 @@ def length_of(config: PreTrainedConfig) -> int:
 
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return a function from states (..., D) after the final norm to logits (..., V). It caps and scales them as the
-    model's config says, and adds BART's bias of each token."""
+    """Return a function from states (..., D) after the final norm to logits (..., V). The function caps and scales the
+    logits as the model's config says, and adds BART's bias of each token."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
@@ -257,8 +265,8 @@ def _logit_scale(config: dict[str, Any]) -> float:
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Return the logits (n, V) after the ids `at` of one text, from the model's own forward without a cache. The head
-    reads only these rows if the model's code can."""
+    """Return the logits (n, V) after the ids at the n positions `at` of one text, from the model's own forward without
+    a cache. inputs: arguments of this forward. The head reads only these positions if the model's code can."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -272,7 +280,8 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
 
 @contextmanager
 def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dictionary into which a pass of the model, or of its body, puts the states (A, n, D) of `layers`.
+    """Yield a dictionary into which a pass of the model, or of its body, puts the states (A, n, D) of `layers`, by
+    layer.
 
     Raises ValueError if the model's layers are not known, see `decoder_layers`.
     """
@@ -290,8 +299,9 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
 
 
 def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """Return the states (A, n, D) after the first `depth` decoder layers. run: a pass of the model, which an exception
-    ends after these layers. This is exact for every family, since the layers themselves are not changed."""
+    """Return the states (A, n, D) after the first `depth` decoder layers. run: runs a pass of the model, which an
+    exception ends after these layers. This is exact for every family, since the layers themselves are not changed.
+    Raises ValueError if the pass does not run these layers."""
 
     def leave(states: Tensor) -> None:
         raise _Left(states)
@@ -307,7 +317,7 @@ def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> 
 
 
 class _Left(Exception):
-    """An exception that ends a pass early. It carries the states at that point."""
+    """An exception that ends a pass early. states: those at that point."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__()
@@ -342,5 +352,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     layers = next(lists, None)
     if layers is None:
-        raise ValueError(f"{type(model).__name__}: no list of {count} decoder layers, whose states could be read")
+        raise ValueError(
+            f"{type(model).__name__}: it has no list of the {count} decoder layers that its config names, so their "
+            "states cannot be read"
+        )
     return layers

@@ -1,4 +1,4 @@
-"""Quantisations of a target's weights, by name, as a target is trained for and served."""
+"""Quantisations of a target's weights, by name. A target is trained for and served in one of them."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -19,28 +19,31 @@ PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, not available, or in conflict with the checkpoint's."""
+    """Raise ValueError for a quantisation that is unknown, that is not available, or that the checkpoint cannot have
+    because it is quantised itself. path, config: those of the checkpoint."""
     if quantisation not in QUANTISATIONS:
-        raise ValueError(f"quantisation: {quantisation!r} is not one of {', '.join(QUANTISATIONS)}")
+        raise ValueError(f"quantisation must be one of {', '.join(QUANTISATIONS)}, not {quantisation!r}")
     if quantisation == "none":
         return
     if quantised(config):
         raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
     if QUANTISATIONS[quantisation] and find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"quantisation={quantisation} needs bitsandbytes: pip install bitsandbytes, or set quantisation=none"
+            f"quantisation={quantisation} needs bitsandbytes: type pip install bitsandbytes, or set quantisation=none"
         )
 
 
 def options_of(quantisation: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained`; None as a config would drop the checkpoint's own."""
+    """Return the arguments of `from_pretrained` for a quantisation. There are none for "none", since None as a
+    quantization_config would drop the checkpoint's own."""
     settings = QUANTISATIONS[quantisation]
     return {"quantization_config": BitsAndBytesConfig(**settings)} if settings else {}
 
 
 def unpack(model: PreTrainedModel) -> None:
-    """Prevent bitsandbytes from packing 4-bit weights for passes on a CPU. Once the state has been read, as a
-    fingerprint does, packing goes wrong and changes the distribution (observed total variation 0.50)."""
+    """Prevent bitsandbytes from packing the model's 4-bit weights for passes on a CPU, by changing its layers in place.
+    Once the state has been read, as a fingerprint does, packing goes wrong and changes the distribution (observed total
+    variation 0.50)."""
     for module in model.modules():
         if hasattr(module, PACKS):
             setattr(module, PACKS, False)
@@ -52,8 +55,9 @@ def load_as(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """Return `load_model` of a path in a quantisation; a checkpoint that is quantised itself is loaded as it is. Raises
-    ValueError for a quantisation that is unknown or needs bitsandbytes."""
+    """Return the model that `load_model` loads from a path, in a quantisation. A checkpoint that is quantised itself is
+    loaded as it is. dtype, device: as in `load_model`. Raises ValueError for a quantisation that is unknown or needs
+    bitsandbytes."""
     if quantisation == "none" or quantised(config := AutoConfig.from_pretrained(path)):
         return load_model(path, dtype, device=device)
     refuse_quantisation(path, quantisation, config)

@@ -1,8 +1,8 @@
 """One way to run a function of named tensors: as it is, recorded as a CUDA graph, or compiled.
 
 A function maps named tensors to tensors, and reads nothing on the host. `Replay` runs it as it is, `Recorded` as a CUDA
-graph, `Compiled` by torch.compile; `replay_of` chooses. Callers give the function and its inputs, and ask for the sizes
-that these should have.
+graph, `Compiled` by torch.compile; `replay_of` chooses. Callers give the function and its inputs, and ask which sizes
+the inputs should have.
 
 On a GPU the time of a pass over a few ids is that of its kernel launches, and the same holds for the distributions,
 draws and verification of a round. A graph reads and writes the memory that it was recorded with, so inputs are copied
@@ -58,9 +58,9 @@ Make = Callable[[], Callable[..., Any]]
 
 
 class Pure(NamedTuple):
-    """A decoding round as a function of tensors. tensors: all that it reads, by name. on: makes the round that reads
-    other tensors of these names and shapes. key: everything else that it depends on. steady: names of tensors whose
-    values change only when the tensor is replaced."""
+    """A decoding round as a function of tensors. tensors: all that it reads, by name. on: returns the round that reads
+    other tensors of these names and shapes. key: everything else that the round depends on. steady: names of tensors
+    whose values change only when the tensor is replaced."""
 
     tensors: dict[str, Tensor]
     on: Callable[[Inputs], Any]
@@ -69,13 +69,14 @@ class Pure(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A function to record or compile, make(), and what it is called with.
+    """A function to record or compile, and its arguments.
 
-    name: everything that the function depends on but its arguments. reads: what it reads where it is, and whose owner
-    calls `drop` when it is replaced. rows: of the slots that it may write to; a recording is made for a power of two of
-    them. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one, which writes
-    the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before a recording, if
-    they may not have the present ones.
+    name: everything that the function depends on except its arguments. inputs: tensors by name, which are copied. make:
+    returns the function. reads: tensors by name that the function reads in place, and whose owner calls `drop` when
+    they are replaced. rows: number of slots that it may write to; a recording is made for a power of two of rows, at
+    most this many. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one,
+    which writes the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before a
+    recording, if these must not have the present ones.
     """
 
     name: Hashable
@@ -89,7 +90,7 @@ class Asked(NamedTuple):
 
 
 class Replay:
-    """Runs functions as they are. model: that whose weights the functions read. int8: whether they are rounded."""
+    """Runs functions as they are. model: the one whose weights the functions read. int8: whether these are rounded."""
 
     replays = False  # whether functions are compiled or recorded at all
     fixed = False  # whether sizes must be few, because each has a recording
@@ -105,7 +106,8 @@ class Replay:
         return False
 
     def width(self, n: int, widths: Sequence[int]) -> int:
-        """Return how many columns the inputs should have that need n. widths: those to record, in ascending order."""
+        """Return how many columns the inputs should have if they need n. widths: the numbers that are recorded, in
+        ascending order."""
         return n
 
     def depth(self, k: int, longest: int) -> int:
@@ -117,19 +119,20 @@ class Replay:
         return limit
 
     def drop(self) -> None:
-        """Forget what was made from weights or slots that are replaced."""
+        """Drop everything that was made from weights or slots that are now replaced."""
 
     def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
-        """Return what make()(**inputs, **reads) returns, or None if it cannot be recorded or compiled. A result of a
-        recording is valid until the next call. See `Asked`; how: its other fields."""
+        """Return the result of make()(**inputs, **reads), or None if it cannot be recorded or compiled. The result of a
+        recording is valid until the next call. Arguments: see `Asked`; how: its other fields."""
         return self.run(Asked(name, inputs, make, reads, **how))
 
     def run(self, asked: Asked) -> Any:
-        """Return the result of what is asked, or None, see `__call__`."""
+        """Return the result of a function and its arguments, or None, see `__call__`."""
         return None
 
     def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        """Return the round as a function of tensors, or None if that cannot be replayed."""
+        """Return the round as a function of tensors, or None if the round cannot be replayed. depths, greedy, trees: as
+        in `Round.pure`."""
         return None
 
     def replayed(
@@ -144,8 +147,11 @@ class Replay:
         greedy: bool = False,
         trees: bool = False,
     ) -> Any:
-        """Return run(round, tensors, K), run being what `make` returns, or None if it is not replayed. tensors: those
-        of `given` and `reads`. greedy: whether it drafts the likeliest tokens. trees: whether it draws children."""
+        """Return run(round, tensors, K), where `run` is the result of make(), or None if it is not replayed.
+
+        tensors: those of `given` and `reads`. name: as in `Asked`. greedy: whether `run` drafts the likeliest tokens.
+        trees: whether it draws children.
+        """
         pure = None if self.failed else self.pure(round, K, greedy, trees)
         if pure is None:
             return None
@@ -166,14 +172,15 @@ class Replay:
         make: Make | None = None,
         **how: bool,
     ) -> Any:
-        """Return what `replayed` returns, or run(round, tensors, k) as it is. make: returns a module that does the same
-        as `run`, and refers to nothing that a compiled module must not keep."""
+        """Return the result of `replayed`, or run(round, tensors, k) as it is if nothing is replayed. k, K: number of
+        drafts as it is, and replayed. make: returns a module that does the same as `run`, and refers to nothing that a
+        compiled module must not keep; None for `run` itself."""
         result = self.replayed(round, name, given, make or (lambda: run), K, reads, **how)
         return run(round, {**given, **(reads or {})}, k) if result is None else result
 
 
 class _Bound(nn.Module):
-    """A function of a round, as one of the tensors that the round reads."""
+    """A function of a round, `run`, as a function of the tensors that the round reads."""
 
     def __init__(self, run: Callable[..., Any], on: Callable[[Inputs], Any], K: int) -> None:
         super().__init__()
@@ -184,14 +191,14 @@ class _Bound(nn.Module):
 
 
 def replay_of(model: PreTrainedModel, compile: bool, int8: bool = False) -> Replay:
-    """Return how functions of a model run. compile: compile them, or on a GPU record them."""
+    """Return the object that runs a model's functions. compile: whether to compile them, or on a GPU to record them."""
     way = Replay if not compile else Recorded if model.device.type == "cuda" else Compiled
     return way(model, int8)
 
 
 class Graph:
     """A CUDA graph of `run`, a function without arguments that reads nothing on the host. On a CPU `run` is called
-    instead.
+    instead. pool: the memory pool, see `pool_for`.
 
     A CUDA graph reads memory, not tensors. The caller must hold every tensor that `run` refers to, or pass it as
     `reads`, which lives as long as the graph.
@@ -207,7 +214,7 @@ class Graph:
             self.run = None
 
     def __call__(self) -> Any:
-        """Return the result of `run`. On a GPU it is valid until the next call of any graph in the pool."""
+        """Return the result of `run`. On a GPU the result is valid until the next call of any graph in the pool."""
         if self.run is not None:
             return self.run()
         self.graph.replay()
@@ -215,7 +222,7 @@ class Graph:
 
 
 def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
-    """Return a CUDA graph of `run`, and the tensors that it writes its results to."""
+    """Return a CUDA graph of `run`, and the tensors that the graph writes its results to."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -230,8 +237,9 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside the block: a graph of an engine that nothing refers to any more would be destroyed,
-    which CUDA does not allow during a capture. This is of the whole process; calls of engines run one at a time."""
+    """Collect no garbage within the block. Otherwise a graph of an engine that nothing refers to any more could be
+    destroyed, which CUDA does not allow during a capture. This is a setting of the whole process; calls of engines run
+    one at a time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -251,10 +259,10 @@ class Recorded(Replay):
     """Runs functions as CUDA graphs, one per shape of a function's inputs; all share one memory pool.
 
     Inputs of 64 bits with at most two dimensions are columns (A, c) of one buffer per graph, so that one copy fills
-    them; floating-point ones are copied as bits. The others have one memory for all graphs. The runs before a recording
-    write keys and values too, so they use the inputs of a real call and write the same numbers. Rows of the buffer
-    after A repeat the first row until they have their own; no text uses their slots. If recording fails, there is one
-    warning and nothing more is recorded.
+    them; floating-point ones are copied as bits. Each other input has one memory for all graphs. The runs before a
+    recording write keys and values too, so they use the inputs of a real call and write the same numbers. Rows of the
+    buffer after A repeat the first row until they have their own; no text uses their slots. If recording fails, there
+    is one warning and nothing more is recorded.
     """
 
     replays = fixed = True
@@ -304,7 +312,9 @@ class Recorded(Replay):
                 self.failed = True
                 self.drop()
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                message = f"{type(self.model).__name__}: CUDA graphs failed; passes run without: {reason}"
+                message = (
+                    f"{type(self.model).__name__}: passes run without CUDA graphs, since recording failed: {reason}"
+                )
                 warnings.warn(message, stacklevel=5)
                 return None
         graph, buffer = self.graphs[key]
@@ -361,8 +371,8 @@ class Recorded(Replay):
 
 
 def _columns(value: Tensor, shape: torch.Size) -> list[Tensor]:
-    """Return numbers (A,) or (A, n) of 64 bits as columns int64, and the last column repeated up to a shape (width,) of
-    one row."""
+    """Return a value (A,) or (A, n) of 64-bit numbers as int64 columns (A, n), then its last column repeated up to the
+    width of `shape` (width,)."""
     columns = (value.unsqueeze(1) if value.dim() == 1 else value).view(torch.int64)
     more = shape.numel() - columns.shape[1]
     return [columns, columns[:, -1:].expand(-1, more)] if more else [columns]
@@ -378,8 +388,8 @@ _COMPILED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, 
 
 
 class Compiled(Replay):
-    """Runs modules compiled by torch.compile, which read `keys` and `values` of a full batch. Engines share them as
-    long as the weights are unchanged. If compiling fails, functions run as they are, with one warning."""
+    """Runs modules compiled by torch.compile, which read `keys` and `values` of a full batch. Engines share the modules
+    as long as the weights are unchanged. If compiling fails, functions run as they are, with one warning."""
 
     replays = True
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
@@ -406,7 +416,7 @@ class Compiled(Replay):
 
     @property
     def freezes(self) -> bool:  # type: ignore[override]
-        """Return whether the compiler packs the weights itself; it does so for bfloat16 only."""
+        """Return whether the compiler packs the weights itself, which it does only for bfloat16."""
         return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
     def run(self, asked: Asked) -> Any:
@@ -416,7 +426,7 @@ class Compiled(Replay):
             return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
         except Exception as error:  # the compiler may raise anything
             Compiled.failed = True
-            warnings.warn(f"torch.compile failed, passes run uncompiled: {reason(error)}", stacklevel=3)
+            warnings.warn(f"passes run uncompiled, since torch.compile failed: {reason(error)}", stacklevel=3)
             return None
 
     def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:
@@ -436,7 +446,7 @@ class Compiled(Replay):
             return module(**parts)
 
     def compiled(self, name: Hashable, make: Make) -> Any:
-        """Return the compiled module of a name."""
+        """Return the compiled module with this name, made by make() if there is none for the present weights."""
         modules = _COMPILED.setdefault(self.model, {})
         origin, module = modules.get((self.int8, name), (None, None))
         if module is None or origin != self.origin:

@@ -4,15 +4,15 @@ model's own logits.
 Two rows of fixed ids are stored in one pass up to different lengths and continued in another. Every logit is compared
 with that of the model's own forward over the whole rows, without a cache and without our masks. The last logits of a
 row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides which forward
-runs the model. It is `llama`'s if the model's classes are known and the logits agree; else transformers' own under the
-first form of mask that agrees. If no form agrees, the model is rejected with the reason.
+runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own under the first
+form of mask that agrees. If no form agrees, the model is rejected with the reason.
 
 Sliding windows are usually wider than the two short rows, so the check sets a narrow window in the model's config. A
 model that reads its window there then uses the narrow one, and the masks must do so too.
 
 States of layers and trees of drafts are compared in the same way when an engine first uses them.
 
-B = 2 rows, T ids per row, V vocabulary.
+B = 2 rows, T ids per row, N nodes of a tree, V vocabulary, W width.
 """
 
 import warnings
@@ -62,12 +62,13 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """A warning that `llama`'s forward does not give the model's own logits."""
+    """The warning that the forward of `models.llama` does not give the model's own logits."""
 
 
 class CheckResult(NamedTuple):
-    """The comparison of a forward with the model's own. difference: the largest difference. allowed: the bound there.
-    error: what the forward raised, or None. what: the compared numbers."""
+    """The comparison of a forward with the model's own. difference, allowed: the largest difference, and the bound
+    there, in standard deviations of the model's own numbers. error: what the forward raised, or None. what: what is
+    compared. late: whether short rows agree and a longer one does not."""
 
     difference: float
     allowed: float
@@ -91,24 +92,25 @@ _RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Any, Any]] = WeakKeyDictionary
 
 
 def lean_agrees(model: PreTrainedModel, context: int) -> bool:
-    """Return whether `Lean` gives the model's own logits. If it does not, warn once per model."""
+    """Return whether `Lean` gives the model's own logits, for texts of up to `context` ids. If it does not, warn once
+    per model."""
 
     def check() -> CheckResult:
         return Probe(model, context).logits(lambda cache: Lean(model, cache))
 
     result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
     if not result.agrees:
-        message = f"{type(model).__name__}: in `llama`'s forward, {result}; transformers' own forward is used"
+        message = (
+            f"{type(model).__name__} runs through transformers' own forward, since in that of inference.models.llama "
+            f"{result}"
+        )
         warnings.warn(message, Disagreement, stacklevel=2)
     return result.agrees
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
     """Return the first form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to
-    `context` ids.
-
-    Raises ValueError with the reason if there is no such form.
-    """
+    `context` ids. Raises ValueError with the reason if there is no such form."""
     form, reason = _once(model, ("stock", context), lambda: _first_form(model, context))
     if form is None:
         raise ValueError(f"{type(model).__name__}: {reason}")
@@ -139,21 +141,23 @@ class SelfCheck:
         self.agreed: set[str | Layers] = {()}
 
     def states(self, layers: Layers) -> Layers:
-        """Return the layers. Raises ValueError for a layer that the model lacks, and if states differ from the model's
-        own."""
+        """Return `layers` once their states agree with the model's own. Raises ValueError for a layer that the model
+        lacks, and if states differ from the model's own."""
         if layers not in self.agreed:
             depth, name = layers_of(self.model.config), type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
             if unknown:
                 raise ValueError(
-                    f"states: {name} has layers 0 .. {depth}, and {LAST} for what its head reads; not {unknown[0]}"
+                    f"states: {name} has layers 0 to {depth}, and {LAST} for the input of its head, but no layer "
+                    f"{unknown[0]}"
                 )
             self._check("states", Probe.states)
             self.agreed.add(layers)
         return layers
 
     def trees(self) -> None:
-        """Raise ValueError with the reason if a pass over a tree does not give what each of its paths gives."""
+        """Raise ValueError with the reason if a pass over a tree does not give the logits that each of its paths gives
+        alone."""
         if "trees" not in self.agreed:
             self._check("trees", Probe.trees)
             self.agreed.add("trees")
@@ -173,9 +177,12 @@ class SelfCheck:
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
-    """Return what `check` returns. It runs again only if values, classes or settings of the model have changed."""
+    """Return the result of `check`, which runs again only if values, classes or settings of the model have changed.
+    name: that of the check."""
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"{type(model).__name__}: its weights are on the meta device: there is nothing to run")
+        raise ValueError(
+            f"{type(model).__name__}: its weights are on the meta device, so it cannot run; load it with weights"
+        )
     with ALONE:
         results = _RESULTS.setdefault(model, {})
         key = (name, _settings(model), fingerprint(model))
@@ -195,7 +202,7 @@ def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
-    """Set windows of a config that are wider than the rows of the check to `NARROW`, inside the block. Yields whether
+    """Set windows in a config that are wider than the rows of the check to `NARROW` within the block. Yields whether
     the config has a window that is shorter than a text of `context` ids can be."""
     widths = ((key, getattr(config, key, None)) for key in WINDOWS)
     wide = {key: width for key, width in widths if isinstance(width, int) and 0 < width < context}
@@ -208,7 +215,8 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
 
 class Claiming(SlotCache):
     """A cache that always reports the longest possible length. A model whose code computes with the single length of a
-    cache cannot run here, because rows differ in length. With this cache its logits differ, so the check rejects it."""
+    cache cannot run here, because rows differ in length. With this cache the logits of such a model differ, so the
+    check rejects it."""
 
     claimed = 0
 
@@ -217,7 +225,8 @@ class Claiming(SlotCache):
 
 
 class Probe:
-    """The check of one model. The model's own logits are computed once for all forwards under test."""
+    """The check of one model. The model's own logits are computed once for all forwards under test. context: the
+    largest number of ids of a text."""
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self.model, self.context = model, context
@@ -234,7 +243,7 @@ class Probe:
         self.late = context > LENGTH and not heavy
 
     def stock(self, cache: SlotCache, form: str) -> Stock:
-        """Return transformers' forward, with both sources encoded if there is an encoder."""
+        """Return transformers' forward under a form of mask, with both sources encoded if the model has an encoder."""
         if self.sources is None:
             return Stock(self.model, cache, self.context, form)
         run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
@@ -243,7 +252,8 @@ class Probe:
         return run
 
     def logits(self, make: Make) -> CheckResult:
-        """Compare the model's own logits with those of a forward under test. make: returns the forward for a cache."""
+        """Return the comparison of the model's own logits with those of a forward under test. make: returns the forward
+        for a cache."""
         try:
             ours = self._rows([one.logits for one in self._passes(make)])
         except Exception as error:  # a model's code may raise anything for arguments that it does not accept
@@ -252,8 +262,8 @@ class Probe:
         return self._late(make) if short.agrees and self.late else short
 
     def _late(self, make: Make) -> CheckResult:
-        """Compare the logits at the end of a longer row, since angles, masks and caches may go wrong past some
-        position."""
+        """Return the comparison of the logits at the end of a longer row, since angles, masks and caches may be wrong
+        past some position."""
         T = min(LATE, self.context)
         size = self.model.config.get_text_config().vocab_size
         count = torch.arange(T, device=self.ids.device)[None]
@@ -283,11 +293,11 @@ class Probe:
     def _compared(
         self, ours: Rows, own: Rows, again: Callable[[], Rows], what: str, *more: Callable[[], Rows], parts: int = 1
     ) -> CheckResult:
-        """Compare our numbers with the model's own. The result is for the position that is nearest to its bound or
+        """Return the comparison of our numbers with the model's own, at the position that is nearest to its bound or
         furthest past it.
 
-        again: computes the model's own numbers once more. more: other correct ways to compute them. parts: number of
-        layers, which have equally many positions.
+        again: computes the model's own numbers once more. what: names the numbers. more: other correct ways to compute
+        them. parts: number of layers, which have equally many positions.
         """
         apart, fine = _apart(ours, own), _fine(self.model)
         if fine or apart.max() <= COARSE:
@@ -301,7 +311,7 @@ class Probe:
         return CheckResult(float(apart[at]), float(allowed[at]), what=what)
 
     def reason(self, result: CheckResult) -> str:
-        """Return why a model cannot be run. result: of the form of mask that came nearest."""
+        """Return the reason why a model cannot be run. result: that of the form of mask that came nearest."""
         low = self.starts[0]
         alone = self._own(self.ids[:, :low])
         if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
@@ -312,8 +322,8 @@ class Probe:
         return f"rows of different lengths cannot share its passes: {result}"
 
     def _own(self, ids: Tensor, row: int | None = None) -> Tensor:
-        """Return the model's own logits of texts (B, n). With an encoder, text b has the source of row b, or all have
-        that of `row`; each source is encoded alone."""
+        """Return the model's own logits (B, n, V) of texts, ids (B, n). With an encoder, text b has the source of row
+        b, or all have that of `row`; each source is encoded alone."""
         parts: list[tuple[Tensor, Source | None]] = [(ids, None)]
         if self.sources is not None:
             parts = [(ids, self.sources[row])] if row is not None else [*zip(ids.split(1), self.sources, strict=True)]
@@ -327,15 +337,15 @@ class Probe:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
-        """Return the noise of the model's own numbers at each position. It is how far they differ when computed in
-        other correct ways, or from embeddings rounded once more. The model amplifies that rounding as it amplifies the
-        rounding of every layer."""
+        """Return the noise of the model's own numbers at each position (P,): how far they differ when computed in other
+        correct ways, `more`, or from embeddings rounded once more. The model amplifies that rounding as it amplifies
+        the rounding of every layer. lengths: positions of each row that count."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
 
     def _rounded(self, again: Callable[[], Rows], seed: int) -> Rows:
-        """Return what `again` returns if the embeddings are rounded once more, each by up to half a unit."""
+        """Return the result of `again` with embeddings that are rounded once more, each by up to half a unit."""
         generator = torch.Generator().manual_seed(seed)
 
         def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
@@ -350,7 +360,8 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """Return the model's own logits in the same two passes, row by row, with its own cache and masks."""
+        """Return the model's own logits of each row, computed in two passes like those under test, with the model's own
+        cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             source = self.sources[row] if self.sources else None
@@ -367,7 +378,8 @@ class Probe:
         return rows
 
     def states(self, make: Make) -> CheckResult:
-        """Compare the states of all layers with those of the model's own forward."""
+        """Return the comparison of the states of all layers with those of the model's own forward. make: as in
+        `logits`."""
         count = layers_of(self.model.config)
         layers = (*range(count + 1), LAST)
 
@@ -390,7 +402,8 @@ class Probe:
         return self._compared(ours, whole, own, "states", parts=len(layers))
 
     def trees(self, make: Make) -> CheckResult:
-        """Compare the logits of all nodes of a tree with those of their paths alone."""
+        """Return the comparison of the logits of all nodes of a tree with those of their paths alone. make: as in
+        `logits`."""
         if biased_by_slots(self.model.config):
             return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
         parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
@@ -418,7 +431,8 @@ class Probe:
         return torch.cat(logits, 1)[:, 1:]
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
-        """Return the model's own logits (N, V) of both rows, computed after every node's path as a text."""
+        """Return the model's own logits (N, V) of each of both rows, computed after every node's path as a text.
+        ancestors (N, N): see `Tree.ancestors`."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
@@ -428,7 +442,7 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return the values (start_b + later, W) at all positions of each row b, from its parts in two passes."""
+        """Return the values (start_b + later, W) at all positions of each row b, from the values of the two passes."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
@@ -444,7 +458,7 @@ class Probe:
         return cache
 
     def _prompt(self) -> Window:
-        """Return the window of the first pass. It stores as many columns of both rows as the longer row needs."""
+        """Return the window of the first pass, which stores as many columns of both rows as the longer row needs."""
         high = self.starts[1]
         return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
 
@@ -458,8 +472,8 @@ def _apart(rows: Rows, whole: Rows) -> Tensor:
     """Return the difference at each position (P,): the root mean square over the vocabulary, or the width, in standard
     deviations of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
 
-    It is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in which all of
-    the model's own numbers are -inf are omitted if ours are -inf too.
+    The difference is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in
+    which all of the model's own numbers are -inf are omitted if ours are -inf too.
     """
     parts = []
     for row, own in zip(rows, whole, strict=True):

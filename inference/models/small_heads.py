@@ -29,7 +29,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the matrix with a row for each token. Its dtype and device are those of the head."""
+        """Return the matrix with a row for each token, whose dtype and device are those of the head."""
         return self.up.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -41,21 +41,22 @@ Projection = nn.Linear | LowRank
 
 
 def projection(width: int, tokens: int, rank: int | None) -> Projection:
-    """Return a module from states (..., D) to logits (..., Vd), with random weights. Raises ValueError for a rank above
-    the smaller size."""
+    """Return a module from states (..., D) to logits (..., Vd), with random weights. width: D. tokens: Vd. rank: r,
+    None for a whole matrix. Raises ValueError for a rank above the smaller size."""
     if rank is None:
         return nn.Linear(width, tokens, bias=False)
     if not 1 <= rank <= min(width, tokens):
         raise ValueError(
-            f"{RANK}: {rank} is not from 1 to {min(width, tokens)}, the smaller size of the head's matrix "
-            f"of {tokens} tokens by {width}"
+            f"{RANK} must be from 1 to {min(width, tokens)}, the smaller size of the head's matrix "
+            f"of {tokens} tokens by {width}, not {rank}"
         )
     return LowRank(width, tokens, rank)
 
 
 @torch.no_grad()
 def fill(head: Projection, weight: Tensor) -> None:
-    """Set a projection from a whole matrix (Vd, D): a copy, or the best product of its rank."""
+    """Set the weights of a projection, in place, from a whole matrix (Vd, D): to a copy, or to the best product of its
+    rank."""
     if isinstance(head, nn.Linear):
         head.weight.copy_(weight)
     elif not (weight.is_meta or head.weight.is_meta):
@@ -83,12 +84,12 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return logits (..., size) from logits (..., Vd) of the ids known (Vd,). All other ids get -inf."""
+    """Return logits (..., size) from logits (..., Vd) of the ids `known` (Vd,). All other ids get -inf."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
 def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return distributions (..., size) from distributions (..., Vd) over the ids known (Vd,). All other ids get 0, or
+    """Return distributions (..., size) from distributions (..., Vd) over the ids `known` (Vd,). All other ids get 0, or
     NaN if the distribution is NaN."""
     none = probs[..., :1] - probs[..., :1]
     # the compiler of torch 2.13 copies an expanded tensor without room for its entries
@@ -96,11 +97,11 @@ def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
 
 
 class SmallHead(nn.Module):
-    """The output embeddings of a causal LM, from states (..., D) to logits (..., V). Without a pruned vocabulary all
-    ids have a row.
+    """The output embeddings of a causal LM, from states (..., D) to logits (..., V). width: D. size: V. tokens: Vd,
+    None if all ids have a row. rank: r, None for a whole matrix.
 
-    undecided: True until `know` has chosen the tokens. rows (V, D): the whole head until then, None if there is none.
-    Both belong to a draft before training and are not stored.
+    undecided: whether `know` has still to choose the tokens. rows (V, D): the whole head until then, None if there is
+    none. Both belong to a draft before training and are not stored.
     """
 
     known: Tensor | None
@@ -114,7 +115,7 @@ class SmallHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the matrix with a row for each token. Its dtype and device are those of the head."""
+        """Return the matrix with a row for each token, whose dtype and device are those of the head."""
         return self.projection.weight
 
     @property
@@ -126,16 +127,16 @@ class SmallHead(nn.Module):
         return logits if self.known is None else spread(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
-        """Start from the rows (V, D) of a whole head. If `rows` is None, the weights stay random. The vocabulary is the
-        first Vd ids until `know` has chosen from counts of texts."""
+        """Set the weights from the rows (V, D) of a whole head. If `rows` is None, the weights stay random. The
+        vocabulary is the first Vd ids until `know` has chosen others."""
         self.undecided, self.rows = self.known is not None, rows
         if rows is not None:
             fill(self.projection, rows if self.known is None else rows[: len(self.known)])
 
     @torch.no_grad()
     def know(self, ids: Sequence[int]) -> None:
-        """Choose the vocabulary, and set the weights from these rows of the whole head given to `begin`. ids: Vd ids in
-        ascending order."""
+        """Set the vocabulary, and set the weights from its rows of the whole head that was given to `begin`. ids: Vd
+        ids in ascending order."""
         assert self.known is not None
         self.known.copy_(torch.tensor(list(ids)))
         if self.rows is not None:
@@ -149,10 +150,11 @@ def is_small(config: PreTrainedConfig) -> bool:
 
 
 def put_small_head(network: PreTrainedModel) -> SmallHead:
-    """Replace a causal LM's output embeddings by the small head that its config describes, with random weights.
+    """Replace a causal LM's output embeddings, in place, by the small head that its config describes, with random
+    weights. Returns the head.
 
-    Raises ValueError for heads with a bias. Raises it too for a pruned vocabulary if the family caps logits, since no
-    token could then have a logit of -inf.
+    Raises ValueError for heads with a bias, and for a pruned vocabulary if the family caps logits, since no token could
+    then have a logit of -inf.
     """
     config, plain = network.config.get_text_config(), network.get_output_embeddings()
     tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
@@ -161,8 +163,8 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
         raise ValueError(f"{name}: its head has a bias, which small heads do not support")
     if tokens and getattr(config, "final_logit_softcapping", None):
         raise ValueError(
-            f"{name}: it caps its logits, so that a token without a row would still have mass: "
-            f"{VOCABULARY} must be null"
+            f"{name}: {VOCABULARY} in config.json must be null, since this model caps its logits, so that a token "
+            "without a row would still have mass"
         )
     head = SmallHead(config.hidden_size, config.vocab_size, tokens, rank)
     for linear in linears(head):
@@ -183,7 +185,7 @@ def linears(head: Any) -> list[nn.Linear]:
 
 def require_known(network: nn.Module, where: str) -> None:
     """Raise ValueError, beginning with `where`, if the ids of a pruned head in the network are not distinct ids of the
-    target: drafts of a wrong id are refused, or an index is out of range."""
+    target: drafts of a wrong id would be rejected, or an index would be out of range."""
     for name, module in network.named_modules():
         if isinstance(module, SmallHead) and module.known is not None:
             refuse_ids(module.known, module.size, f"{where}: tensor {name}.known")
@@ -198,4 +200,4 @@ def refuse_ids(known: Tensor, size: int, where: str) -> None:
         raise ValueError(f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}")
     ids, counts = known.unique(return_counts=True)
     if len(ids) < len(known):
-        raise ValueError(f"{where}: id {int(ids[counts > 1][0])} stands twice in the draft's vocabulary")
+        raise ValueError(f"{where}: id {int(ids[counts > 1][0])} is in the draft's vocabulary more than once")

@@ -42,8 +42,8 @@ TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's
 
 
 def by_round(round: Any, greedy: bool) -> Choose:
-    """Return a function that makes each draft by the round's distributions and draws. greedy: it makes the likeliest
-    token, with a one-hot distribution."""
+    """Return a function that makes each draft by the round's distributions and draws, see `Choose`. greedy: whether it
+    takes the likeliest token instead, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = round.probs(logits, drafts)
@@ -55,7 +55,7 @@ def by_round(round: Any, greedy: bool) -> Choose:
 
 class Tempered:
     """A round whose drafts depend on a temperature alone, as a function of tensors. u (A, k): uniforms. temperature
-    (A,): above 0, unless `greedy`: then all drafts are the likeliest tokens."""
+    (A,): above 0, unless `greedy`. greedy: whether all drafts are the likeliest tokens."""
 
     def __init__(self, u: Tensor, temperature: Tensor, greedy: bool) -> None:
         self.u, self.temperature, self.greedy = u, temperature, greedy
@@ -73,8 +73,8 @@ class Tempered:
 class Nodes(NamedTuple):
     """The drafts that one pass reads. All of them have one depth.
 
-    depth: 1 or more. above (1, n): for each node, the index of its parent among the nodes of the previous pass;
-    None if both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    depth: 1 or more. above (1, n): for each node, the index of its parent among the nodes of the previous pass; None if
+    both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
     """
 
     depth: int
@@ -82,8 +82,8 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Return the values (A, n, ...) of these nodes' parents, from the values (A, m, ...) of the nodes of the
-        previous pass."""
+        """Return the values (A, n, ...) of these nodes' parents. values (A, m, ...): those of the nodes of the previous
+        pass."""
         if self.above is None:
             return values
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
@@ -96,8 +96,12 @@ Follow = Callable[[Tensor, Nodes], Tensor]
 def one_by_one(
     K: int, logits: Tensor, follow: Follow, choose: Choose, goes_on: Callable[[int], bool] = lambda depth: True
 ) -> Drafts:
-    """Draft a chain, one token after the other. Returns drafts (A, K) and the distributions (A, K, V) they were drawn
-    from. logits (A, V): after the texts. goes_on: see `Round.goes_on`; fewer tokens are drafted if it returns False."""
+    """Return up to K drafts of a chain, made one after the other, (A, K), and the distributions (A, K, V) that they
+    were drawn from.
+
+    logits (A, V): those after the texts. follow: returns the logits after a draft. choose: makes a draft from logits.
+    goes_on: see `Round.goes_on`; drafting ends when it returns False.
+    """
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
     for depth in range(K):
@@ -111,9 +115,11 @@ def one_by_one(
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, from logits (A, K, V) of one pass.
-    Entry j is for all nodes of depth j. anchor (A,): the tokens before the first drafts. term: added to the logits of
-    each node, for the token before it; None if no draft changes the logits of another."""
+    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, for drafts of one pass.
+
+    logits (A, K, V): of the pass; entry j is for all nodes of depth j. anchor (A,): the tokens before the first drafts.
+    term: returns what the preceding token adds to the logits of a node; None if no draft changes the logits of another.
+    """
 
     def follow(ids: Tensor, nodes: Nodes) -> Tensor:
         of_depth = logits[:, nodes.depth : nodes.depth + 1]
@@ -123,13 +129,13 @@ def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Ten
 
 
 def behind(anchors: Tensor, k: int) -> Tensor:
-    """Return the columns (A, k) of the anchors (A,) and the k - 1 columns after each."""
+    """Return k columns for each row, (A, k): that of its anchor (A,) and the k - 1 columns after it."""
     return anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
 
 
 class Step(nn.Module):
     """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns.
-    Without the head, later decoder layers do not run."""
+    head: whether it returns logits; without the head, later decoder layers do not run."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
@@ -137,8 +143,8 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """Return the same structure, with each tensor replaced by the name of a new parameter. None, numbers and
-        packed copies stay unchanged."""
+        """Return the same structure, with each tensor replaced by the name of a new parameter. None, numbers and packed
+        copies stay unchanged."""
         if isinstance(value, Tensor):
             self.count += 1
             self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
@@ -169,11 +175,12 @@ class Step(nn.Module):
         seen: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return logits (A, n, V), or those of columns `only` (A,) or (A, m), and states (A, n, W) of the layers.
+        """Return logits (A, n, V), or those of columns `only` (A,) or (A, m), and states (A, n, W) of the layers, in
+        one list.
 
-        ids, positions (A, n). cos, sin (S, D): of all positions. slots (L,): 0 .. L - 1, the slots to read. keys,
-        values (rows, G, S, D): per layer. anchor, nodes, seen: the `Branches` of a tree's columns. scale (rows, D): of
-        the states that the head reads, see `LM`.
+        ids, positions (A, n). cos, sin (S, D): angles of all positions. slots (L,): 0 .. L - 1, the slots to read.
+        keys, values (rows, G, S, D): per layer. anchor, nodes, seen: the `Branches` of a tree's columns. scale (rows,
+        D): factors of the states that the head reads, see `LM`.
         """
         A, L = ids.shape[0], slots.shape[0]
         written, visible = positions, None
@@ -199,15 +206,17 @@ class Step(nn.Module):
 
 
 class Drafting(nn.Module):
-    """All drafts of a round as a function of tensors. run: drafts with passes of the model. Separate launches of a
-    small model would take longer than its computation. fit: converts logits of the model to the round's vocabulary."""
+    """All drafts of a round as a function of tensors, since separate launches of a small model would take longer than
+    its computation. step: a pass of the model. run: drafts with such passes. fit: converts logits of the model to the
+    round's vocabulary."""
 
     def __init__(self, step: Step, run: Run, fit: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.step, self.run, self.fit = step, run, fit
 
     def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
-        """Return K drafts per row. given: the inputs of `run`, and what `Step` reads."""
+        """Return K drafts per row and their distributions. given: the inputs of `run`, and the tensors that `Step`
+        reads."""
         stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
 
         def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
@@ -218,8 +227,8 @@ class Drafting(nn.Module):
 
 
 class Replayed(Lean):
-    """The forward of `Lean` with replayed short passes over the first slots, see `replay_of`. Their logits, states,
-    drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as they are.
+    """The forward of `Lean` with replayed short passes over the first slots, see `replay_of`. The logits, states,
+    drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as in `Lean`.
 
     A recorded pass has as many rows, ids per row and slots as the next of a few sizes. Recordings read keys and values
     of the cache, and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the
@@ -248,7 +257,7 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return what a `Step` with these layers and head returns, or None if the pass is not replayed."""
+        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -274,8 +283,9 @@ class Replayed(Lean):
         greedy: bool,
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
-        """Return all K drafts of a round, see `LM.drafts`. Return None if they are not replayed. window.limit: the
-        slots of the longest text with its drafts."""
+        """Return all K drafts of a round and their distributions, see `LM.drafts`, or None if they are not replayed.
+        window.limit: number of slots of the longest text with its drafts. fit: converts logits of the model to the
+        round's vocabulary."""
         if not self._fits(ids, window):
             return None
 
@@ -317,8 +327,8 @@ class Replayed(Lean):
         return Step(llama.weights_of(self.model) if self.replay.freezes else self.weights, self.shape, layers, head)
 
     def _reads(self, limit: int) -> dict[str, Any]:
-        """Return what passes read where it is: angles of all positions, the slots to read, keys and values, the
-        scale."""
+        """Return the tensors that passes read in place: angles of all positions, the slots to read, keys and values,
+        the scale."""
         if not self.stored:
             keys, values = self.cache.stored(self.rows)
             cos, sin = self.angles

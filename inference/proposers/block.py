@@ -3,16 +3,17 @@
 
 The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, give the keys and
 values of that token in every layer. The queries of a round are the anchor and K masks after it. The anchor is the
-text's last token, which the target has not read yet. The queries attend to the context and to each other: to all of the
-block, or only to earlier queries if the draft is causal. Mask i is at the position of draft i and predicts it.
+text's last token, which the target has not read yet. The queries attend to the context and to each other: to all
+queries of the block, or only to earlier ones if the draft is causal. Mask i is at the position of draft i and predicts
+it.
 
-A Markov head (`markov`) may add a term for the token before to a draft's logits (DSpark, 2607.05147). Names and shapes
-are those that engines load (`DFlashDraftModel`). The embedding is the target's; `mask_embedding` is an addition of this
-project.
+A Markov head (`models.markov`) may add a term for the preceding token to a draft's logits (DSpark, 2607.05147). Names
+and shapes are those that engines load (`DFlashDraftModel`). The embedding is the target's; `mask_embedding` is an
+addition of this project.
 
 Slot s of a cache has the keys and values of token s in all layers. A round first stores those of the accepted tokens,
-computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites.
-Slots hold the tokens that the target has read, all but the anchor: n tokens of a text use n - 1 slots.
+computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites. The
+slots hold the tokens that the target has read, all but the anchor: n tokens of a text use n - 1 slots.
 
 H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens per row, K
 drafts per round, V vocabulary.
@@ -49,9 +50,9 @@ NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov":
 
 
 class BlockConfig(EagleConfig):
-    """The config of a block draft. It extends `EagleConfig`. depths: drafts per round, K. causal: whether a query
-    attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`, and the
-    layers by their outputs, in the form that engines read."""
+    """The config of a block draft, an `EagleConfig` with more keys. depths: drafts per round, K. causal: whether a
+    query attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`,
+    the id of the mask, and the layers numbered by their outputs, in the form that engines read."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -96,20 +97,21 @@ class BlockNetwork(FeatureNetwork):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values (A, n, G, D) of each layer, from the target's features (A, n, H). cos, sin (A, n, 1,
-        D): of the tokens' positions, see `angles`."""
+        """Return keys and values (A, n, G, D) for each layer, from the target's features (A, n, H). cos, sin (A, n, 1,
+        D): angles of the tokens' positions, see `angles`."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
 
     def queries(self, embedded: Tensor, K: int) -> Tensor:
-        """Return the queries (..., 1 + K, H) of blocks whose anchors have these embeddings (..., H)."""
+        """Return the queries (..., 1 + K, H) of a block: the anchor's, then those of K masks. embedded (..., H): the
+        embedding of the anchor."""
         masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return the states (A, n, H) that `head` reads, for queries (A, n, H). attends: the attention of each
-        layer."""
+        """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): angles of
+        their positions. attends: the attention function of each layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         states: Tensor = self.norm(x)
@@ -133,8 +135,6 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    """The projections of a layer, with a norm of each head's queries and keys."""
-
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         width, self.size = config.hidden_size, config.head_dim
@@ -153,7 +153,7 @@ class _Attention(nn.Module):
 
 
 class BlockDrafting(EagleDrafting):
-    """The drafts of a round from one pass over a block."""
+    """The drafts of a round from one pass over a block, as a function of tensors. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -172,14 +172,16 @@ class BlockDrafting(EagleDrafting):
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Store keys and values of tokens with the features (A, n, H). Their ids do not matter."""
+        """Store the keys and values of tokens with these features (A, n, H) in all layers, and return the features.
+        `ids` are not read."""
         for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
             slots.store(layer, window, k, v)
         return features
 
 
 def masks_of(network: BlockNetwork, K: int) -> int:
-    """Return the number of masks in a pass that drafts K tokens."""
+    """Return the number of masks in a pass that drafts K tokens: K for a causal draft, else always the number of drafts
+    per round in training."""
     return K if network.config.causal else network.config.depths
 
 
@@ -188,8 +190,8 @@ class Block(Eagle):
     was trained for.
 
     If the draft is not causal, a mask sees all masks of its block. Each round therefore reads as many masks as in
-    training, and a row's distributions do not depend on the other rows of its batch. The config limits the number of
-    drafts to that of training. Arguments as in `Eagle`.
+    training, and a row's distributions do not depend on the other rows of its batch. The number of drafts per round is
+    at most that of training, which the config states. The arguments are those of `Eagle`.
     """
 
     network_class = BlockNetwork

@@ -27,7 +27,7 @@ TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
 
 
 def put_scale(network: PreTrainedModel) -> nn.Module:
-    """Add a scale to the LM, with value 1 at every temperature of its config, and return the scale."""
+    """Add a scale to the LM, in place, with value 1 at every temperature in its config, and return the scale."""
     width = network.config.get_text_config().hidden_size
     scale = nn.Embedding(len(knots_of(network.config)), width, dtype=network.dtype, device=network.device)
     if not scale.weight.is_meta:
@@ -37,47 +37,52 @@ def put_scale(network: PreTrainedModel) -> nn.Module:
 
 
 class ConditionedNetwork(CausalLM):
-    """The network class of a conditioned draft folder: an LM with its scale. Raises ValueError for a config without
-    temperatures."""
+    """The network class of a conditioned draft folder: an LM with its scale. Making one raises ValueError if the config
+    has no temperatures."""
 
     parts = (*CausalLM.parts, Part((KNOTS,), put_scale, required=True))
 
 
 def table_in(path: str | Path) -> Tensor:
-    """Return the scale (n, D) of a local folder. Raises ValueError if it has none."""
+    """Return the tensor `TABLE` (n, D) in a local folder: the scale minus 1 at each temperature. Raises ValueError if
+    the folder has none."""
     tensors = tensors_of(path)
     if TABLE not in tensors:
-        raise ValueError(f"{path}: tensor {TABLE} is missing")
+        raise ValueError(f"{path}: the tensor {TABLE} is missing, so this is no conditioned draft")
     return tensors[TABLE]
 
 
 def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
-    """Add a scale to the LM, with value 1 at every temperature before training, and return the LM. Raises ValueError
-    unless the temperatures are at least one, different and in rising order."""
+    """Add a scale to the LM, in place, with value 1 at every temperature before training, and return the LM. Raises
+    ValueError unless there is at least one temperature, and they are different and in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
-        raise ValueError(f"temperatures {list(temperatures)}: give at least one, each once, in rising order")
+        raise ValueError(
+            f"the temperatures of a conditioned draft must be at least one, each once, in rising order, not "
+            f"{list(temperatures)}"
+        )
     network.config.update({KNOTS: list(temperatures)})
     put_scale(network)
     return network
 
 
 def knots_of(config: PretrainedConfig) -> list[float]:
-    """Return the temperatures in a network's config. Raises ValueError if there are none."""
+    """Return the temperatures in the config of a network. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
-        raise ValueError(f"{KNOTS}: the config of a conditioned draft must list its temperatures")
+        raise ValueError(f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}")
     return [float(one) for one in temperatures]
 
 
 class Scale:
-    """The scale of a network on its device. `at` gives it for any temperature."""
+    """The scale of a network, on the network's device, for any temperature."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         self.table = network.get_parameter(TABLE)
         self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
 
     def at(self, temperature: Tensor) -> Tensor:
-        """Return the factors (..., D) of the states that the head reads, for temperatures (...); float32 at least."""
+        """Return the factors (..., D), float32 at least, that the states of rows with temperature (...) are multiplied
+        by before the head."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -89,7 +94,7 @@ class Scale:
 
 
 class Conditioned(Independent):
-    """A proposer like `Independent`, but the states that the head reads are multiplied by the scale of each row's
+    """A proposer like `Independent`, but the states that the head reads are multiplied by the scale for the row's
     temperature.
 
     At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`.
@@ -127,7 +132,7 @@ class Conditioned(Independent):
         return super().propose(round)
 
     def _write(self, temperature: Tensor) -> None:
-        """Write the scale of each row in place into the tensor that passes read, since recorded passes read its
+        """Write the scale of each row, in place, into the tensor that passes read, since recorded passes read its
         memory."""
         if temperature is not self.written:
             assert self.lm.scale is not None

@@ -45,8 +45,8 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads, for a target of L layers. Numbered as in
-    `models.passes`, they are 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
+    """Return the low, middle and high layer whose states the draft reads. layers: number of the target's layers, L.
+    Numbered as in `models.passes`, the layers are 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -54,14 +54,14 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:
-    """Convert layer numbers by inputs to layer numbers by outputs. The input of layer i is the output of layer i - 1;
-    for i = 0 it is the embeddings, numbered -1."""
+    """Return, for each layer whose input is meant, the number of the layer whose output that is: the input of layer i
+    is the output of layer i - 1. For i = 0 it is the embeddings, numbered -1."""
     return [layer - 1 for layer in layers]
 
 
 class EagleConfig(PretrainedConfig):
-    """The config of a folder in the EAGLE-3 format. depths: how many drafts per round it was trained for. head_rank:
-    the rank of a low-rank head, which the format does not have; None for a whole head.
+    """The config of a folder in the EAGLE-3 format. depths: how many drafts per round the draft was trained for.
+    head_rank: the rank of a low-rank head, which the format does not have; None for a whole head.
 
     eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: the
     same states for SGLang, as numbers of the layers whose outputs they are. If only `eagle_config` is given, its
@@ -116,13 +116,13 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return the states of the target that `fc` joins, in order, by the numbers of `models.passes`."""
+        """Return the layers of the target whose states `fc` joins, in order, numbered as in `models.passes`."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
 class FeatureNetwork(PreTrainedModel):
-    """The common part of networks over the target's states: `fc`, which joins the states, a norm and a head. A subclass
-    defines `add_layers` and calls `post_init` at the end."""
+    """The common part of networks that read the target's states: `fc`, which joins the states of several layers, a norm
+    and a head. A subclass defines `add_layers` and calls `post_init` at the end."""
 
     config_class: Any = EagleConfig
     base_model_prefix = ""
@@ -153,7 +153,7 @@ class FeatureNetwork(PreTrainedModel):
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the network, with the architecture name that engines load."""
+        """Save the network in a folder, with the architecture name that engines load. options: transformers' own."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -163,55 +163,59 @@ class FeatureNetwork(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's, or if a pruned
-        vocabulary has wrong ids."""
+        """Raise ValueError, beginning with `where`, if the target has other sizes than the network or lacks a layer
+        that it reads, or if a pruned vocabulary has wrong ids."""
         same_sizes(self.config, target, where)
         layers = layers_of(target.config)
         if max(self.config.layers) >= layers:
-            raise ValueError(f"{where}: it reads layers {list(self.config.layers)}, the target has {layers}")
+            raise ValueError(
+                f"{where}: it reads the states of layers {list(self.config.layers)}, but the target has only {layers} "
+                "layers: give the target that the draft was trained for"
+            )
         if self.pruned:
             refuse_ids(self.known, self.config.vocab_size, f"{where}: tensor d2t")
             if not self.t2d.is_meta and not torch.equal(self.t2d.nonzero()[:, 0], self.known.sort().values):
-                raise ValueError(f"{where}: tensor t2d: it does not mark the tokens that d2t names")
+                raise ValueError(f"{where}: the tensor t2d does not mark the tokens that the tensor d2t names")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """Return the features (..., H) of the target's states (..., H), which are given by layer."""
+        """Return the features (..., H) that `fc` makes of the target's states: layer -> (..., H)."""
         joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., vocabulary) of states (..., H) after `norm`. Tokens outside the draft's vocabulary get
-        -inf."""
+        """Return logits (..., vocabulary) for states (..., H), to which `norm` was applied. Tokens outside the draft's
+        vocabulary get -inf."""
         return self.spread(self.lm_head(states), vocabulary)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., vocabulary) from logits (..., Vd) of the draft's tokens. Tokens outside its vocabulary
-        get -inf."""
+        """Return logits (..., vocabulary) over the target's ids, from logits (..., Vd) over the draft's own tokens.
+        Tokens outside the draft's vocabulary get -inf."""
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread(logits, self.known, size)[..., :vocabulary]
 
     def own_logits(self, states: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., Vd) of the draft's own tokens, for states (..., H) after `norm`. Tokens that are not
-        below `vocabulary` get -inf."""
+        """Return logits (..., Vd) over the draft's own tokens, for states (..., H), to which `norm` was applied. Tokens
+        whose target id is not below `vocabulary` get -inf."""
         logits: Tensor = self.lm_head(states)
         return logits.masked_fill(self.known >= vocabulary, -torch.inf) if self.pruned else logits[..., :vocabulary]
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids of the draft's own tokens ids (...)."""
+        """Return the target's ids (...) for ids (...) of the draft's own tokens."""
         return ids + self.d2t[ids] if self.pruned else ids
 
     def target_probs(self, probs: Tensor, vocabulary: int) -> Tensor:
-        """Return distributions (..., vocabulary) from distributions (..., Vd) over the draft's own tokens."""
+        """Return distributions (..., vocabulary) over the target's ids, from distributions (..., Vd) over the draft's
+        own tokens."""
         if not self.pruned:
             return probs
         return spread_probs(probs, self.known, max(vocabulary, self.config.vocab_size))[..., :vocabulary]
 
     def term(self, vocabulary: int) -> Term | None:
-        """Return the function that gives the Markov head's term for the logits after a token, or None without such a
-        head."""
+        """Return the function that maps ids to the terms (..., vocabulary) that the Markov head adds to the logits of
+        the next token, or None without such a head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
@@ -222,8 +226,8 @@ class FeatureNetwork(PreTrainedModel):
 
     @torch.no_grad()
     def know(self, ids: Sequence[int], rows: Tensor | None = None) -> None:
-        """Set the draft's vocabulary to these Vd target ids, in ascending order. rows (V, H): initial weights of the
-        head, for all target ids."""
+        """Set the draft's vocabulary, in place, to these Vd target ids, in ascending order. rows (V, H): weights of a
+        head for all target ids, whose rows for these ids become the draft's head; None to keep the head."""
         chosen = torch.tensor(list(ids), device=self.lm_head.weight.device)
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         self.t2d.zero_()[chosen] = True
@@ -231,15 +235,16 @@ class FeatureNetwork(PreTrainedModel):
             fill(self.lm_head, rows[chosen.to(rows.device)].to(chosen.device))
 
     def lower_head(self, rank: int) -> None:
-        """Replace a whole head by the nearest product of this rank. Raises ValueError for a rank above the smaller
-        size."""
+        """Replace a whole head by the nearest product of this rank, in place. Raises ValueError for a rank above the
+        smaller size of the head."""
         whole = self.lm_head.weight.detach()
         head = projection(self.config.hidden_size, len(whole), rank).to(whole.device, whole.dtype)
         fill(head, whole)
         self.lm_head, self.config.head_rank = head, rank
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (..., 1, D) at positions (...). `sin` carries the sign of the rotation."""
+        """Return cos and sin (..., 1, D) of the rotary angles at positions (...). `sin` has the sign of the rotation,
+        so that `rotated` needs no other."""
         size = self.config.head_dim
         steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
         turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
@@ -258,8 +263,12 @@ class EagleNetwork(FeatureNetwork):
         self.midlayer = _Layer(config)
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the output (A, n, H) for embeddings and features of pairs (A, n, H). `head` reads it after `norm`, and
-        it replaces the features of the next pair. cos, sin (A or 1, n, 1, D): of the pairs' positions, see `angles`."""
+        """Return the output (A, n, H) of the decoder layer. `head` reads it after `norm`, and it replaces the features
+        of the next pair.
+
+        embedded, features (A, n, H): those of the pairs. cos, sin (A or 1, n, 1, D): angles of the pairs' positions,
+        see `angles`. attend: the attention function.
+        """
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
         size = self.config.head_dim
@@ -311,12 +320,14 @@ class Gated(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (A, n, heads, D) by the angles of its positions."""
+    """Return x (A, n, heads, D) rotated by the angles of its positions. cos, sin (A or 1, n, 1, D): see
+    `FeatureNetwork.angles`."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class PairSlots(NamedTuple):
-    """The slots of pairs. cos, sin (S, 1, D): angles of all positions. keys, values (rows, G, S, D): of each layer."""
+    """The slots of pairs, S in number. shape: sizes of the attention. cos, sin (S, 1, D): angles of all positions.
+    keys, values: (rows, G, S, D) of each layer, with G heads of keys and values."""
 
     shape: llama.ModelShape
     cos: Tensor
@@ -325,15 +336,15 @@ class PairSlots(NamedTuple):
     values: list[Tensor]
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A, n, 1, D) of positions (A, n), see `FeatureNetwork.angles`."""
+        """Return cos and sin (A, n, 1, D) at positions (A, n), see `FeatureNetwork.angles`."""
         return self.cos[positions], self.sin[positions]
 
     def mask(self, window: Window) -> Tensor:
-        """Return the mask (A, 1, n, limit) of a window, which is added to the scores."""
+        """Return the mask (A, 1, n, limit) that is added to the attention scores of a window."""
         return additive(visible(window, window.positions.device), self.shape.held)
 
     def attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Return the attention of a layer. It stores the new keys and values in the window's slots, then reads the
+        """Return the attention function of a layer. It stores new keys and values in the window's slots, then reads the
         slots up to the window's limit."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
@@ -352,7 +363,8 @@ class PairSlots(NamedTuple):
 
 
 class EagleDrafting(nn.Module):
-    """The drafts of a round as a function of tensors. branching: the trees to draft, None for chains."""
+    """The drafts of a round as a function of tensors. embedding: the target's. vocabulary: number of the target's ids.
+    branching: the trees to draft, None for chains. greedy: whether to draft the likeliest tokens."""
 
     def __init__(
         self,
@@ -368,8 +380,9 @@ class EagleDrafting(nn.Module):
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
-        """Return the drafts of K depths and their distributions. given: see `Eagle._given` and `Eagle._reads`. If
-        drafts depend on a temperature alone, they are drawn among the tokens of the draft's vocabulary."""
+        """Return the drafts of K depths and their distributions. given: the tensors of `Eagle._given` and
+        `Eagle._reads`. If distributions depend on a temperature alone, drafts are drawn among the tokens of the draft's
+        vocabulary."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
@@ -396,14 +409,15 @@ class EagleDrafting(nn.Module):
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the output (A, n, H) of the layer for pairs of ids (A, n) and features (A, n, H). This writes to the
-        window's slots and reads the slots up to its limit."""
+        """Return the output (A, n, H) of the decoder layer for pairs of ids (A, n) and features (A, n, H). This writes
+        to the window's slots and reads the slots up to its limit."""
         attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
         output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
         return output
 
     def logits(self, output: Tensor, own: bool = False) -> Tensor:
-        """Return logits (A, n, V) for outputs (A, n, H) of the layer. own: those (A, n, Vd) of the draft's tokens."""
+        """Return logits (A, n, V) for outputs (A, n, H) of the decoder layer. own: whether to return logits (A, n, Vd)
+        over the draft's own tokens instead."""
         head = self.network.own_logits if own else self.network.head
         logits: Tensor = head(self.network.norm(output), self.vocabulary)
         return logits
@@ -417,10 +431,10 @@ class Eagle(Proposer):
     target's device.
 
     It drafts nothing for a text of one token, since the target has read no token yet. greedy: draft the likeliest
-    tokens, with one-hot distributions. compile: whether rounds are compiled, or CUDA graphs on a GPU; None if they are
-    for the target. On a CPU, only chains by temperature alone are compiled. int8: whether the weights are rounded to 8
-    bits, which needs `llama.has_kernel`; q is then the distribution of the rounded network. shape: the trees to draft,
-    as in `Independent`; None for chains.
+    tokens, with one-hot distributions. compile: whether rounds are compiled, or CUDA graphs on a GPU; None to do as the
+    target does. On a CPU, only chains whose distributions depend on a temperature alone are compiled. int8: whether the
+    weights are rounded to 8 bits, which needs `llama.has_kernel`; q is then the distribution of the rounded network.
+    shape: the trees to draft, as in `Independent`; None for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -451,7 +465,7 @@ class Eagle(Proposer):
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
         """Return a proposer for a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if
-        the target's sizes differ."""
+        the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
@@ -497,7 +511,6 @@ class Eagle(Proposer):
         self.stored, self.waiting, self.longest = [], [], 0
 
     def _copied(self, packs: bool) -> Any:
-        """Return the network with rounded or packed copies of its weights, or the network itself."""
         if self.int8:
             return llama.rounded_copy(self.network)
         return llama.packed_copy(self.network) if packs else self.network
@@ -508,7 +521,6 @@ class Eagle(Proposer):
         self.replay.drop()
 
     def _replay(self, host: Host) -> Replay:
-        """Return how rounds run."""
         compile = host.target.uses_graphs and self.compile is not False
         if self.compiles and self.features_device.type == "cpu" and self.branching is None:
             compile |= host.target.compiled if self.compile is None else self.compile
@@ -521,7 +533,7 @@ class Eagle(Proposer):
         return self.drafting(network, self.embedding, self.shape, self.vocabulary, self.branching, self.greedy)
 
     def _fresh(self) -> EagleDrafting:
-        """Return a module to compile: it may outlive the network."""
+        """Return a module to compile, which may outlive this proposer's network."""
         alone = self.served is self.network and not self.replay.fixed
         return self._module(llama.sharing_copy(self.network) if alone else self.served)
 
@@ -530,7 +542,7 @@ class Eagle(Proposer):
         return self.network.fc.weight.device
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Store all pairs of the prompts, and the features of their last ones, which the first round reads."""
+        """Store all pairs of the prompts but the last of each, whose features are kept for the first round."""
         A, features = len(prompts), self._features(states)
         width = features.shape[1]
         ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]
@@ -558,12 +570,12 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Return the features of the states. Numbers that are not finite become 0, so that no slot contains NaN; rows
-        with such numbers end or get no drafts."""
+        """Return the features of the target's states. Numbers that are not finite become 0, so that no slot contains
+        NaN; rows with such numbers end or get no drafts."""
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """Return the drafts of a round. Rows without a pair get none."""
+        """Return the drafts of a round. Rows whose text has one token get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)
@@ -591,9 +603,9 @@ class Eagle(Proposer):
         return self.branching.counts[-1] if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
-        """Return the inputs for the pairs that slots lack: ids of their second tokens (A, width), and features (A,
-        width, H). Also return `pairs` (A,), the position of the first pair, and `only` (A,), the column of the last
-        pair; later columns are not read."""
+        """Return the inputs of a round, for the pairs that slots lack: `lacking` (A, width), ids of their second
+        tokens; `features` (A, width, H); `pairs` (A,), the position of the first; and `only` (A,), the column of the
+        last, after which columns are not read. lacking: how many pairs each row's slot lacks."""
         tails = [text[-max(one, 1) :] for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
@@ -608,8 +620,8 @@ class Eagle(Proposer):
         return self.host.vocabulary
 
     def _reads(self, limit: int) -> dict[str, Any]:
-        """Make room for `limit` slots. Return what rounds read where it is: the slots to read, angles of all positions,
-        keys and values."""
+        """Make room for `limit` slots, and return the tensors that rounds read in place: the numbers of the slots to
+        read, the angles of all positions, and keys and values."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
         if not self.slots or len(self.slots["cos"]) < self.cache.slots:  # new slots; a copy is not told
             with torch.inference_mode(False), torch.no_grad():
@@ -641,7 +653,7 @@ class Eagle(Proposer):
                 self.cache.clear(slot)
 
     def _room(self, width: int) -> None:
-        """Make room for the features of `width` pairs."""
+        """Make room for the features of `width` pairs per row."""
         rows, held, size = self.features.shape
         if width > held:
             wider = self.features.new_zeros(rows, max(width, 2 * held), size)
@@ -657,14 +669,14 @@ class Eagle(Proposer):
         self.waiting.pop()
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy a row's slot. The row's entry in the lists is already at `target`."""
+        """Copy a row from one slot to another. The row's entries in the lists are already at `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
-    """Return the window of the pairs of n drafts per row. anchor (A,): slots of the texts' last pairs. limit: number of
-    slots to read."""
+    """Return the window of the pairs of n drafts per row. anchor (A,): slot of each text's last pair. nodes: the level
+    and the tree of these drafts. limit: number of slots to read."""
     if nodes.tree is None:
         return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
     return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

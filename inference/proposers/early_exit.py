@@ -1,8 +1,8 @@
-"""Early exit. The target's first layers draft, on the target's own keys and values.
+"""Early exit: the target's first layers draft, on the target's own keys and values.
 
 The draft reads the keys and values that the target's first layers stored for the text, so nothing is computed or stored
-twice. Drafts are written into the target's slots. The pass that verifies them overwrites their keys and values before
-it reads them, so the text is the same as without a draft, to the bit.
+twice. The keys and values of drafts are written into the target's slots. The pass that verifies the drafts overwrites
+them before it reads them, so the text is the same as without a draft, to the bit.
 
 The weights of a draft are a norm and low-rank changes of the first layers, which apply to drafts only. The draft model
 is built from the target's modules and tensors. Changed weights are copies, so the target is not changed.
@@ -39,8 +39,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 class ExitConfig(PretrainedConfig):
     """The config of an early exit. num_hidden_layers: number of the target's decoder layers that draft. rank: rank of
-    the change of each projection, 0 for no change. depths: how many drafts per round it was trained for. projections:
-    name in a layer -> (out, in)."""
+    the change of each projection, 0 for no change. depths: how many drafts per round the exit was trained for.
+    projections: name of each projection in a layer -> (out, in), its size."""
 
     model_type = "cotrain_early_exit"
 
@@ -59,8 +59,8 @@ class ExitConfig(PretrainedConfig):
 
 
 class Change(nn.Module):
-    """A low-rank change of a weight (out, in): up @ down is added to it (LoRA: Hu et al. 2021, 2106.09685). It is 0
-    before training."""
+    """A low-rank change of a weight (out, in): up (out, r) times down (r, in) is added to the weight (LoRA: Hu et al.
+    2021, 2106.09685). It is 0 before training."""
 
     def __init__(self, out: int, inside: int, rank: int) -> None:
         super().__init__()
@@ -86,17 +86,18 @@ class ExitNetwork(PreTrainedModel):
         """Do nothing, since `__init__` has initialised the weights."""
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from the network's."""
+        """Raise ValueError, beginning with `where`, if the target has other sizes than the network, or fewer layers
+        than it uses."""
         same_sizes(self.config, target, where)
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
-            raise ValueError(f"{where}: an exit after {layers} layers; the target has only {len(blocks)}")
+            raise ValueError(f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}")
         theirs = projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
                 raise ValueError(
-                    f"{where}: its {name} is {size}, the target's {theirs[name]}: it can "
-                    "only serve the target that it was made for"
+                    f"{where}: its {name} has the size {size}, but the target's has {theirs[name]}: give the target "
+                    "that it was made for"
                 )
 
     def get_input_embeddings(self) -> Any:
@@ -116,7 +117,8 @@ def _key(name: str) -> str:
 
 
 class Changed(nn.Module):
-    """A projection with its change from column `first` of a pass on. Earlier columns use the target's weight alone."""
+    """A projection with its low-rank change. first: the first column of a pass that the change applies to; earlier
+    columns use the target's weight alone."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -131,12 +133,15 @@ class Changed(nn.Module):
 
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
-    """Return the untrained exit after the first `layers` decoder layers. It applies the target's norm and head to the
-    states there. Raises ValueError for layers that the target lacks."""
+    """Return an untrained exit after the first `layers` decoder layers. It applies copies of the target's norm, and the
+    target's head, to the states there. rank, depths: see `ExitConfig`. Raises ValueError for an encoder-decoder, and
+    unless layers is from 1 to the target's number of layers."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     refuse_encoder(target)
     if not 0 < layers <= len(blocks):
-        raise ValueError(f"an exit after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}")
+        raise ValueError(
+            f"the exit would be after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}"
+        )
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
@@ -149,27 +154,30 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
 def refuse_encoder(target: PreTrainedModel) -> None:
     """Raise ValueError for an encoder-decoder, whose layers read more than the states and the text."""
     if target.config.is_encoder_decoder:
-        raise ValueError(f"{type(target).__name__}: an early exit needs a causal LM, and this is an encoder-decoder")
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder, but an early exit needs a causal LM: use another kind of "
+            "draft"
+        )
 
 
 def projections(block: nn.Module) -> dict[str, list[int]]:
-    """Return the projections of a decoder layer: name -> [out, in]."""
+    """Return the size of each projection of a decoder layer: name -> [out, in]."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """Return the norm after the decoder layers. It is the body's last module, other than the layers, with a weight of
-    the model's width. Raises ValueError if there is none."""
+    """Return the norm after the decoder layers: the last module of the body that is no list of layers and has a weight
+    (D,). Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
         if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
             return module
-    raise ValueError(f"{type(model).__name__}: no norm of {width} numbers after its decoder layers")
+    raise ValueError(f"{type(model).__name__} has no norm of {width} numbers after its decoder layers")
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """Return a model of the target's embeddings, first `layers` decoder layers, norm and head. Its modules are new, and
-    share the target's tensors."""
+    """Return a model made of the target's embeddings, first `layers` decoder layers, norm and head. Its modules are
+    new, and share the target's tensors."""
     shared = [*target.parameters(), *target.buffers()]
     model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
     del decoder_layers(model)[layers:]
@@ -181,8 +189,8 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """Return the target's first layers with the network's changes as trainable parameters. Columns of a pass before
-    `first` use the unchanged layers."""
+    """Return a model of the target's first layers in which the norm and the changes are the network's own parameters,
+    to train them. Columns of a pass before `first` use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -196,8 +204,8 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the target's first layers with the network's changes, added to copies of the weights in the target's
-    dtype.
+    """Return a model of the target's first layers with the network's changes, added to copies of the weights in the
+    target's dtype.
 
     The result is cached, and built again when the network or the target has changed. Projections that are not plain
     `Linear` (quantised ones) have the change as a module.
@@ -222,7 +230,6 @@ def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def _added(plain: nn.Linear, change: Change) -> nn.Linear:
-    """Return the projection with its change added to its weight."""
     wide = torch.promote_types(plain.weight.dtype, torch.float32)
     down, up = (part.to(plain.weight.device, wide) for part in (change.down, change.up))
     plain.weight = _frozen(plain.weight.to(wide) + up @ down, plain.weight)  # the module is a copy
@@ -237,9 +244,9 @@ class EarlyExit(Independent):
     """A proposer that drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip:
     Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
-    With changes, the distribution of a draft depends on its depth. Keys and values of earlier drafts come from the
-    changed layers, those of the text from the target. greedy, compile, shape: as in `Independent`. Raises ValueError
-    for another target.
+    With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
+    changed layers, those of the text from the target. target: the engine's model; `open` raises ValueError for another
+    engine. greedy, compile, shape: as in `Independent`. Raises ValueError for an encoder-decoder.
     """
 
     network_class: Any = ExitNetwork
@@ -261,8 +268,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
-        differ."""
+        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the network does
+        not fit the target."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -275,7 +282,9 @@ class EarlyExit(Independent):
 
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
-            raise ValueError("EarlyExit: its target is not the engine's model: make it with that model")
+            raise ValueError(
+                "EarlyExit: its target is not the engine's model: make the proposer with the engine's model"
+            )
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:

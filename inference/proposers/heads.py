@@ -1,10 +1,10 @@
 """Draft heads on the target's newest state: Medusa (Cai et al. 2024, 2401.10774) and Hydra (Ankner et al. 2024,
 2402.05109). This module has their networks, for training and for serving, and the proposers.
 
-Head j predicts the token j + 2 positions after the token whose state it reads. The newest state of a round is that of
-the token before the anchor, so head 0 predicts the first new token. The target's own head makes the logits. Medusa's
-heads see neither the anchor nor each other's drafts. Hydra's heads also read the embeddings of the j + 1 tokens
-between: the anchor and the drafts before their own.
+Head j predicts the token j + 2 positions after the token whose state it reads. The newest state when a round begins is
+that of the token before the anchor, so head 0 predicts the first new token. The target's own head computes the logits.
+Medusa's heads see neither the anchor nor each other's drafts. Hydra's head j also reads the embeddings of j + 1 tokens:
+the anchor and the drafts of heads 0 to j - 1.
 
 K heads or drafts, L blocks of each head, D width of the target's states, N states, A rows, V vocabulary.
 """
@@ -32,8 +32,8 @@ Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids af
 
 
 class MedusaConfig(PretrainedConfig):
-    """The config of Medusa heads. hidden_size D, vocab_size: of the target. num_heads K, num_hidden_layers L: vLLM's
-    keys. markov_rank: rank of the Markov head, 0 for none."""
+    """The config of Medusa heads. hidden_size, vocab_size: D and V of the target. num_heads, num_hidden_layers: K and
+    L, under vLLM's keys. markov_rank: rank of the Markov head, 0 for none."""
 
     model_type = "medusa"
 
@@ -61,7 +61,7 @@ class HydraConfig(MedusaConfig):
 
 
 class HeadsNetwork(PreTrainedModel):
-    """The common part of both kinds of heads. It has the sizes of the target, and no embeddings."""
+    """The common part of the networks of Medusa and Hydra. Its config has the target's sizes; it has no embeddings."""
 
     base_model_prefix = ""
 
@@ -78,7 +78,7 @@ class HeadsNetwork(PreTrainedModel):
         return None
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing, since `__init__` initialises the weights."""
+        """Do nothing, since `__init__` has initialised the weights."""
 
     @property
     def depths(self) -> int:
@@ -86,7 +86,8 @@ class HeadsNetwork(PreTrainedModel):
         return int(self.config.num_heads)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's sizes differ from those of the heads."""
+        """Raise ValueError, beginning with `where`, if the target's width or vocabulary size differs from that of the
+        heads."""
         same_sizes(self.config, target, where)
 
 
@@ -106,8 +107,8 @@ class MedusaNetwork(HeadsNetwork):
         self.post_init()
 
     def states(self, newest: Tensor, heads: int) -> Tensor:
-        """Return the states (heads, N, D) of the first `heads` heads for the target's head, from newest (N, D). There
-        is one batched product per block."""
+        """Return the states (heads, N, D) that the target's head reads, from the newest states (N, D). heads: how many
+        heads to compute, from the first on. There is one batched product per block."""
         x = newest.to(self.weight.dtype).expand(heads, *newest.shape)
         for weight, bias in zip(self.weight[:heads].unbind(1), self.bias[:heads].unbind(1), strict=True):
             x = x + F.silu(torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)))
@@ -134,30 +135,32 @@ class HydraNetwork(HeadsNetwork):
         self.post_init()
 
     def read_state(self, newest: Tensor, heads: int) -> Tensor:
-        """Return the sums (heads, N, D) of the first `heads` heads for newest (N, D), before a token is added."""
+        """Return the sums (heads, N, D) W_j s + b_j of the first `heads` heads, before a token is added. newest (N, D):
+        the states s."""
         x = newest.to(self.state.dtype).expand(heads, *newest.shape)
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """Return the sums (n, N, D) of heads i, i + 1, ... after adding token i. embedded: its embeddings, (N, D) or
-        (n, N, D)."""
+        """Return the sums (n, N, D) of heads i, i + 1, ... after adding token i to `sums`, which have the same shape.
+        embedded: embeddings of the token, (N, D) or (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
     def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
-        """Return the state (N, D) of head j for the target's head, from newest and from sums (N, D) with all its
-        tokens."""
+        """Return the states (N, D) of head j that the target's head reads. sums (N, D): those of the head, with all its
+        tokens. newest (N, D): the target's newest states."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
 
 
 class DraftHeads(Proposer):
-    """A proposer that drafts with heads on the state of the token before the anchor, the newest one when a round
+    """A proposer that drafts with heads on the state of the token before the anchor, the newest state when a round
     begins.
 
     network: the heads, used without a change. greedy: draft argmax q with a one-hot distribution instead of drawing
-    from q. shape: the trees to draft, as in `Independent`; None for chains. A prompt of one token has no state, so its
-    first round drafts nothing. If the target's passes are CUDA graphs (`graphs`), all drafts of a round are one graph.
+    from q. shape: the trees to draft, as in `Independent`; None for chains. After a prompt of one token there is no
+    state, so the first round drafts nothing. If the target's passes are CUDA graphs, all drafts of a round are one
+    graph.
     """
 
     reads = (LAST,)
@@ -176,7 +179,7 @@ class DraftHeads(Proposer):
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
         """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
-        differ."""
+        differ from those of the heads."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -234,14 +237,14 @@ class DraftHeads(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
-        """Return the drafts of K depths and the distributions they were drawn from, as a function of tensors."""
+        """Return the drafts of K depths and the distributions that they were drawn from, as a function of tensors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
         """Return the logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both
-        are functions of tensors alone."""
+        are functions of tensors alone. given: the newest states and the anchors, see `Given`."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def commit(self, outcome: Outcome) -> None:
@@ -257,7 +260,7 @@ class DraftHeads(Proposer):
 
 class Medusa(DraftHeads):
     """A proposer whose heads see neither the anchor nor earlier drafts. All nodes at one depth of a tree have the same
-    distribution, unless a Markov head adds a term for the token before."""
+    distribution, unless a Markov head adds a term for the preceding token."""
 
     network_class: Any = MedusaNetwork
 
@@ -269,8 +272,8 @@ class Medusa(DraftHeads):
 
 
 class Hydra(DraftHeads):
-    """A proposer whose heads see the anchor and earlier drafts. A draft needs four small products; all nodes at one
-    depth of a tree are computed in the same four products."""
+    """A proposer whose heads see the anchor and earlier drafts. Each draft takes four small products; all nodes at one
+    depth of a tree are computed in the same four."""
 
     network_class: Any = HydraNetwork
 

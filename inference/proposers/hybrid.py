@@ -1,9 +1,9 @@
-"""Look-up combined with a draft model. In each round a gate decides for each row which of the two drafts.
+"""Look-up combined with a draft model. In each round a `Gate` decides for each row which of the two drafts.
 
 The gate compares expected rates of tokens, from counts on held-out text. It reads the length of the match (how many
-last tokens of the text occurred earlier) and its source, the text itself or a datastore. Both depend on earlier text
-alone. The gate never reads a token that the model drew: dropping or replacing a draft because of its token would change
-the distribution of the text.
+last tokens of the text occurred earlier) and where the match is, in the text itself or in a datastore. Both depend on
+earlier text alone. The gate never reads a token that the model drew: dropping or replacing a draft because of its token
+would change the distribution of the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ WEIGHT = 8.0  # the estimate for matches one token shorter counts as much as thi
 
 @dataclass(frozen=True)
 class Gate:
-    """The acceptance rates and costs from which the choice between look-up and model follows.
+    """The acceptance rates and costs that decide between look-up and model.
 
     lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted). Source 0 is the row's own text and source
-    1 a datastore; n = 0 .. LONGEST is the length of the match. model[source][n][j]: the same for the model's drafts at
-    such matches. step: the time of one draft of the model. column: the time that one more draft adds to the target's
-    pass. Both times are relative to a plain target step.
+    1 a datastore; n = 0 .. LONGEST is the length of the match, in tokens. model[source][n][j]: the same for the model's
+    drafts at positions with such a match. step: the time of one draft of the model. column: the time that one more
+    draft adds to the target's pass. Both times are in units of a plain target step.
     """
 
     lookup: Sequence[Sequence[Sequence[float]]]
@@ -45,15 +45,16 @@ class Gate:
 
     @classmethod
     def uncalibrated(cls, depths: int = 16) -> "Gate":
-        """Return default values without counts. Acceptance is 0.7 for a model and n / (n + 2) for a look-up; a draft
-        step costs a tenth of a target step."""
+        """Return a gate with default values, which were not counted: acceptance is 0.7 per draft of a model and n / (n
+        + 2) per draft of a look-up, and a draft takes a tenth of a target step. depths: the largest number of drafts
+        per round."""
         lookup = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
         model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
         return cls([lookup, lookup], [model, model], 0.1, 0.02)
 
     def looked_up(self, match: Match, k: int) -> int:
-        """Return how many of a look-up's drafts to use: the number with the highest rate of tokens. Return 0 if the
-        rate is higher when the model drafts k."""
+        """Return how many of the look-up's drafts to use: the number with the highest rate of tokens. Return 0 if the
+        rate is higher when the model drafts k tokens."""
         source, n = int(match.stored), min(match.length, LONGEST)
         drafted = sum(self.model[source][n][:k])
         best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
@@ -66,15 +67,16 @@ class Gate:
         return best
 
     def to_json(self) -> dict[str, Any]:
-        """Return the gate in the form of config.json, with the look-up's table under `found`."""
+        """Return the contents of the key `gate` in config.json, which has the field `lookup` under the key `found`."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Return the gate that config.json describes. Raises ValueError for keys that are missing or unknown."""
+        """Return the gate that the key `gate` in config.json describes. Raises ValueError if its keys are missing or
+        unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
-            raise ValueError(f"gate: keys missing or unknown: {', '.join(sorted(odd))}")
+            raise ValueError(f"lookup.gate of config.json: these keys are missing or unknown: {', '.join(sorted(odd))}")
         return cls(**{names[key]: value for key, value in values.items()})
 
 
@@ -83,9 +85,9 @@ _KEYS = {"lookup": "found"}  # field of `Gate` -> its key in config.json, where 
 
 @dataclass(frozen=True)
 class HeldOutPosition:
-    """A position of a held-out text. match: the result of look-up there. right: how many of its drafts are the text's
-    next tokens. accepted: how many of the model's drafts the round that began there accepted, None if no round began
-    there."""
+    """A position in a held-out text. match: the result of look-up there. right: how many of the look-up's drafts are
+    the text's next tokens. accepted: how many of the model's drafts were accepted in the round that began there, None
+    if no round began there."""
 
     match: Match
     right: int
@@ -93,12 +95,13 @@ class HeldOutPosition:
 
 
 def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
-    """Return the gate counted at positions of held-out text that the target generated under the settings to be served.
+    """Return the gate whose rates are counted at positions of held-out text, which the target generated under the
+    settings to be served.
 
-    A look-up's draft has probability 1 under q, so its acceptance rate is the share of positions at which the text has
-    the drafted token. Counts of look-up for matches of n tokens are smoothed towards the counts for n - 1 tokens.
-    Counts of the model are smoothed towards those of all positions, see `WEIGHT`. depths: the largest number of drafts
-    per round, of look-up or the model.
+    depths: the largest number of drafts per round, of look-up or the model. step, column: see `Gate`. A look-up's draft
+    has probability 1 under q, so its acceptance rate is the fraction of positions at which the text has the drafted
+    token. Rates of look-up for matches of n tokens are smoothed towards the rates for n - 1 tokens. Rates of the model
+    are smoothed towards those over all positions, see `WEIGHT`.
     """
     cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for position in positions:
@@ -136,8 +139,8 @@ def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]
 
 
 class Hybrid(CompositeProposer):
-    """A proposer that drafts by `Retrieval`, or by `model` if the gate says so. Hu et al. 2024, 2411.10666, join SAM
-    decoding with a model in the same way.
+    """A proposer that drafts with `retrieval`, or with `model` where the gate says so (as SAM decoding does: Hu et al.
+    2024, 2411.10666). gate: None for `Gate.uncalibrated`.
 
     The gate decides before a token is drawn, from earlier text alone. Each row's drafts are therefore drawn from the
     distributions that are returned: one-hot for look-up, else the model's. The model does not run for rows that use
@@ -161,13 +164,13 @@ class Hybrid(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
-        """Return a hybrid for the folder of an independent draft. `lookup` in its config.json holds the settings of
-        look-up, with the gate."""
+        """Return a hybrid for the folder of an independent draft. The key `lookup` in its config.json has the settings
+        of look-up, with the gate."""
         return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
-        """Return a hybrid of `model` and of the look-up with the settings `lookup` of a config."""
+        """Return a hybrid of `model` and a look-up. lookup: the contents of the key `lookup` in config.json."""
         gate = lookup.get("gate")
         return cls(model, Retrieval.of_settings(lookup), Gate.of_json(gate) if gate else None)
 
@@ -192,8 +195,8 @@ class Hybrid(CompositeProposer):
 
 
 class PartialRound(RoundView):
-    """A round in which a model drafts for some rows only. The other rows have k_b = 0; their drafts, `sure`, are copied
-    to the device with the numbers that the model sends."""
+    """A round in which a model drafts for some rows only. The other rows have k_b = 0. sure: the look-up's drafts for
+    these other rows, which are copied to the device together with the numbers that the model sends."""
 
     def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
         super().__init__(round, k)
@@ -218,12 +221,13 @@ class PartialRound(RoundView):
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
-    """Return one proposal with the drafts of look-up and of the model. Each row has the drafts of only one of them.
+    """Return one proposal with the drafts of look-up, `part.sure`, and those of the model, `drawn`. Each row has drafts
+    from only one of them.
 
-    Raises ValueError for a tree, since all rows of a round have one shape of drafts.
+    Raises ValueError if the model drafts a tree, since all rows of a round have one shape of drafts.
     """
     if drawn.tree is not None:
-        raise ValueError("Hybrid: its model drafts trees; give it one that drafts chains")
+        raise ValueError("Hybrid: its model drafts trees; give it a model that drafts chains, without shape=")
     assert part.sure is not None
     sent = part.send()
     x, certain = sent["sure"], sent["looked_up"].unsqueeze(1) > 0
@@ -237,5 +241,5 @@ def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
 
 
 def _wider(x: Tensor, width: int) -> Tensor:
-    """Pad x (A, n, ...) with zeros to (A, width, ...). The zeros lie after a row's last draft."""
+    """Return x (A, n, ...) padded with zeros to (A, width, ...)."""
     return x if x.shape[1] == width else torch.cat((x, x.new_zeros(x.shape[0], width - x.shape[1], *x.shape[2:])), 1)

@@ -1,4 +1,4 @@
-"""An independent draft. A small causal LM drafts with one pass per token, or makes all drafts in one call."""
+"""An independent draft: a small causal LM drafts with one pass per token, or makes all drafts in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
@@ -26,17 +26,17 @@ GAP = 16  # ids that a slot lacks before it is filled by passes of its own
 
 
 class Independent(Proposer):
-    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or with an encoder-decoder for one
-    with the same tokenizer. A causal LM reads the text on the target's side alone. An encoder-decoder encodes the
-    sources itself; if all weights of its encoder are the target's (as in distil-whisper), it reads the target's states
-    and its encoder does not run.
+    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or with an encoder-decoder for a
+    target of this type with the same tokenizer. A causal LM reads only the text of the target's decoder. An
+    encoder-decoder encodes the sources itself; if all weights of its encoder are the target's (as in distil-whisper),
+    it reads the target's encoder states and its own encoder does not run.
 
     model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
-    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled
-    or CUDA graphs (see `replay`); None for only on a GPU. int8: whether the weights are rounded to 8 bits,
-    see `llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the nodes
-    (see `StaticTrees`); they are verified by tree, traversal or coupled. None for chains. own_encoder:
-    run the draft's encoder even if it is equal to the target's.
+    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled or
+    CUDA graphs (see `models.replay`); None for only on a GPU. int8: whether the weights are rounded to 8 bits, see
+    `models.llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the
+    nodes (see `StaticTrees`), which are verified by tree, traversal or coupled; None for chains. own_encoder: run the
+    draft's encoder even if it is equal to the target's.
     """
 
     network_class: Any = CausalLM
@@ -56,7 +56,7 @@ class Independent(Proposer):
         own_encoder: bool = False,
     ) -> None:
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
-            raise ValueError(f"model must be a draft model or its path, not {model!r}")
+            raise ValueError(f"Independent: model must be a transformers model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
         self.greedy, self.compile, self.int8 = greedy, compile, int8
         self.branching, self.own_encoder = trees_of(shape), own_encoder
@@ -73,8 +73,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Return a proposer for a draft folder. Raises the errors of `load_draft`. Warns if the draft was trained for a
-        target of another shape."""
+        """Return a proposer for a draft folder. Raises the errors of `load_network`. Warns if the draft was trained for
+        a target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -82,7 +82,8 @@ class Independent(Proposer):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for an encoder that cannot read the target's sources."""
+        """Raise ValueError, beginning with `where`, if the network has an encoder that cannot read the target's
+        sources."""
         refuse_other_sources(network, target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
@@ -98,7 +99,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """Return the dtype of the weights, or int8."""
+        """Return the dtype of the weights, or "int8"."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -135,8 +136,8 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then draft. If the model is
-        compiled, all drafts are made at once, else step by step.
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts. If
+        the model is compiled, all drafts are made at once, else step by step.
 
         A row longer than the draft's context gets no drafts.
         """
@@ -164,25 +165,25 @@ class Independent(Proposer):
         return Proposal(x, q, k)
 
     def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
-        """Store the ids that slots lack, but for the last one of each text, where these are many: a prompt that was not
-        read yet, or a long time without drafts. Each text has passes of its own, since those over all rows are as wide
-        as the longest gap."""
+        """Store the ids that a slot lacks, except the text's last one, if there are more than `GAP`: after a prompt
+        that was not read yet, or a long time without drafts. Each such text has its own passes, since passes over all
+        rows are as wide as the longest gap."""
         for slot, (text, wanted) in enumerate(zip(texts, k, strict=True)):
             if wanted and len(text) - self.stored[slot] > GAP:
                 store_tails(self.lm, slot, [text], self.stored[slot], CHUNK)
                 self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Return the logits (A, V) after each whole text. Ids that slots lack are padded on the right; results at the
-        padding are not used."""
+        """Return the logits (A, V) after each whole text, in a pass that reads the ids that the slots lack. They are
+        padded on the right; results at the padding are not used."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """Return four numbers per row: the ids that its slot lacks, the index of the last of them, their first slot,
-        and the slot of the first draft. For a row without drafts, the slot of the first draft is the end of its stored
-        tokens, since there may be no room after the text."""
+        """Return four entries for each row: `lacking`, the ids that its slot lacks; `only`, the index of the last of
+        them; `stored`, the position of the first; and `follows`, the position of the first draft. For a row without
+        drafts, `follows` is the end of its stored tokens, since there may be no room after the text."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
@@ -190,12 +191,11 @@ class Independent(Proposer):
         return {"lacking": padded(tails), "only": only, "stored": self.stored, "follows": follows}
 
     def _on_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the tensors on the draft's own device."""
         return [tensor.to(self.lm.device) for tensor in tensors]
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees) -> Proposal:
-        """Return the drafts of trees, made with one pass per level. If passes are CUDA graphs, all levels are always
-        drafted, since each tree needs its own graph."""
+        """Return the drafts of trees of this shape, made with one pass per level. If passes are CUDA graphs, all levels
+        are always drafted, since each tree needs its own graph."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking)
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
@@ -212,8 +212,8 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts from one call of a compiled model. Return None if they cannot be replayed, see `LM.drafts`,
-        or if texts are near the end of its context."""
+        """Return all drafts from one call of a compiled model. Return None if the drafts cannot be replayed, see
+        `LM.drafts`, or if texts are near the end of the draft's context."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -256,8 +256,9 @@ class Independent(Proposer):
 
 
 def chain(greedy: bool) -> Run:
-    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. Its inputs are last (A, n):
-    the last ids of texts of `ends` (A,) tokens, whose earlier ids are stored."""
+    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. Its inputs are `last` (A,
+    n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last` must be
+    stored. greedy: draft the likeliest tokens."""
 
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
         last, ends = given["last"], given["ends"]
@@ -273,15 +274,18 @@ def chain(greedy: bool) -> Run:
 
 def _load(path: str) -> PreTrainedModel:
     """Return the model at a path. A local folder is loaded as a draft folder. Any other path is the hub id of a causal
-    LM, with or without modules of ours. Raises ValueError for tensors that are missing, not finite, or of other shapes
-    than config.json says, and for wrong ids of a pruned head."""
+    LM, with or without modules of ours.
+
+    Raises ValueError for tensors that are missing, not finite, or of other shapes than config.json says, and for wrong
+    ids of a pruned head.
+    """
     if Path(path).is_dir():
         return widened(load_draft(path)[0])
     loaded: Any = CausalLM.from_pretrained(path, use_safetensors=True, output_loading_info=True)
     network, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise ValueError(
-            f"{path}: tensors are missing, or their shapes are not those of config.json: {', '.join(lacking)}"
+            f"{path}: these tensors are missing, or their shapes are not those of config.json: {', '.join(lacking)}"
         )
     require_sound(network, path)
     return widened(network.eval())

@@ -24,8 +24,8 @@ from inference.proposers.trees import TreeShape, from_one_pass
 
 
 class PEagleConfig(EagleConfig):
-    """The config of a P-EAGLE draft. It extends `EagleConfig`. pard_token: the id whose embedding a mask has, None
-    before training sets it. markov_rank: rank of the Markov head, 0 for none."""
+    """The config of a P-EAGLE draft, an `EagleConfig` with two more keys. pard_token: the id whose embedding a mask
+    has, None before training sets it. markov_rank: rank of the Markov head, 0 for none."""
 
     def __init__(self, pard_token: int | None = None, markov_rank: int = 0, **settings: Any) -> None:
         self.pard_token, self.markov_rank = pard_token, markov_rank
@@ -46,19 +46,22 @@ class PEagleNetwork(EagleNetwork):
 
     @property
     def mask(self) -> int:
-        """Return the id of a mask. Raises ValueError if the config has none."""
+        """Return the id whose embedding a mask has. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
-            raise ValueError("config.json must name pard_token, the id that a p_eagle draft reads as a mask")
+            raise ValueError(
+                "config.json of a p_eagle draft must have pard_token, the id that the draft reads as a mask"
+            )
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:
-        """Return the features (H,) of a mask's pair."""
+        """Return the features (H,) that a mask has in place of the target's."""
         features: Tensor = self.fc(self.mask_hidden)
         return features
 
 
 class PEagleDrafting(EagleDrafting):
-    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them."""
+    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them, as a function of
+    tensors. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -77,9 +80,10 @@ class PEagle(Eagle):
     """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
 
     Without a Markov head, the distribution at depth j depends on the text and j masks, not on earlier drafts, so all
-    nodes at one depth of a tree have the same distribution. The head adds a term for the token before. A round stores
-    masks after the text's pairs; the next round overwrites them. The config limits the number of drafts to that of
-    training. Arguments as in `Eagle`. Raises ValueError if the network's config names no mask.
+    nodes at one depth of a tree have the same distribution. The head adds a term for the preceding token. A round
+    stores masks after the text's pairs; the next round overwrites them. The number of drafts per round is at most that
+    of training, which the config states. The arguments are those of `Eagle`. Raises ValueError if the network's config
+    names no mask.
     """
 
     network_class = PEagleNetwork

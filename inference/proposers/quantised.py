@@ -1,4 +1,4 @@
-"""A draft that is the target in fewer bits. It needs no training; its acceptance rate depends on the rounding alone."""
+"""A draft that is the target in fewer bits. It needs no training, and only the rounding lowers its acceptance rate."""
 
 import copy
 from pathlib import Path
@@ -32,20 +32,20 @@ class QuantisedConfig(PretrainedConfig):
 
 
 class QuantisedNetwork(SettingsNetwork):
-    """A network without weights. It has only a `QuantisedConfig`; the draft's weights are computed from the
-    target's."""
+    """The network of a quantised draft's folder. It has only a `QuantisedConfig`, since the draft's weights are
+    computed from the target's."""
 
     config_class = QuantisedConfig
 
 
 class Quantised(Independent):
-    """A proposer that drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314). It
-    has a separate KV cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+    """A proposer that drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), and
+    a KV cache of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    int8 uses the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise the rounded weights are
-    in the target's dtype; then the distribution is the same except for the rounding of sums, but passes are no faster.
-    nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`. Raises ValueError for other bits and for a
-    target that is itself quantised.
+    bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise
+    the rounded weights are in the target's dtype; then the distribution is the same except for the rounding of sums,
+    but passes are no faster than the target's. nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`.
+    Raises ValueError for other bits and for a target that is itself quantised.
     """
 
     network_class: Any = QuantisedNetwork
@@ -60,15 +60,18 @@ class Quantised(Independent):
         shape: TreeShape = None,
     ) -> None:
         if bits not in BITS:
-            raise ValueError(f"bits: {bits!r} is none of {', '.join(BITS)}")
+            raise ValueError(f"bits must be one of {', '.join(BITS)}, not {bits!r}")
         if quantised(target.config):
-            raise ValueError(f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}")
+            raise ValueError(
+                f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}: load "
+                "the target without quantisation"
+            )
         self.target, self.bits = target, bits
         super().__init__(target, greedy, compile=compile, shape=shape)
         self._round()
 
     def _round(self) -> None:
-        """Round the target's current weights."""
+        """Set the draft's model to the target's present weights, rounded."""
         self.int8 = self.bits == "int8" and takes_int8(self.target)
         self.model = self.target if self.int8 else quantised_copy(self.target, self.bits)
 
@@ -81,12 +84,12 @@ class Quantised(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
-        """Return a draft with the bits that the folder's config.json names. The folder holds no weights."""
+        """Return a proposer with the bits in the folder's config.json. The folder holds no weights."""
         return cls.of_settings(arguments, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """Return a draft with the bits of a config. Raises the errors of the class, beginning with `where`."""
+        """Return a proposer with the `bits` of a config. Raises the errors of the class, beginning with `where`."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -127,8 +130,8 @@ def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
 
 
 def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
-    """Round a weight (out, in) to numbers that `bits` can represent, in its own dtype. int8 has one scale per row, see
-    `int8_rows`. nf4 has one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
+    """Return a weight (out, in) rounded to numbers that `bits` can represent, in its own dtype. int8 has one scale per
+    row, see `llama.rounded`. nf4 has one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         return rounded(weight)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

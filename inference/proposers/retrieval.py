@@ -1,6 +1,5 @@
-"""Drafts from look-up, without a model. They are the tokens that followed an earlier occurrence of the text's suffix,
-in the text itself or in a corpus.
-"""
+"""Drafts from look-up, without a model: the tokens that followed an earlier occurrence of the text's suffix, in the
+text itself or in a corpus."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from inference.source import like, searched, until_between
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """Return a proposal of deterministic drafts. Each row is padded with the last id of its text."""
+    """Return a proposal of chains of deterministic drafts. drafts: ids of each row. Rows are padded with the last id of
+    their text, from `texts`."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -28,8 +28,8 @@ class NGram(Proposer):
     """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding), and in the
     ids of its source if it has one.
 
-    It tries n = max_n .. 1, and for each n the most recent earlier occurrence. Drafts are deterministic. Raises
-    ValueError if max_n < 1.
+    It searches the text's last n tokens for n = max_n, ..., 1, and drafts what followed their most recent earlier
+    occurrence. Drafts are deterministic. Raises ValueError if max_n < 1.
     """
 
     def __init__(self, max_n: int = 3) -> None:
@@ -61,7 +61,8 @@ class NGram(Proposer):
 
 
 class NGramIndex:
-    """The latest position of each n-gram of a growing text. Each round adds the n-grams that end in its new tokens."""
+    """The latest position of each n-gram of a growing text. Each look-up adds the n-grams that end in new tokens. text:
+    the row's ids, which the row extends. max_n: the largest n."""
 
     def __init__(self, text: list[int], max_n: int) -> None:
         self.text, self.max_n = text, max_n
@@ -69,7 +70,6 @@ class NGramIndex:
         self.length = 1  # tokens whose n-grams are in the index, except n-grams that end in the last token
 
     def look_up(self, k: int) -> list[int]:
-        """Return what `NGram.look_up` returns."""
         text = searched(self.text)
         for end in range(self.length, len(text)):  # n-grams of tokens before `end`
             for n in range(1, min(self.max_n, end) + 1):
@@ -83,7 +83,8 @@ class NGramIndex:
 
 
 class LookupConfig(PretrainedConfig):
-    """The config of look-up. lookup: the least length `shortest` of a match, and the folder of a datastore or None."""
+    """The config of look-up. lookup: its settings, with the keys `shortest`, the least length of a match in tokens, and
+    `datastore`, a folder or None."""
 
     model_type = "lookup"
 
@@ -93,19 +94,19 @@ class LookupConfig(PretrainedConfig):
 
 
 class LookupNetwork(SettingsNetwork):
-    """A network without weights. It has only a `LookupConfig`."""
+    """The network of a look-up's folder. It has only a `LookupConfig`, since look-up has no weights."""
 
     config_class = LookupConfig
 
 
 class Retrieval(Proposer):
-    """A proposer that drafts the tokens that followed the longest suffix of a text that occurred earlier. Earlier
-    occurrences are in the row's text and the ids of its source, from a suffix automaton (Hu et al. 2024, SAM decoding,
-    2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal ones, the one
-    in the row's text. Drafts are deterministic.
+    """A proposer that drafts the tokens that followed an earlier occurrence of the text's suffix. It takes the longest
+    suffix that occurs earlier in the row's text or in the ids of its source, by a suffix automaton (Hu et al. 2024, SAM
+    decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal
+    ones, the one in the row's text. Drafts are deterministic.
 
-    datastore: a `Datastore`, or its folder. shortest: least length of a match, in tokens. Raises ValueError if shortest
-    < 1.
+    datastore: a `Datastore`, or its folder; None for the text alone. shortest: least length of a match, in tokens.
+    Raises ValueError if shortest < 1, and the errors of `Datastore.open`.
     """
 
     network_class = LookupNetwork
@@ -120,22 +121,24 @@ class Retrieval(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Retrieval":
-        """Return a proposer for a draft folder, with the settings `lookup` of its config.json."""
+        """Return a proposer for a draft folder, with the settings under the key `lookup` of its config.json."""
         return cls.of_settings(read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a datastore with ids that the target lacks; and the errors of
-        `of_settings`."""
+        """Raise ValueError, beginning with `where`, for a datastore that is missing or has ids that the target lacks;
+        and the errors of `of_settings`."""
         try:
             retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
         except FileNotFoundError as error:
-            raise ValueError(f"{where}: its {CONFIG} names the datastore: {error}") from error
+            raise ValueError(
+                f"{where}: the key lookup of its {CONFIG} names a datastore that is missing: {error}"
+            ) from error
         retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """Return a proposer with the look-up settings of a config."""
+        """Return a proposer with the settings of `LookupConfig`. Raises the errors of the class."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
@@ -147,8 +150,8 @@ class Retrieval(Proposer):
         """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
         if self.datastore and self.datastore.about.vocabulary > vocabulary:
             raise ValueError(
-                f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, the target "
-                f"has {vocabulary}; make one with the target's tokenizer: cotrain datastore"
+                f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, but the target "
+                f"has {vocabulary}; make one with the target's tokenizer by the command cotrain datastore"
             )
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
@@ -169,11 +172,12 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """Return the match of each row's text, with at most k_b drafts."""
+        """Return the match for each row's text, with at most k[b] drafts for row b."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """Return the match of a text. row: the automaton of the text, or of an earlier part of it."""
+        """Return the match for a text, with at most k drafts. row: the automaton of the text, or of an earlier part of
+        it, which is extended."""
         row.follow(searched(text))
         own = row.look_up(k, self.shortest)
         own = own._replace(drafts=until_between(own.drafts))
@@ -184,7 +188,7 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """Return the matches before each token of a text that followed a prompt."""
+        """Return the match before each token of a text that followed a prompt, with at most k drafts each."""
         row, whole, matches = SuffixAutomaton(), like(prompt, prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

@@ -1,5 +1,5 @@
-"""A draft on two levels. A small draft model drafts for the rounded target (the target in fewer bits), which verifies
-these guesses exactly and drafts for the target.
+"""A draft on two levels. A small draft model drafts for the rounded target (the target in fewer bits). The rounded
+target verifies these guesses exactly, and drafts for the target.
 
 Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target, so
 that distribution is the q of the proposal. The small draft affects only speed (three models in a row, as in TriForce:
@@ -34,13 +34,13 @@ UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack
 
 
 class TwoLevels(CompositeProposer):
-    """A proposer that drafts with `model`, the rounded target, in inner rounds. In each, `small` guesses `inner` tokens
-    and `rule` (token, block or match) verifies them. An inner round gives its accepted guesses and one more token. A
-    round of the target runs as many inner rounds as it needs; every drafted token is used.
+    """A proposer that drafts with `model`, the rounded target, in inner rounds. In each inner round `small` guesses
+    `inner` tokens, and `rule` (token, block or match) verifies them. An inner round gives its accepted guesses and one
+    more token. A round of the target runs as many inner rounds as it needs; every drafted token is used.
 
     For rows whose settings read the text (penalties, bans, processors) only the model drafts, one token at a time.
     Their settings need every earlier token, and rows advance at different speeds. Raises ValueError for a small draft
-    that reads the target, and for a wrong rule or number of guesses.
+    that reads the target or drafts trees, and for a wrong rule or number of guesses.
     """
 
     network_class: Any = CausalLM
@@ -48,8 +48,8 @@ class TwoLevels(CompositeProposer):
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:
             raise ValueError(
-                f"TwoLevels: the small draft's class is {type(small).__name__}; it must be Independent "
-                "and draft chains, since the small draft may read nothing of the target"
+                f"TwoLevels: both drafts must draft chains, and the small one must be an Independent, which reads "
+                f"nothing of the target; it is a {type(small).__name__}"
             )
         if inner < 1:
             raise ValueError(f"TwoLevels: inner must be at least 1, not {inner}")
@@ -62,8 +62,8 @@ class TwoLevels(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
-        """Return a proposer for a draft folder. `two_levels` in its config.json holds the bits and the guesses per
-        inner round."""
+        """Return a proposer for a draft folder. The key `two_levels` of its config.json has `bits`, those of the
+        rounded target, and `inner`, the guesses per inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
@@ -77,11 +77,12 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """Return the rounded target. Every draft has its distribution, whatever was guessed."""
+        """Return the rounded target. Every draft has the distribution of the rounded target, whatever was guessed."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
-        """Run inner rounds until each row has its drafts. A row longer than the model's context gets no drafts."""
+        """Run inner rounds until each row has its drafts, and return them. A row longer than the model's context gets
+        no drafts."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
@@ -92,7 +93,7 @@ class TwoLevels(CompositeProposer):
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
         """Run one inner round: the small draft guesses, and one pass of the rounded target gives the distributions at
-        the guesses. Both models keep the accepted tokens in their slots."""
+        the guesses. Both models' slots then hold the accepted tokens."""
         inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))
@@ -104,7 +105,7 @@ class TwoLevels(CompositeProposer):
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
         """Return the logits (A, n+1, V) of the rounded target after each text and after each guess. The same pass reads
-        the ids that the slots lack."""
+        the ids that its slots lack."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -121,7 +122,8 @@ class TwoLevels(CompositeProposer):
 
 
 class OuterDrafts:
-    """The drafts of a round so far. k: number of drafts wanted per row. width: see `InnerRound`.
+    """The drafts of a round of the target so far. k: number of drafts wanted per row. width: uniforms of an inner
+    round, see `InnerRound`.
 
     texts: the texts with their drafts. done: number of drafts of each row so far. x (A, K + width), q (A, K + width,
     V): drafts and their distributions; entries past `done` have no meaning.
@@ -138,15 +140,17 @@ class OuterDrafts:
     @cached_property
     def uniforms(self) -> Tensor | None:
         """Return the uniforms (3, A, S) of all inner rounds, None if noise is shared. Rows that have all their drafts
-        read the last of them."""
+        read the last ones."""
         return self.round.inner((max(self.k) + 1) * self.width)
 
     @property
     def left(self) -> bool:
+        """Return whether some row still lacks drafts."""
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """Return the next inner round. stored: number of tokens of each text that the model's slots hold."""
+        """Return the next inner round. guesses: the largest number of guesses per row. stored: number of tokens of each
+        text that the rounded target's slots hold."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
         wanted = [
@@ -158,8 +162,8 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Return the distributions p for logits (A, n+1, V) after the texts and guesses. Rows whose settings read the
-        text have no guesses, so each of them gets one token per inner round."""
+        """Return the distributions p (A, n+1, V) of the rounded target, for its logits (A, n+1, V) after the texts and
+        guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner round."""
         p = self.round.probs(logits, None)
         if not any(self.history):
             return p
@@ -170,8 +174,12 @@ class OuterDrafts:
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Add the accepted guesses, and the token after them, to the drafts, with the distributions p. Returns how many
-        tokens of each text agree with the small draft's slots."""
+        """Add the accepted guesses, and the token after them, to the drafts, with their distributions. Returns, for
+        each row, how many tokens of its text agree with the small draft's slots.
+
+        p (A, n+1, V): those of the rounded target. x (A, n): the guesses. accepted (A,): how many are accepted. token
+        (A,): the token after them.
+        """
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
             A, _, V = p.shape
@@ -185,8 +193,8 @@ class OuterDrafts:
         return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
-        """Update texts and counts of the rows that still lack drafts. table: number of accepted guesses and tokens of
-        each row. Returns what `append` returns."""
+        """Update texts and counts of the rows that still lack drafts, and return what `append` returns. table: for each
+        row, its number of accepted guesses, then the tokens."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -198,8 +206,8 @@ class OuterDrafts:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """Return how many tokens of each text the model's slots hold after the pass: all but the last one, if the text
-        grew."""
+        """Return how many tokens of each text the rounded target's slots hold after the pass: all but the last one if
+        the text grew, else 0. valid: what `append` returned."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
@@ -208,23 +216,24 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """Return the rule of that name, for inner rounds. Raises ValueError unless it is exact, verifies chains and uses
-    uniforms."""
+    """Return the rule of this name, for inner rounds. Raises ValueError unless the rule is exact, verifies chains and
+    uses uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
-        raise ValueError(f"rule: {name!r} cannot verify inner rounds; {', '.join(fit)} can")
+        raise ValueError(f"TwoLevels: rule must be one of {', '.join(fit)}, not {name!r}")
     return RULES[name]
 
 
 class InnerRound(RoundView):
-    """One exact inner round. The distributions of the rounded target verify the small draft's guesses. Every token that
-    is emitted has the rounded target's distribution given the text before it. The q of the outer round is that
-    distribution, not the small draft's.
+    """One exact inner round: the rounded target verifies the small draft's guesses. Every token that is emitted has the
+    rounded target's distribution given the text before it. The q of the outer round is that distribution, not the small
+    draft's.
 
-    round: the outer round, which drafts `asked` tokens per row. texts: of each row, with its `done` drafts so far. k:
-    how many tokens the small draft guesses. outer: has the uniforms of all inner rounds, and their `width`, how many
-    numbers of a stream an inner round may use; inner rounds that begin at different tokens use different numbers.
-    numbers: further numbers for the first copy of the small draft to the device.
+    round: the outer round. asked: how many tokens the outer round drafts per row. texts: text of each row, with its
+    drafts so far. done: number of these drafts per row. k: how many tokens the small draft guesses per row. outer: has
+    the uniforms of all inner rounds, and their `width`, how many numbers of a stream an inner round may use; inner
+    rounds that begin at different tokens use different numbers. numbers: further numbers for the small draft's first
+    copy to the device.
     """
 
     def __init__(
@@ -248,14 +257,15 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Call `Round.send` with the draft lengths of the outer round instead of the small draft's `k`."""
+        """Copy numbers to the device as `Round.send` does, with the draft lengths of the outer round instead of the
+        small draft's `k`."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
 
     @property
     def done(self) -> Tensor:
-        """Return the number of tokens drafted so far (A,)."""
+        """Return the number of tokens that each row has drafted so far (A,)."""
         return self.send()["done"]
 
     @cached_property
@@ -271,27 +281,28 @@ class InnerRound(RoundView):
         return self.round.probs(logits, None)
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Draw with the numbers of this inner round, or with the noise of the target's tokens if it is shared. Rows
-        with all their drafts continue to draw, so the depth is limited to the last one."""
+        """Return ids (A,) drawn with the random numbers of this inner round, or with the noise of the target's tokens
+        if it is shared. Rows that have all their drafts continue to draw, so the depth is limited to the last one."""
         if self.streams is None:
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round with the uniforms of this inner round, and None unless it is `simple`: a recording cannot
-        read the progress of each row."""
+        """Return the round with the uniforms of this inner round if it is `simple`, else None: a recording cannot read
+        the progress of each row."""
         pure = self.round.pure(depths, greedy, simple) if simple else None
         if pure is None or self.streams is None:
             return None
         return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})
 
     def length(self, k: list[int]) -> Tensor:
-        """Return the number of guesses of each row (A,), on the device."""
+        """Return the guesses `k` of each row as a tensor (A,) on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
-        """Verify the guesses. x (A, n): drawn from q (A, n, V). p (A, n+1, V): the distributions of the rounded target
-        after the text and after each guess. Returns accepted (A,) and the token (A,) after the accepted guesses."""
+        """Return how many of the guesses are accepted (A,), and the token (A,) after them. drafts: the guesses x (A,
+        n), drawn from q (A, n, V). p (A, n+1, V): the distributions of the rounded target after the text and after each
+        guess."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.streams is None:
@@ -300,8 +311,8 @@ class InnerRound(RoundView):
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the accepted guesses and the next token if the rounded target draws with the shared noise, see
-        `chain.coupled`."""
+        """Return the number of accepted guesses and the next token if the rounded target draws with the shared noise,
+        see `chain.coupled`."""
         y = torch.stack([self.draw(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
         accepted = same.to(torch.int64).cumprod(1).sum(1)

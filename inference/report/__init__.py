@@ -1,1 +1,1 @@
-"""Reports. This package builds their data and their table, and records single generations for replay."""
+"""Reports: their data, their table, and recordings of single generations for replay."""

@@ -140,14 +140,15 @@ FIGURES: dict[str, Any] = {
 
 
 def validate(report: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that is missing, unknown or not of the type in `SCHEMA`."""
+    """Raise ValueError naming the first key that is missing, unknown or not of the type in `SCHEMA`, or another format
+    version."""
     conform(report, SCHEMA, "report")
     if report["format"] != FORMAT:
-        raise ValueError(f"report.format is {report['format']}, this version reads {FORMAT}")
+        raise ValueError(f"report.format is {report['format']}, but this version of cotrain reads {FORMAT}")
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the report, then write it as JSON atomically."""
+    """Validate the report, then write it as JSON atomically. Raises the errors of `validate` and of `write_atomic`."""
     validate(report)
     write_atomic(Path(path), json.dumps(report, indent=2, allow_nan=False) + "\n")
 
@@ -167,7 +168,8 @@ def build(
 ) -> Report:
     """Return the report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
-    target, draft: names to print. Raises ValueError for names of arms that were not timed.
+    sampling, max_new_tokens: those of the run. target, draft: names to print. verdict: None if exactness was not
+    checked. extra: further entries. Raises ValueError for names of arms that were not timed.
     """
     values = {
         "format": FORMAT,
@@ -251,7 +253,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, at any depth, and convert keys to strings."""
+    """Return the value with NaN and infinity replaced by None, at any depth, and with keys as strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
 class Recorder:
     """A recorder for `Engine(record=)`. It stores the first `most` rounds of the engine's last call.
 
-    While it records, a round's one copy from the device holds three more numbers per draft. Texts are decoded in
+    While it records, a round's one copy from the device has three more numbers per draft. Texts are decoded in
     `replay`, after the call.
     """
 
@@ -72,7 +72,7 @@ class Recorder:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
 
     def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
-        """Return the record in the format `SCHEMA`. Without a tokenizer, texts are the ids."""
+        """Return the record in the format `SCHEMA`. tokenizer: decodes the texts; without one, texts are the ids."""
         texts = [list(prompt) for prompt in self.prompts]
         rounds = []
         for traced in self.rounds:
@@ -85,7 +85,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """Return one row of a round. anchor: the last token of the row's text before the round."""
+    """Return one row of a round in the format of `SCHEMA`. anchor: the last token of its text before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []
@@ -124,7 +124,7 @@ def _rejected(row: TracedRow) -> set[int]:
 
 
 def _number(bits: int) -> float | None:
-    """Return the float64 with these bits, or None for NaN, which marks a missing number."""
+    """Return the float64 with these bits, or None for NaN."""
     value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value if value == value else None
 
@@ -145,7 +145,7 @@ def validate(replay: Mapping[str, Any]) -> None:
     parent. An accepted draft whose parent is not accepted is an error too."""
     conform(replay, SCHEMA, "replay")
     if replay["format"] != FORMAT:
-        raise ValueError(f"replay.format is {replay['format']}, this version reads {FORMAT}")
+        raise ValueError(f"replay.format is {replay['format']}, but this version of cotrain reads {FORMAT}")
     for number, rows in enumerate(replay["rounds"]):
         for index, row in enumerate(rows):
             _validate_row(row, len(replay["rows"]), f"replay.rounds[{number}][{index}]")
@@ -153,7 +153,7 @@ def validate(replay: Mapping[str, Any]) -> None:
 
 def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
     if not 0 <= row["row"] < rows:
-        raise ValueError(f"{name}.row is {row['row']}, there are {rows} rows")
+        raise ValueError(f"{name}.row is {row['row']}, but there are {rows} rows")
     if row["last"] and row["last"]["kind"] not in KINDS:
         raise ValueError(f"{name}.last.kind is {row['last']['kind']!r}, not one of {', '.join(KINDS)}")
     for i, draft in enumerate(row["drafts"]):
@@ -167,6 +167,6 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
 
 
 def write(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the replay, then write it as JSON atomically."""
+    """Validate the replay, then write it as JSON atomically. Raises the errors of `validate` and of `write_atomic`."""
     validate(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

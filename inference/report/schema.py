@@ -15,13 +15,14 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Many:
-    """A schema for a dict with any string keys, all of whose values fit `of`."""
+    """A schema for a dict with any string keys, whose values all fit `of`."""
 
     of: Any
 
 
 def conform(value: Any, schema: Any, name: str) -> None:
-    """Raise ValueError naming the first entry of `value` that does not fit the schema.
+    """Raise ValueError naming the first entry of `value` that does not fit the schema. name: the value's own name, for
+    the message.
 
     A schema is a type, `Maybe`, `Many`, a list or a dict. The type float accepts whole numbers, but not NaN or
     infinity; object accepts everything. A list of one schema describes lists of any length. The keys of a dict of
@@ -58,7 +59,7 @@ def _same_keys(value: Mapping[str, Any], schema: Mapping[str, Any], name: str) -
             raise ValueError(f"{name}.{key} is missing")
     for key in value:
         if key not in schema:
-            raise ValueError(f"{name}.{key} is not known; there are {', '.join(schema)}")
+            raise ValueError(f"{name}.{key} is not known; {name} has {', '.join(schema)}")
 
 
 def _require(fits: bool, name: str, wanted: str, value: Any) -> None:

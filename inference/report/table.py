@@ -5,7 +5,7 @@ from typing import Any
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return the report as aligned plain text, with the formulas of its terms underneath."""
+    """Return the report as aligned plain text, with the formulas of its terms at the end."""
     parts = [
         headline(report),
         _head(report),
@@ -19,8 +19,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the reports of one target as a table with one line per report. A line has draft length or tree, tokens per
-    target call, speed-up over plain decoding in the same run with its 95 % interval, and whether decoding is exact."""
+    """Return a table with one line per report, of reports about one target. reports: by name. A line has draft length
+    or tree, tokens per target call, speed-up over plain decoding in the same run with its 95 % interval, and whether
+    decoding is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
@@ -39,7 +40,8 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return the result in one line: the speed-up, its regime, the drafting, and whether the engine is exact."""
+    """Return the result of a report in one line: the speed-up, its regime, the draft length or tree, and whether the
+    engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
@@ -67,7 +69,7 @@ speed-up = tokens per wall second / those of the other arm, end tokens ignored s
 
 
 def _drafting(report: Mapping[str, Any]) -> str:
-    """Return the policy, or the number of nodes of a tree."""
+    """Return the policy of a report, or the number of nodes of its tree."""
     tree = (report.get("extra") or {}).get("planned_shape")
     return f"trees of {len(tree)} nodes" if tree else str(report["settings"]["policy"])
 
@@ -111,7 +113,7 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for a speed-up whose interval lies below 1 or contains it."""
+    """Return a sentence, in a list, for a speed-up whose interval lies below 1 or contains it."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
     low, high = whole["low"], whole["high"]
     if low is None or high is None:
@@ -163,7 +165,7 @@ def _number(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return the rows with columns two spaces apart. The first `left` columns are flush left, the others flush
+    """Return the rows as text with columns two spaces apart. The first `left` columns are flush left, the others flush
     right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(widths))]

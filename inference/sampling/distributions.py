@@ -34,7 +34,7 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
     if isinstance(sampling, Sampling):
         return probs_of(wide(logits), sampling)
     if len(sampling) != logits.shape[0]:
-        raise ValueError(f"{len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
+        raise ValueError(f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, one in enumerate(sampling):
         groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
@@ -46,7 +46,7 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
 
 def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return `probs` under one setting, for logits (..., V), float32 at least."""
+    """Return the distributions (..., V) of logits (..., V), float32 at least, under one setting, see `probs`."""
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -64,13 +64,14 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
     """Return softmax(truncate(logits / temperature)) (..., V), for logits (..., V), float32 at least. temperature:
-    above 0, one number, or one per entry of the first dimension. truncate: sets logits to -inf."""
+    above 0, one number, or one per entry of the first dimension. truncate: function that sets some logits to -inf, None
+    for none."""
     scaled = _scaled(logits, temperature)
     return (truncate(scaled) if truncate else scaled).softmax(-1)
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the logarithm of `probs_at`, computed as a log-softmax."""
+    """Return log softmax(logits / temperature) (..., V), see `probs_at`."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 
@@ -81,19 +82,20 @@ def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def is_missing(probs: Tensor) -> Tensor:
-    """Return which distributions (..., V) are missing, (...) bool. A missing distribution is NaN throughout, because
+    """Return which distributions (..., V) are missing: (...) bool. A missing distribution is NaN throughout, because
     the logits allow no token."""
     return probs[..., 0].isnan()
 
 
 def by_row(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape values (A,) to (A, 1, ..., 1), with as many dimensions as `like`. Floating-point values get its dtype."""
+    """Return values (A,) as (A, 1, ..., 1), with as many dimensions as `like`. Floating-point values get its dtype."""
     values = values.to(like.dtype) if values.is_floating_point() else values
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def certain(logits: Tensor) -> Tensor:
-    """Return one-hot distributions (..., V) of the first maximum, or NaN throughout if the maximum is not finite."""
+    """Return the one-hot distributions (..., V) of the first maximum of logits (..., V), NaN throughout if it is not
+    finite."""
     ids = logits.argmax(-1, keepdim=True)
     top = logits.gather(-1, ids)
     none = top - top  # 0, or NaN
@@ -106,17 +108,17 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set logits below the k-th largest to -inf. Ties with it stay (Fan et al. 2018, 1805.04833). If there are at most
-    k logits, none is cut."""
+    """Return logits (..., V) with those below the k-th largest set to -inf. Ties with it stay (Fan et al. 2018,
+    1805.04833). If there are at most k logits, none is cut."""
     return logits.masked_fill(logits < logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:], -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
-    """Set the logits of the tail to -inf. The tail's mass, summed from the least likely token, is at most 1 - p; the
-    likeliest token always stays (Holtzman et al. 2020, 1904.09751).
+    """Return logits (..., V) with those of the tail set to -inf. The tail's mass, summed from the least likely token,
+    is at most 1 - p; the likeliest token always stays (Holtzman et al. 2020, 1904.09751).
 
     The order of equal logits is that of torch.sort, called as in transformers; it depends on the row alone. rest: 1 - p
-    per row, if rows differ.
+    per row (A, 1, ...), if rows differ.
     """
     ascending, order = logits.sort(dim=-1, descending=False)
     gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
@@ -125,14 +127,14 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
 
 def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """Set the logits of tokens less likely than p times the likeliest one to -inf (Nguyen et al. 2024, 2407.01082)."""
+    """Return logits (..., V) with those of tokens less likely than p times the likeliest one set to -inf (Nguyen et al.
+    2024, 2407.01082)."""
     probs = logits.softmax(-1)
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """Draw from distributions by the inverse CDF. probs (..., V). u (...): uniforms in [0, 1). Returns ids (...),
-    int64.
+    """Return ids (...), int64, drawn from distributions (..., V) by the inverse CDF. u (...): uniforms in [0, 1).
 
     The token drawn is the first one with mass whose cumulative probability exceeds u, strictly. The sum is in float64,
     and u is multiplied by the total. If the probabilities sum to slightly less than 1, the last token therefore does
@@ -158,7 +160,8 @@ def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
 
 class Regimes:
     """Temperature, top-k, top-p and min-p of A rows as tensors on the device. The distributions under them are those
-    that `probs` gives row by row, with the same order and ties. Making an object copies to the device."""
+    that `probs` gives row by row, with the same order and ties. sampling: the settings of each row. Making an object
+    copies to the device."""
 
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
@@ -183,13 +186,13 @@ class Regimes:
         self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return distributions (A, ..., V) for logits (A, ..., V), float32 at least; NaN throughout if the logits have
-        none.
+        """Return distributions (A, ..., V), float32 at least, for logits (A, ..., V); NaN throughout where the logits
+        have no distribution.
 
         Raises ValueError for another number of rows.
         """
         if logits.shape[0] != self.count:
-            raise ValueError(f"{self.count} sampling settings for {logits.shape[0]} rows of logits")
+            raise ValueError(f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits")
         if self.alike is not None:
             return probs_of(wide(logits), self.alike)
         logits = wide(logits)
@@ -200,7 +203,7 @@ class Regimes:
 
     @property
     def key(self) -> Hashable:
-        """Return everything that the distributions of `on` depend on except its tensors."""
+        """Return everything that the distributions of `on` depend on except their tensors."""
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
@@ -217,7 +220,7 @@ class Regimes:
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
         """Return the same computation on other tensors with the names and shapes of `tensors()`. They may be the
-        settings of other rows with this `key`."""
+        settings of other rows that have this `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
         other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
@@ -244,7 +247,7 @@ class Regimes:
         return keep_min_p(logits, by_row(self.min_p, logits)) if self.any_min_p else logits
 
     def _top_k(self, logits: Tensor) -> Tensor:
-        """Set logits below the k-th largest of each row to -inf; k = 0 keeps all."""
+        """Return the logits with those below the k-th largest of each row set to -inf; k = 0 keeps all."""
         V = logits.shape[-1]
         k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
         largest = logits.topk(min(self.max_top_k, V), dim=-1).values

@@ -34,19 +34,19 @@ SECOND = _signed(0x94D049BB133111EB)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically. The shift of int64 itself copies the sign."""
+    """Return x shifted right logically, since the shift of int64 itself copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply the finaliser of splitmix64, a bijection of 64-bit words."""
+    """Return x after the finaliser of splitmix64, a bijection of 64-bit words."""
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND
     return x ^ _shifted(x, 31)
 
 
 def _absorb(state: Tensor, word: Tensor) -> Tensor:
-    """Hash one more word of the key into the state, broadcasting."""
+    """Return the state of the hash after one more word of the key, broadcasting."""
     return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
 
 
@@ -58,16 +58,17 @@ def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
 
 
 def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
-    """Return uniforms in [0, 1) with 53 bits. They are a function of (seed, row, start, depth, stream) alone.
+    """Return uniforms (B, D) in [0, 1), float64 with 53 bits, on row's device. They are a function of (seed, row,
+    start, depth, stream) alone.
 
-    row (B,): ids. start (B,): tokens emitted when the round began. depth (D,): depths or tree nodes. All are int64.
-    stream: one of DRAFT, ACCEPT, RESIDUAL. Returns (B, D) float64 on row's device.
+    row (B,): ids of the rows. start (B,): tokens emitted when the round began. depth (D,): depths or tree nodes. All
+    are int64. stream: DRAFT, ACCEPT, RESIDUAL or another stream of this module.
     """
     return uniforms(seed, row, start, depth, (stream,))[0]
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """Return `uniform` of several streams -> (S, B, D) in one call, which takes no longer than the call for one
+    """Return the `uniform` numbers (S, B, D) of S streams in one call, which takes no longer than the call for one
     stream."""
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
@@ -78,7 +79,7 @@ class Uniforms:
     """A table of `uniforms` for the rows of a batch. It is filled for many starts at a time, because the time of a call
     depends on its kernel launches and hardly on its size.
 
-    seed: that of the call. device: that of the numbers. A round calls `offsets` on the host, then `fill` if `offsets`
+    seed: that of the call. device: where the table is. A round calls `offsets` on the host, then `fill` if `offsets`
     says so, then `at` on the device. Only one number per row is thus copied to the device.
     """
 
@@ -93,8 +94,8 @@ class Uniforms:
         self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
-        """Return streams DRAFT, ACCEPT and RESIDUAL of each row id at its start, for depths 0 .. depths - 1 -> (S, A,
-        D)."""
+        """Return the uniforms (S, A, D) of the streams DRAFT, ACCEPT and RESIDUAL, for depths 0 to D - 1. rows, starts:
+        the id and the start of each row. depths: D."""
         offsets, fresh = self.offsets(rows, starts, depths)
         if fresh:
             row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
@@ -102,7 +103,8 @@ class Uniforms:
         return self.at(torch.tensor(offsets, device=self.device), depths)
 
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
-        """Return the offset of each row's numbers in the table, and whether `fill` must be called first."""
+        """Return the offset of each row's numbers in the table, and whether `fill` must be called first. rows, starts:
+        the id and the start of each row."""
         covered = rows == self.rows and depths <= self.table.shape[-1]
         since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
         fresh = min(since) < 0 or max(since) >= self.span
@@ -111,7 +113,7 @@ class Uniforms:
         return [row * self.span + start for row, start in enumerate(since)], fresh
 
     def fill(self, rows: Tensor, starts: Tensor, depths: int) -> None:
-        """Compute the numbers of rows (A,) from `starts` (A,) on."""
+        """Fill the table with the numbers of rows (A,) from their starts (A,) on."""
         row = rows.repeat_interleave(self.span)
         start = starts.unsqueeze(1) + torch.arange(self.span, device=self.device)
         depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
@@ -119,26 +121,26 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Return the numbers (S, A, depths) at `offsets` (A,)."""
+        """Return the numbers (S, A, depths) of the rows whose `offsets` (A,) the method `offsets` has returned."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return standard Gumbel noise -log(-log u), a function of (seed, row, position, token). It is always finite.
+    """Return standard Gumbel noise -log(-log u), (B, n, V) float64 on row's device, a function of (seed, row, position,
+    token). It is always finite.
 
-    row (B,), position (B, n): in the generated text, int64. V: size of the vocabulary. Returns (B, n, V) float64 on
-    row's device.
+    row (B,): ids of the rows. position (B, n): in the generated text, int64. V: size of the vocabulary.
     """
     return gumbel_after(gumbel_states(seed, row), position, V)
 
 
 def gumbel_states(seed: int, row: Tensor) -> Tensor:
-    """Return the part (B,) of `gumbel`'s hash that depends on seed and row (B,) alone."""
+    """Return the state (B,) of `gumbel`'s hash after seed and row, the ids (B,) of the rows."""
     return _start(seed, (NOISE,), row)[0]
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return `gumbel` of rows with these `gumbel_states` (B,)."""
+    """Return the `gumbel` noise (B, n, V) of rows, given their `gumbel_states` (B,) and positions (B, n)."""
     state = _absorb(states.unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
@@ -146,25 +148,25 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
-    """Return states (B,) of the noise that draws children of a tree's nodes. start (B,): tokens that the rows (B,) had
-    emitted when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node; node 0 is the
-    anchor."""
+    """Return the states (B,) of the noise that draws children of a tree's nodes. row (B,): ids of the rows. start (B,):
+    tokens that they had emitted when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node;
+    node 0 is the anchor."""
     return states_at(branch_states(seed, row), start)
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """Return the part (B,) of the hash of `children_states` that depends on seed and row (B,) alone."""
+    """Return the state (B,) of the hash of `children_states` after seed and row, the ids (B,) of the rows."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
 def states_at(states: Tensor, start: Tensor) -> Tensor:
-    """Return `children_states` of rows with these `branch_states` (B,), in rounds that begin at start (B,)."""
+    """Return the `children_states` (B,) of rounds that begin at start (B,), given the rows' `branch_states` (B,)."""
     return _absorb(states, start)
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids, of its source if it has one, and of its
-    number among equal prompts."""
+    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids, of its source if it has one, and of how
+    many equal prompts come before it."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in map(words, prompts):

@@ -103,7 +103,7 @@ class Sampling:
         if foreign:
             what = f"{foreign[0]}={getattr(config, foreign[0])}"
             what += f" ({_SEARCHES[foreign[0]]})" if foreign[0] in _SEARCHES else ""
-            raise ValueError(f"Sampling.of: {what} has no counterpart; unset it")
+            raise ValueError(f"Sampling.of: {what} has no counterpart in Sampling; unset it in the generation config")
         suppressed = tuple((token,) for token in config.suppress_tokens or ())
         shared = {
             "repetition_penalty": config.repetition_penalty,
@@ -136,8 +136,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Return whether a value is a whole number of at least `least` and less than `below`. True and False do not
-    count."""
+    """Return whether a value is a whole number of at least `least` and less than `below`; None for no bound. True and
+    False do not count."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

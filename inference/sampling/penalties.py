@@ -2,8 +2,8 @@
 
 A rows, n positions per row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
 presence, frequency, banned, minimum length, processors. `process` is the reference and handles one position at a time.
-`Penalties` computes the same for all active rows of an engine at once, on the device. Only processors are called
-position by position (`apply_processors`), with ids read from the device.
+`Penalties` computes the same for all active rows of an engine at once, on the device, except processors:
+`apply_processors` calls these position by position, with ids read from the device.
 """
 
 import math
@@ -48,8 +48,8 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Return the logits after each row's settings that read the text, before `sampling.probs`. This is the reference of
-    `Penalties`.
+    """Return the logits after each row's settings that read the text, before `sampling.probs`. This is the reference
+    for `Penalties`.
 
     logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included. new: how many ids of
     each history were generated, drafts included. sampling: one or n settings. eos_ids: end tokens, which have no mass
@@ -62,7 +62,7 @@ def process(
     regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
     if not n == len(histories) == len(new) == len(regimes):
         lengths = f"{len(histories)} histories, {len(new)} counts and {len(regimes)} sampling settings"
-        raise ValueError(f"{lengths} for {n} rows of logits")
+        raise ValueError(f"there are {lengths} for {n} rows of logits")
     chains = {id(one): _chain(one, eos_ids) for one in regimes}
     out = wide(logits).clone()
     for i, (history, count, one) in enumerate(zip(histories, new, regimes, strict=True)):
@@ -76,27 +76,26 @@ def process(
 
 
 def presence(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Subtract the penalty from the logits (1, V) of the tokens in ids (T,), once per token."""
+    """Return logits (1, V) minus the penalty for each token that occurs in ids (T,), once per token."""
     return logits - penalty * (_counts(ids, logits) > 0)
 
 
 def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Subtract the penalty from the logits (1, V) of the tokens in ids (T,), once per occurrence."""
+    """Return logits (1, V) minus the penalty for each token that occurs in ids (T,), once per occurrence."""
     return logits - penalty * _counts(ids, logits)
 
 
 def _counts(ids: Tensor, logits: Tensor) -> Tensor:
-    """Return how often each id occurs, (V,), in the dtype of the logits."""
+    """Return how often each id occurs in ids (T,), as (V,) in the dtype of the logits."""
     return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
 
 
 def _generated(ids: Tensor, new: int) -> Tensor:
-    """Return the last `new` ids of (1, T), as (new,)."""
     return ids[0, ids.shape[1] - new :]
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the steps that these settings need, in order."""
+    """Return the steps that these settings need, in their order. eos_ids: end tokens, see `process`."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -123,8 +122,8 @@ def _plain(processor: Callable[[Tensor, Tensor], Tensor]) -> Step:
 
 
 def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor) -> Tensor:
-    """Return what a user's processor returns for a text (1, T) and its logits (1, V). Raises ValueError if the result
-    is not (1, V), since another shape would be broadcast silently."""
+    """Return what a user's processor returns for a text, ids (1, T), and its logits, scores (1, V). Raises ValueError
+    if the result is not (1, V), since another shape would be broadcast silently."""
     result = processor(ids, scores)
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -152,8 +151,8 @@ def _require_a_token(logits: Tensor) -> None:
 
 
 class Row(Protocol):
-    """The attributes of a row (`inference.request.Request`) that settings read. They are its text, the length of its
-    prompt, its settings, and the ids that end it."""
+    """The attributes of a row (`inference.request.Request`) that settings read: its text, the length of its prompt, its
+    new ids, its settings, and the ids that end it."""
 
     @property
     def text(self) -> list[int]: ...
@@ -195,7 +194,7 @@ class Penalties:
             self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
-        """Return the ids of each text that are not counted yet, padded with -1 to one width."""
+        """Return the ids of each text that are not counted yet, padded with -1 to one width, and mark them counted."""
         if not self.penalised:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
@@ -203,18 +202,18 @@ class Penalties:
         return _padded(ids, -1)
 
     def tails(self) -> list[list[int]]:
-        """Return the last ids of each text that bans read, padded with -1 on the left."""
+        """Return, for each text, its last ids, as many as bans read, padded with -1 on the left."""
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
-        """Add `newest` (A, m) to the counts."""
+        """Add the ids `newest` (A, m) to the counts on the device."""
         if newest.shape[1] and self.generated is not None:
             self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
     def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
-        """Return the logits (A, n, V), float32 at least, after these settings. logits: at the positions after first,
-        first + 1, ... of the drafted ids x (A, K). tails (A, L): from `tails`. emitted (A,): tokens generated before
-        the drafts."""
+        """Return logits (A, n, V), float32 at least, after these settings. Column i of the logits follows the text and
+        the first `first` + i of the drafted ids x (A, K). tails (A, L): from `tails`. emitted (A,): tokens generated
+        before the drafts."""
         out, n = wide(logits), logits.shape[1]
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
@@ -250,7 +249,7 @@ class Penalties:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
-        """Return the same settings, but reading other tensors with the names and shapes of `tensors()`."""
+        """Return the same settings, which read other tensors with the names and shapes of `tensors()`."""
         other = copy(self)
         other.bias, other.words = tensors.get("bias"), tensors.get("words")
         other.ends, other.first = tensors.get("ends"), tensors.get("first")
@@ -260,8 +259,8 @@ class Penalties:
         return other
 
     def _penalise(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """Apply the repetition, presence and frequency penalties. counts (A, n, V): how often each id occurs among the
-        generated ones before each position."""
+        """Return the logits after the repetition, presence and frequency penalties. counts (A, n, V): how often each id
+        occurs among the generated ones before each position."""
         assert self.prompt is not None
         there, dtype = counts > 0, logits.dtype
         factor = self.repetition.to(dtype)
@@ -271,7 +270,8 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Return how often each id occurs among the drafts before each position, (A, n, V)."""
+        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). x (A, K): the drafts,
+        of which `first` come before the first position."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
@@ -279,8 +279,8 @@ class Penalties:
         return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
-        """Set the logits of ids that would complete a banned word to -inf. text (A, L + K): tails and drafts. words:
-        from `_words`."""
+        """Return the logits with those of ids that would complete a banned word set to -inf. text (A, L + K): tails and
+        drafts. words: from `_words`."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
@@ -294,8 +294,8 @@ class Penalties:
         return logits.flatten().scatter_add(0, flat.flatten(), ban.flatten()).view_as(logits)
 
     def _words(self) -> Tensor | None:
-        """Return all banned words of all rows (M, 2 + L): row, last id, and the ids before it, padded with -1 on the
-        left."""
+        """Return all banned words of all rows (M, 2 + L), or None if there are none: the row, the last id, and the ids
+        before it, padded with -1 on the left."""
         words = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
         if not words:
             return None
@@ -305,12 +305,12 @@ class Penalties:
         return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
     def _marked(self, ids: list[frozenset[int]]) -> Tensor | None:
-        """Return which ids (A, V) are among those of each row, or None if no row has any."""
+        """Return a table (A, V) that marks the ids of each row, or None if no row has any."""
         table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ids])
         return None if table is None else table > 0
 
     def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:
-        """Return the numbers by id of each row as a float32 table (A, V), or None if there are no numbers."""
+        """Return the values of each row, id -> value, as a float32 table (A, V), or None if there are no values."""
         numbers = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
         if not numbers:
             return None
@@ -345,11 +345,11 @@ def apply_processors(
     first: int,
     messages: dict[int, str],
 ) -> Tensor:
-    """Return the logits (A, n, V) after the processors of the rows `own`, as a new tensor. They are at the positions
-    after first, first + 1, ... of the drafted ids x (A, K).
+    """Return the logits (A, n, V), as a new tensor, after the processors of the rows whose indices are in `own`. Column
+    i follows the text and the first `first` + i of the drafted ids x (A, K). k: drafts of each row.
 
     A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
-    mass. If a processor raises, the error is stored in `messages` by row, and every token at that position gets -inf.
+    mass. If a processor raises, its error is stored in `messages`, by row, and every token at that position gets -inf.
     """
     logits, drafts = logits.clone(), x.tolist()
     for a in own:
@@ -365,8 +365,8 @@ def apply_processors(
 
 
 def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
-    """Call the processors of one row and overwrite `scores_here` (1, V) with the result. Returns False if a processor
-    raised."""
+    """Call the processors of one row and overwrite `scores_here` (1, V) with the result. draft: the drafts before the
+    position. a: the row's index. Returns False if a processor raised."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:

@@ -27,7 +27,8 @@ FOLDER = "COTRAIN_DRAFT"  # names the draft folder; without it, look-up in the t
 
 
 class Lookup:
-    """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model."""
+    """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model.
+    vllm_config: vLLM's own, which gives the number of drafts, of rows and of tokens per text."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -46,7 +47,7 @@ class Lookup:
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
         """Return the drafts of each row; rows without new ids get none. sampled: the new ids of each row. token_ids
-        (rows, n): the first lengths[b] are row b's text, new ids included."""
+        (rows, n): the first lengths[b] are row b's text, new ids included. slot_mappings is not used."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 
@@ -61,14 +62,15 @@ class Lookup:
 
 
 class Greedy:
-    """A drafter of a model's likeliest tokens, with one slot per row."""
+    """A drafter of a model's likeliest tokens, with one slot per row. folder: the draft's. context: the largest number
+    of tokens of a text."""
 
     def __init__(self, folder: str, rows: int, context: int) -> None:
         self.lm = LM(widened(load_draft(folder)[0]), rows, context=context)
         self.stored: list[list[int]] = [[] for _ in range(rows)]  # ids that each slot holds
 
     def drafts(self, row: int, text: list[int], k: int) -> list[int]:
-        """Return k tokens after a text, fewer near the end of the model's context."""
+        """Return k likeliest tokens after the text of a row, fewer near the end of the model's context."""
         at, fed = min(common_prefix(self.stored[row], text), len(text) - 1), list(text)
         drafted: list[int] = []
         for _ in range(min(k, self.lm.context - len(text))):

@@ -1,6 +1,5 @@
-"""A vLLM installation as an arm of a timing. It is a separate process, with vLLM's Python interpreter, that answers one
-request at a time.
-"""
+"""A vLLM installation as an arm of a timing: a separate process, with vLLM's Python interpreter, that answers one
+request at a time."""
 
 import time
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still 
 
 
 class Server(Worker):
-    """A process that runs vLLM with a target folder and, if given, a speculative_config. See `vllm_worker` for the
-    requests.
+    """A process that runs vLLM, see `vllm_worker` for its settings and requests.
 
-    python: the interpreter of the environment with vLLM. Raises RuntimeError, with the last lines of vLLM's log, if
-    vLLM does not start or ends early.
+    python: the interpreter of the environment with vLLM. target: folder of the target. speculative: vLLM's
+    speculative_config, None for plain decoding. rows: the largest number of requests at once. context: the largest
+    number of tokens per request. log, pauses: as in `Worker`. Raises RuntimeError, with the last lines of vLLM's log,
+    if vLLM does not start or ends early.
     """
 
     def __init__(
@@ -42,23 +42,24 @@ class Server(Worker):
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
+        """Return the answer of `vllm_worker` to a request with these prompts (lists of ids)."""
         return self.ask(prompts=list(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 def draft_model(
     folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
 ) -> dict[str, Any]:
-    """Return vLLM's speculative_config for a draft that is a causal LM, or for another `method` of vLLM. The draft
-    samples if it was trained for sampling, else it is greedy; vLLM's default is greedy. parallel: draft all tokens in
-    one pass, at the mask token of the draft's config.json."""
+    """Return vLLM's speculative_config for a draft that is a causal LM, or for another `method` of vLLM. k: drafts per
+    round. objective: "sampled" to draw drafts, "greedy" for the likeliest tokens, which is vLLM's default. parallel:
+    whether to draft all tokens in one pass, at the mask token of the draft's config.json."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
     config = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
     return config | ({"parallel_drafting": True} if parallel else {})
 
 
 def custom_class(k: int) -> dict[str, Any]:
-    """Return vLLM's speculative_config for look-up, with or without a model. An environment variable names the draft
-    folder, see `vllm_lookup`."""
+    """Return vLLM's speculative_config for look-up with k drafts per round, with or without a model. An environment
+    variable names the draft folder, see `vllm_lookup`."""
     return {"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", "num_speculative_tokens": k}
 
 

@@ -26,8 +26,8 @@ if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's
 
 
 def counters(llm: Any) -> list[int]:
-    """Return the number of rounds that drafted, of drafts accepted, and of drafts accepted at each depth, since the
-    engine started."""
+    """Return three counts since the engine started, in one list: rounds that drafted, drafts accepted, and drafts
+    accepted at each depth."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     by_depth = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")
@@ -36,6 +36,7 @@ def counters(llm: Any) -> list[int]:
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request, see the module."""
     from vllm import SamplingParams
 
     length = request["max_new_tokens"]

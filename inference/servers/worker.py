@@ -1,4 +1,4 @@
-"""A program in a process of its own, which answers one request at a time: a line of JSON in, a line of JSON out."""
+"""A program in a separate process, which answers one request at a time: a line of JSON in, a line of JSON out."""
 
 import json
 import signal
@@ -11,11 +11,12 @@ from typing import Any, Self
 
 
 class Worker:
-    """A process that runs `command` with its settings as the last argument, in JSON. It first says its `version`.
+    """A process that runs `command` with its settings as the last argument, in JSON. Its first line of output has its
+    `version`.
 
-    name: the program, for messages. log: the file that gets its standard error. pauses: stop the process between
-    requests, so that its idle threads do not spin on the cores while something else is timed; it is one process
-    without children then. Raises RuntimeError, with the last lines of the log, if the process does not start or ends
+    name: the program, for messages. log: the file that gets its standard error. pauses: whether to stop the process
+    between requests, so that its idle threads do not spin on the cores while something else is timed; the process must
+    then have no children. Raises RuntimeError, with the last lines of the log, if the process does not start or ends
     early.
     """
 
@@ -36,7 +37,8 @@ class Worker:
             self.process.send_signal(signal.SIGSTOP)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request, and return its answer."""
+        """Send a request, and return its answer. Raises RuntimeError, with the last lines of the log, if the process
+        has ended."""
         assert self.process.stdin is not None
         with self._running():
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -45,7 +47,7 @@ class Worker:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Let a process that pauses run inside the block."""
+        """Let a process that pauses run within the block."""
         if not self.pauses:
             yield
             return

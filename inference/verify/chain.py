@@ -1,5 +1,5 @@
 """Verification rules for chains, as pure functions. From distributions, drafts and uniforms they compute the number of
-accepted drafts and the distribution of the token after them.
+accepted drafts and the distribution of the token after these.
 
 B rows, K the largest number of drafts, V vocabulary. p (B, K+1, V): target distributions. q (B, K, V): draft
 distributions. Both are after `sampling.probs`. x (B, K): drafted ids. u: uniforms in [0, 1). k (B,): drafts per row, K
@@ -20,18 +20,19 @@ from inference.sampling import draw, one_hot, wide
 
 class Verification(NamedTuple):
     """The result of a rule. accepted (B,): number of drafts accepted, int64. probs (B, V): distribution of the token
-    emitted after them, summing to 1."""
+    that is emitted after them, summing to 1."""
 
     accepted: Tensor
     probs: Tensor
 
 
 def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Accept x_i if u_i < p(x_i)/q(x_i), and stop at the first rejection. Then emit from norm(max(p - q, 0)), or from p
-    after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023, 2302.01318).
+    """Verify a chain: accept x_i if u_i < p(x_i)/q(x_i), and stop at the first rejection. Then the token is emitted
+    from norm(max(p - q, 0)), or from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023,
+    2302.01318).
 
-    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,). If the residual has no mass, the next token is drawn from p
-    itself.
+    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,): see the module. If the residual has no mass, the next token
+    is drawn from p itself.
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
@@ -39,7 +40,7 @@ def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 
 def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Verify the block as a whole (Sun et al. 2024, 2403.10444). In expectation it emits at least as many tokens as
+    """Verify a chain as a whole (Sun et al. 2024, 2403.10444). In expectation this emits at least as many tokens as
     `token`.
 
     w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0); h_i = R_i / (R_i + 1
@@ -55,8 +56,8 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 
 def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Sample from the target and compare. y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i. The
-    distribution is the one-hot of y at the rejection, or of the bonus draw after k acceptances.
+    """Verify a chain by sampling from the target: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i.
+    The distribution is the one-hot of y at the rejection, or of the bonus draw after k acceptances.
 
     p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is not drawn, and its distribution is p.
     """
@@ -72,7 +73,7 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
-    """Accept drafts that equal the target's own draws with Gumbel noise: y_i = argmax(log p_i + g_i), while y_i = x_i.
+    """Verify a chain by the target's own draws with Gumbel noise: y_i = argmax(log p_i + g_i); accept while y_i = x_i.
     The distribution is the one-hot of the next y. The text is therefore that of plain decoding with this noise,
     whatever the drafts. Drafts x_i = argmax(log q_i + g_i) are accepted most often.
 
@@ -85,31 +86,32 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verific
 
 
 def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return k (B,), and which of the K columns have a draft (B, K)."""
+    """Return k (B,), K if None, and which of the K columns have a draft (B, K)."""
     B, K = x.shape
     k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
     return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Return the number of drafts that passed before the first that failed: (B, K) -> (B,)."""
+    """Return the number (B,) of drafts that passed before the first that failed. passed (B, K)."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 
 def _at(x: Tensor, i: Tensor) -> Tensor:
-    """Return x[b, i_b]: (B, n, ...) -> (B, ...)."""
+    """Return x[b, i_b] (B, ...) for x (B, n, ...) and i (B,)."""
     return x[torch.arange(x.shape[0], device=x.device), i]
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
-    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0."""
+    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0. drafted (B, K): which entries have a draft; the others have no
+    meaning."""
     at = torch.where(drafted, x, 0).unsqueeze(-1)
     px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
     return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
 
 
 def _weights(ratios: Tensor) -> Tensor:
-    """Return w_0 .. w_K of `block`: (B, K) -> (B, K+1)."""
+    """Return the weights w_0 .. w_K (B, K+1) of `block`, for ratios (B, K)."""
     w = [torch.ones_like(ratios[:, :1])]
     for ratio in ratios.split(1, dim=1):
         w.append(torch.where(w[-1] > 0, (w[-1] * ratio).clamp(max=1), 0.0))
@@ -117,23 +119,24 @@ def _weights(ratios: Tensor) -> Tensor:
 
 
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """Return max(w p - q, 0): p, q (..., V), w (...) -> (..., V)."""
+    """Return max(w p - q, 0) (..., V), for p, q (..., V) and w (...)."""
     return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """Return h = R / (R + 1 - w) with R = sum max(w p - q, 0): p, q (..., V), w (...) -> (...)."""
+    """Return h = R / (R + 1 - w) (...) with R = sum max(w p - q, 0), for p, q (..., V) and w (...)."""
     return continued(_excess(p, q, w).sum(-1), w)
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """Return R / (R + 1 - w) with 0/0 = 1. R is the residual mass, in the shape of w. 1 - w is computed first: for
+    """Return R / (R + 1 - w) with 0/0 = 1. mass: the residual mass R, in the shape of w. 1 - w is computed first: for
     peaked distributions R is so small that R + 1 would lose its digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """Return norm(max(w_n p_n - q_n, 0)), with w = 1 if None; or p_n if n = k or no mass is left: (B, V)."""
+    """Return norm(max(w_n p_n - q_n, 0)) (B, V), with w = 1 if None; or p_n if n = k or if no mass is left. n (B,):
+    number of accepted drafts."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

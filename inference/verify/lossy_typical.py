@@ -1,4 +1,4 @@
-"""A rule that changes the text's distribution, `verify="lossy_typical"`. Its report says "exactness: no"."""
+"""A rule that changes the text's distribution, `verify="lossy_typical"`. Reports about it say "exactness: no"."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def lossy_typical(
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> TreeVerification:
-    """Verify by the typical acceptance of Medusa (Cai et al. 2024, 2401.10774). It is NOT exact: its texts do not have
-    the target's distribution.
+    """Verify a tree by the typical acceptance of Medusa (Cai et al. 2024, 2401.10774). It is NOT exact: its texts do
+    not have the target's distribution.
 
     A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, with H the entropy in nats. The path ends at
     the deepest node (the first of equals) that passes with all its ancestors. The next token has the distribution p

@@ -1,5 +1,4 @@
-"""The exact number of target calls expected for a text with chains of drafts. It follows from two log-probabilities per
-token.
+"""The exact number of target calls expected for a text with chains of drafts, from two log-probabilities per token.
 
 Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
 that depends on (text, t) alone. The starts of rounds therefore form a Markov chain on positions, and one recursion
@@ -7,8 +6,8 @@ gives the mean and the variance of their number (formula in each docstring).
 
 B rows, T positions, k drafts per round, K their maximum, L tokens of a row's text. r (B,T): probability min(1, q/p)
 that the text's token t is accepted. r (B,T,K): entry j is the same for token t as draft j (0-based) of the round that
-starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token. Tokens past a
-row's length are never read.
+starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token. lengths (B,):
+tokens of each text, T if None; tokens past a row's length are never read.
 
 Rules differ only in `reach` (B,T,K+1), see `rules`. Calls, their variance, tau and acceptance by depth follow from it
 (`calls_from`, `variance_from`, `tau_from`, `depths_from`).
@@ -22,15 +21,15 @@ from inference.sampling import wide
 
 
 def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """Return l = log q(x) - log p(x) of text tokens x, in their shape. It is -inf if q(x) = 0, even if p(x) = 0 as
-    well."""
+    """Return l = log q(x) - log p(x) of text tokens x, in the shape of logq_x. It is -inf if q(x) = 0, even if p(x) = 0
+    as well."""
     never = logq_x == -torch.inf
     difference = wide(logq_x).masked_fill(never, 0) - wide(logp_x).masked_fill(never, 0)
     return difference.masked_fill(never, -torch.inf)
 
 
 def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """Return r = min(1, q(x) / p(x)) of text tokens x, in their shape; 0 if q(x) = 0. It is differentiable.
+    """Return r = min(1, q(x) / p(x)) of text tokens x, in the shape of logq_x; 0 if q(x) = 0. It is differentiable.
 
     r is the probability that the emitted token x was an accepted draft under the token rule: q(x) min(1, p(x)/q(x)) /
     p(x) (Leviathan et al. 2023, arXiv 2211.17192).
@@ -50,16 +49,18 @@ def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `reach` under block verification (Sun et al. 2024, arXiv 2403.10444) -> (B,T,K+1).
+    """Return P(a round that starts at t accepts at least n drafts) under block verification (Sun et al. 2024, arXiv
+    2403.10444) -> (B,T,K+1).
 
-    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed.
+    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed. k and
+    errors as in `reach`.
     """
     sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
     return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
 
 
 def starts(reach: Tensor) -> Tensor:
-    """Return the probability that a round starts at t -> (B,T), from `reach` (B,T,K+1).
+    """Return the probability that a round starts at t -> (B,T). reach (B,T,K+1): see the function `reach`.
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
     """
@@ -73,18 +74,20 @@ def starts(reach: Tensor) -> Tensor:
 
 
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t), from `reach`
-    (B,T,K+1)."""
+    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t). reach (B,T,K+1): see the
+    function `reach`."""
     return _count(starts(reach), lengths)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the variance of the target calls of each text, over acceptance alone -> (B,), from `reach` (B,T,K+1)."""
+    """Return the variance of the target calls of each text, over acceptance alone -> (B,). reach (B,T,K+1): see the
+    function `reach`."""
     return _moments(reach, lengths)[1]
 
 
 def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar, from `reach` (B,T,K+1)."""
+    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar. reach (B,T,K+1): see the function
+    `reach`."""
     return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
 
 
@@ -97,17 +100,19 @@ def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) ->
 
 
 def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `expected_calls` under block verification, from l = log q - log p -> (B,)."""
+    """Return `expected_calls` (B,) under block verification, from l = log q - log p of the text's tokens."""
     return calls_from(reach_block(l, k, lengths), lengths)
 
 
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return tokens per target call, the emitted one included: sum(lengths) / sum(expected calls), a scalar."""
+    """Return tokens per target call under the token rule, the token after the accepted ones included: sum(lengths) /
+    sum(expected calls), a scalar."""
     return tau_from(reach(r, k, lengths), lengths)
 
 
 def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return P(accept drafts 1..i), and P(accept draft i given all before), over the expected rounds -> (K,) each.
+    """Return P(accept drafts 1..i) (K,), and P(accept draft i given that all before it were accepted) (K,), over the
+    expected rounds. reach (B,T,K+1): see the function `reach`.
 
     Rounds are weighted by the probability of their start: sum_t s_t reach_i / sum_t s_t over the rounds that draft
     depth i inside the text. The first result is NaN at a depth that no round drafts. The second is NaN at a depth that
@@ -122,8 +127,8 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
 
 
 def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(a round accepts exactly n drafts), n = 0..K, over the expected rounds -> (K+1,), from `reach`
-    (B,T,K+1)."""
+    """Return P(a round accepts exactly n drafts), n = 0..K, over the expected rounds -> (K+1,). reach (B,T,K+1): see
+    the function `reach`."""
     s = starts(reach)
     inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
     weights = (s * inside)[..., None]
@@ -131,8 +136,8 @@ def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance (B,) of the rounds that remain at t = 0, computed backwards from the end of the
-    text.
+    """Return the mean and the variance (B,) of the number of rounds from t = 0 to the end of the text, computed
+    backwards.
 
     E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2). This form of the total
     variance is never negative; E[C^2] - E[C]^2 would cancel.
@@ -149,7 +154,8 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _jumps(reach: Tensor) -> Tensor:
-    """Return P(exactly n accepted) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1 tokens later."""
+    """Return P(a round accepts exactly n drafts) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1
+    tokens later."""
     return reach - F.pad(reach[..., 1:], (0, 1))
 
 
@@ -163,22 +169,24 @@ def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
         return torch.full(r.shape[:1], r.shape[1], device=r.device)
     longer = lengths.device.type == "cpu" and bool((lengths > r.shape[1]).any())  # a GPU would be waited for
     if lengths.shape != r.shape[:1] or longer:
-        raise ValueError(f"lengths must be ({r.shape[0]},) and at most {r.shape[1]}, got {lengths.tolist()}")
+        raise ValueError(f"lengths must be ({r.shape[0]},) and at most {r.shape[1]}, not {lengths.tolist()}")
     return lengths.to(r.device)
 
 
 def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
-    """Set the depths (last axis, numbered from `first`) beyond the k of each round to zero."""
+    """Return the values with those of depths beyond the round's k set to zero. Depths are on the last axis, numbered
+    from `first`."""
     limit = torch.as_tensor(k, device=values.device)
     limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
     return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
 
 
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
-    """Return values[b,t,j] = r of token t+j at depth j, for the round that starts at t -> (B,T,K)."""
+    """Return values (B,T,K): entry (b, t, j) is r of token t+j at depth j, for the round that starts at t; `fill` past
+    a text's end."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
-        raise ValueError(f"need (B,T) or (B,T,K) with K >= k = {depths}, got shape {tuple(r.shape)}")
+        raise ValueError(f"r and l must be (B,T), or (B,T,K) with K >= k = {depths}, not {tuple(r.shape)}")
     total = r.shape[1]
     shifted = [(r if r.ndim == 2 else r[..., j])[:, j:] for j in range(depths)]
     columns = [F.pad(wide(c), (0, total - c.shape[1])) for c in shifted]

@@ -55,10 +55,14 @@ class Rule:
     exact: bool = True
 
     def require(self, who: object, tree: object) -> None:
-        """Raise ValueError if `tree` is a tree of drafts and this rule verifies only chains."""
+        """Raise ValueError if `tree` is a tree of drafts (not None) and this rule verifies only chains. who: the
+        proposer, which the message names."""
         if tree is not None and not self.trees:
             others = ", ".join(name for name, rule in RULES.items() if rule.trees) or "no rule here"
-            raise ValueError(f"verify={self.name}: {type(who).__name__} drafts trees; {others} verifies these")
+            raise ValueError(
+                f"verify={self.name} verifies only chains, but {type(who).__name__} drafts trees, which need "
+                f"verify= one of {others}"
+            )
 
 
 def _token(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chain.Verification:
@@ -104,12 +108,12 @@ def _typical(
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Return uniforms (A, N), with 1 for nodes that have none because no row drafts them."""
+    """Return the uniforms u as (A, N), with 1 for nodes that have no number because no row drafts them."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
 def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Return draft distributions (A, N, V), one-hot if every draft was deterministic."""
+    """Return the draft's distributions q (A, N, V), which are one-hot at x if q is None."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
@@ -122,7 +126,8 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the reach under `match`. A draft is accepted if it is the target's own draw x, with probability q(x)."""
+    """Return the reach under `match`, where a draft is accepted if it is the target's own draw x, with probability
+    q(x)."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
@@ -150,9 +155,9 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(verify: str | Rule) -> Rule:
-    """Return the rule of that name, or `verify` itself. Raises ValueError for an unknown name."""
+    """Return the rule of this name, or `verify` itself if it is a rule. Raises ValueError for an unknown name."""
     if isinstance(verify, Rule):
         return verify
     if verify not in RULES:
-        raise ValueError(f"verify: no rule {verify!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"verify: there is no rule {verify!r}; there are {', '.join(RULES)}")
     return RULES[verify]

@@ -42,7 +42,7 @@ class Tree:
     def __init__(self, parents: Sequence[int]) -> None:
         self.shape, self.nodes = tuple(parents), len(parents)
         if not 1 <= self.nodes <= MOST_NODES:
-            raise ValueError(f"parents has {self.nodes} nodes: give 1 to {MOST_NODES} nodes")
+            raise ValueError(f"parents has {self.nodes} nodes: give a tree of 1 to {MOST_NODES} nodes")
         depths_of(self.shape)  # raises ValueError for wrong parents
         self._elsewhere: dict[torch.device, Tree] = {}
         self._put(torch.tensor(self.shape))
@@ -52,7 +52,7 @@ class Tree:
         self.depths, self.seen = _ancestry(parents.unsqueeze(0))
 
     def on(self, device: torch.device) -> "Tree":
-        """Return the tree on a device. It is copied there once."""
+        """Return the tree with its tensors on a device. They are copied there once."""
         if self.parents.device == device:
             return self
         if device not in self._elsewhere:
@@ -62,17 +62,17 @@ class Tree:
 
     @property
     def ancestors(self) -> Tensor:
-        """Return (1, N, N) bool: [_, i, j] says whether node j is node i or an ancestor of it."""
+        """Return whether node j is node i or an ancestor of it: (1, N, N) bool, at [_, i, j]."""
         columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
         return (self.seen[:, 1:, None] >> columns & 1).bool()
 
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Return the draft lengths (A,) of a chain (no `tree`) or a tree, cut at the first draft that lacks a distribution.
-    This is the distribution that it was drawn from, or the target's before it.
+    """Return the draft lengths (A,) of a chain, or of a `tree`, cut before the first draft that lacks a distribution:
+    the one it was drawn from, or the target's at its parent.
 
-    The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V), q (A, N,
-    V), k (A,).
+    The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V): target. q
+    (A, N, V): draft, None if drafts are deterministic. k (A,): drafts per row.
     """
     missing = is_missing(p)
     if tree is None:
@@ -85,8 +85,8 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return depths and seen (A, N + 1) for parents (A, N). The method is doubling: each step adds the bits of a
-    column's highest known ancestor to the column's bits, so the distance to that ancestor doubles."""
+    """Return depths and seen (A, N + 1), see `Tree`, for parents (A, N). The method is doubling: each step adds the
+    bits of a column's highest known ancestor to the column's bits, so the distance to that ancestor doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -102,20 +102,22 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"parents: the parent of node {node} is {parent}; use a node before it, or -1, the anchor")
+            raise ValueError(
+                f"parents: the parent of node {node} is {parent}; give a node before it, or -1 for the anchor"
+            )
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return tuple(depths)
 
 
 def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many siblings come before each node."""
+    """Return, for each node, how many siblings come before it."""
     return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
 
 
 class TreeLevel(NamedTuple):
     """The nodes of one depth. nodes: their numbers. above: for each node, the index of its parent in the level above (0
-    for the anchor). rank: how many siblings come before each node. Their ids are [:, above, rank] of the children (A,
-    n, m) of the level above."""
+    for the anchor). rank: for each node, how many siblings come before it. If the level above has children (A, n, m),
+    the ids of these nodes are [:, above, rank]."""
 
     nodes: tuple[int, ...]
     above: tuple[int, ...]
@@ -128,7 +130,7 @@ def chain(n: int) -> tuple[int, ...]:
 
 
 def full(widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the tree with widths[d] children of every node of depth d. The anchor has depth 0."""
+    """Return the tree in which every node of depth d has widths[d] children. The anchor has depth 0."""
     parents: list[int] = []
     above = [-1]
     for width in widths:
@@ -139,7 +141,7 @@ def full(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the tree whose nodes have these paths of child numbers. The form is that of Medusa's `choices`, e.g. (0,),
+    """Return the tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,),
     (1,), (0, 0).
 
     Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
@@ -152,7 +154,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the child numbers from the anchor down to each node, the argument of `from_paths`."""
+    """Return, for each node, the child numbers from the anchor down to it: the argument of `from_paths`."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -160,7 +162,7 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Return the nodes by depth. Each level is one pass of a draft."""
+    """Return the nodes of each depth, from depth 1 on. A draft runs one pass per level."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
@@ -172,17 +174,18 @@ def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
 
 
 def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
-    """Draw m children of each node without replacement, in the order in which they would be drawn one by one.
+    """Return m children of each node, ids (A, n, m), drawn without replacement, in the order in which they would be
+    drawn one by one.
 
-    probs (A, n, V), g (A, n, V) Gumbel noise, see `noise.children_states` -> ids (A, n, m): the m largest of log q + g,
-    the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last children have none, and
-    the rules for trees never accept them.
+    probs (A, n, V): distributions q. g (A, n, V): Gumbel noise, see `noise.children_states`. The children are the m
+    largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
+    children have none, and the rules for trees never accept them.
     """
     return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
 
 
 def likeliest(probs: Tensor, m: int) -> Tensor:
-    """Return the m likeliest tokens of each distribution, or of logits, in falling order: (..., V) -> (..., m). Equally
+    """Return the m likeliest tokens (..., m) of each distribution, or of logits, (..., V), the likeliest first. Equally
     likely tokens are in the order of their ids. These are the tokens with `predict_tree.rank_of` 0 .. m - 1."""
     left, ids = wide(probs).clone(), []
     for _ in range(m):
@@ -193,8 +196,8 @@ def likeliest(probs: Tensor, m: int) -> Tensor:
 
 class TreeVerification(NamedTuple):
     """The result of a rule for trees. accepted (B,): number of nodes accepted, int64. path (B, D): their numbers from
-    the anchor down, int64, -1 past the last. probs (B, V): distribution of the token emitted after them, summing to 1.
-    """
+    the anchor down, int64, -1 past the last. probs (B, V): distribution of the token that is emitted after them,
+    summing to 1."""
 
     accepted: Tensor
     path: Tensor
@@ -202,9 +205,9 @@ class TreeVerification(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The order in which nodes are tested. parents (1, N). nodes: for each step, the nodes that are tested together; no
-    two have the same parent, and none comes before its parent or earlier siblings. first: for each step, whether all
-    its nodes are first children. depth: number of levels."""
+    """The order in which nodes are tested. parents (1, N): parent of each node. nodes: for each step, the nodes that
+    are tested together; no two have the same parent, and none comes before its parent or earlier siblings. first: for
+    each step, whether all its nodes are first children. depth: number of levels."""
 
     parents: Tensor
     nodes: tuple[Tensor, ...]
@@ -220,8 +223,8 @@ def tree(
 
     At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x). A
     rejection makes p = norm(max(p - q, 0)), removes x from q and renormalises q. The token emitted at the end has the p
-    of the last accepted node after its children's rejections. On a chain this is `chain.token`. Shapes as above.
-    parents: N numbers.
+    of the last accepted node after its children's rejections. On a chain this is `chain.token`. Arguments: see the
+    module.
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=False)
@@ -231,11 +234,11 @@ def tree(
 def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: tuple[int, ...], u: Tensor, k: Tensor | None = None
 ) -> TreeVerification:
-    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
+    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398). Arguments: see the module.
 
-    In expectation it emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its later
-    siblings' subtrees, as in grown shapes. If a later sibling is deeper, it may emit fewer, since earlier siblings
-    reduce the acceptance of later ones.
+    In expectation this emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its
+    later siblings' subtrees, as in grown shapes. If a later sibling is deeper, it may emit fewer, since earlier
+    siblings reduce the acceptance of later ones.
 
     visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
     R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
@@ -248,11 +251,12 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Accept the children that equal the target's own draws with Gumbel noise: a child is accepted if its token is y =
-    argmax(log p + g) at its parent. The distribution is the one-hot of the first y that is the token of no child. On a
-    chain this is `chain.coupled`: the text is that of plain decoding with this noise.
+    """Verify a tree by the target's own draws with Gumbel noise: a child is accepted if its token is y = argmax(log p +
+    g) at its parent. The distribution is the one-hot of the first y that is the token of no child. On a chain this is
+    `chain.coupled`: the text is that of plain decoding with this noise.
 
-    g (B, N+1, V): Gumbel noise of the position after each column, the same for all nodes of one depth.
+    g (B, N+1, V): Gumbel noise of the position after each column, the same for all nodes of one depth. Other arguments:
+    see the module.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
     wanted = y.gather(1, (steps.parents + 1).expand_as(x))
@@ -263,7 +267,7 @@ def _thresholds(
     p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, carry: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the threshold of each node (B, N), and p (B, N+1, V) of each node after its children were rejected. carry:
-    weights w go down the tree, and change with rejections; else w is 1 at every node."""
+    whether weights w go down the tree and change with rejections; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -286,8 +290,8 @@ def _thresholds(
 
 
 def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Test one child of each node. Returns its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual max(w p - q,
-    0) after its rejection; and whether q gives x mass. p, q (B, n, V), x, w (B, n)."""
+    """Return, for one child x (B, n) of each node, its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual
+    max(w p - q, 0) after its rejection; and whether q gives x mass. p, q (B, n, V) and w (B, n): those of the nodes."""
     at = x.unsqueeze(-1)
     px = p.gather(-1, at).squeeze(-1)
     if q is None:
@@ -312,14 +316,14 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """Return norm(rest), or p if no mass is left: (B, n, V)."""
+    """Return norm(rest) (B, n, V), or p if no mass is left."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Walk down from the anchor, at each node to the first child that passed (B, N). `probs` of the result is the
-    distribution at the end."""
+    """Return the verification that goes down from the anchor, at each node to the first child that passed. passed (B,
+    N). rest (B, N+1, V): distribution of the token after each column, if the walk ends there."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
@@ -333,14 +337,14 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
-    """Return which of the N nodes each row has (B, N)."""
+    """Return whether each row has each of the N nodes (B, N): its first k_b nodes, or all if k is None."""
     if k is None:
         return torch.ones_like(x, dtype=torch.bool)
     return torch.arange(x.shape[1], device=x.device) < k.unsqueeze(-1)
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Return whether node j is node i or a descendant of it: (1, N, N) at i, j."""
+    """Return whether node j is node i or a descendant of it: (1, N, N), at [_, i, j]."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
     above = number.expand_as(steps.parents)  # (1, N)
@@ -352,15 +356,16 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
-    """Return the steps of a shape. A step has all siblings of one number; with `by_level` only those of one level."""
+    """Return the steps of a shape. A step has all siblings of one number; with `by_level` only those of one level.
+    Raises ValueError if x (B, N) has another number of nodes."""
     if len(parents) != x.shape[1]:
-        raise ValueError(f"parents names {len(parents)} nodes, x has {x.shape[1]}: give one parent per node")
+        raise ValueError(f"parents has {len(parents)} nodes, but x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)
 
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Return what `steps_of` returns. It is cached, so that no round copies it to the device again."""
+    """Return the result of `steps_of`, which is cached, so that no round copies it to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))

@@ -495,6 +495,6 @@ def test_a_file_gives_the_policy_or_says_why_not(tmp_path: Path) -> None:
 def test_trees_are_refused_by_name() -> None:
     target = tiny()
     engine = Engine(target, Independent(near(target), shape=(-1, -1, 0)), verify="tree", policy=VARIED)
-    with pytest.raises(ValueError, match="chooses lengths of chains, and Independent drafts trees"):
+    with pytest.raises(ValueError, match="chooses lengths of chains, but this Independent drafts trees"):
         engine.generate(PROMPTS[:1], max_new_tokens=8)
     assert Engine(target, policy=Fixed(1)).generate(PROMPTS[:1], max_new_tokens=2).stats.tokens == 2

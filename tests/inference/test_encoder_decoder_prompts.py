@@ -94,15 +94,15 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
     "the first id that the encoder lacks": (t5, [[3, VOCABULARY]], f"prompt 0: source ids from 3 to {VOCABULARY}"),
     "nothing": (t5, [[]], "prompt 0: the source is empty"),
-    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: a source of 65 tokens; the encoder reads 64"),
-    "ids for a sound": (whisper, [[3, 4]], "prompt 0: token ids, but the encoder reads input_features"),
-    "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: features of shape"),
+    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens; .* at most 64"),
+    "ids for a sound": (whisper, [[3, 4]], "prompt 0: it has token ids, but the encoder reads input_features"),
+    "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: its features have"),
     "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
     "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
     "starts of other rows": (
         t5,
         {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]},
-        "1 rows of decoder_input_ids for 2 sources",
+        "decoder_input_ids has 1 rows for 2 sources",
     ),
     "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids from 0 to 77"),
 }
@@ -184,9 +184,9 @@ def test_first_ids_follow_the_generation_config_and_the_start_token() -> None:
 
 def test_a_draft_whose_encoder_reads_other_sources_is_refused() -> None:
     for target, draft, says in (
-        (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), and the target's token ids"),
-        (whisper(), t5(), rf"Independent: .*T5.* reads token ids, and the target's \({MELS}, {FRAMES}\)"),
-        (tiny(), t5(), "Independent: T5ForConditionalGeneration has an encoder, and the target has none"),
+        (t5(), whisper(), rf"Independent: .*Whisper.* reads \({MELS}, {FRAMES}\), but the target's reads token ids"),
+        (whisper(), t5(), rf"Independent: .*T5.* reads token ids, but the target's reads \({MELS}, {FRAMES}\)"),
+        (tiny(), t5(), "Independent: T5ForConditionalGeneration has an encoder, but the target has none"),
     ):
         with pytest.raises(ValueError, match=says):
             Engine(target, Independent(draft)).generate(sources(target, 1))
@@ -201,16 +201,18 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(ValueError, match=r"prompt 0: .*forced_decoder_ids open, such as the language"):
         Engine(model).generate(prompts)
     assert Engine(model).generate([prompts[0] | {"decoder_input_ids": [2, 3, 7]}], max_new_tokens=2).tokens[0]
-    with pytest.raises(ValueError, match="prompt 0: it has a source, and the target has no encoder"):
+    with pytest.raises(ValueError, match="prompt 0: it has a source, but the target has no encoder"):
         Engine(tiny()).generate([SourcedText([1], (3, 4))])
-    with pytest.raises(ValueError, match="a text without its source; `Engine.starts`"):
+    with pytest.raises(ValueError, match="a text has no source; `Engine.starts`"):
         store_prompts(LM(t5(), 1), 0, [[0]])
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="min_length=10 has no counterpart"):
         Sampling.of(GenerationConfig(min_length=10))
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration: an early exit needs a causal LM"):
+    with pytest.raises(
+        ValueError, match="T5ForConditionalGeneration is an encoder-decoder, but an early exit needs a causal LM"
+    ):
         untrained_exit(t5(), 1, 2, 3)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: int8 weights"):
         LM(t5(), 1, int8=True)

@@ -20,7 +20,7 @@ MODEL = tiny()
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no target": ({"target": None}, "target must be a model, a folder or a hub id, not None"),
     "a number as target": ({"target": 5}, "target must be a model, a folder or a hub id, not 5"),
-    "no such folder": ({"target": "/no/such/folder"}, "target: no such folder"),
+    "no such folder": ({"target": "/no/such/folder"}, "target: there is no folder"),
     "a folder as proposer": ({"proposer": "outputs/draft"}, r"inference.load\('outputs/draft'\)"),
     "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM is no proposer; give inference.proposers"),
     "a length as policy": ({"policy": 4}, r"policy: 4 has no draft lengths; inference.policy.Fixed\(4\)"),
@@ -44,8 +44,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     "an unknown rule": ({"verify": "typical"}, "typical"),
-    "room for no token": ({"context": 1}, "a context of 1 token has no room .*; set context= to 2 or more"),
-    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer is a path"),
+    "room for no token": ({"context": 1}, "context=1 leaves no room .*; set context= to 2 or more"),
+    "a folder as tokenizer": ({"tokenizer": "a/folder"}, "tokenizer must be an object, not a path"),
 }
 
 
@@ -85,7 +85,7 @@ def test_a_draft_length_is_a_whole_number(k: Any) -> None:
 def test_a_policy_returns_a_list_of_lengths(given: Any) -> None:
     policy = SimpleNamespace(lengths=lambda texts: given)
     engine = Engine(MODEL, Independent(MODEL), policy=policy)
-    with pytest.raises(ValueError, match=r"policy.lengths: 1 draft lengths of at least 0 are wanted in a list, not"):
+    with pytest.raises(ValueError, match=r"policy.lengths must return a list of 1 draft lengths of at least 0, not"):
         engine.generate([[1, 2]], max_new_tokens=3)
     engine.policy = Fixed(2)
     assert engine.generate([[1, 2]], max_new_tokens=3).finish == ["length"]
@@ -150,7 +150,7 @@ def test_a_processor_may_call_another_engine_only(shares: bool) -> None:
     plain = engine.generate([[1, 2], [4]], **whole)
     assert output.tokens[1] == plain.tokens[1] and output.finish[1] == "length"
     if shares:
-        assert output.finish[0] == "error" and "called its own engine during a round" in (output.errors[0] or "")
+        assert output.finish[0] == "error" and "called the engine during a round" in (output.errors[0] or "")
     else:
         assert output.tokens[0] == plain.tokens[0] and texts
 
@@ -161,7 +161,7 @@ def test_a_class_is_no_processor() -> None:
 
 
 def test_a_draft_is_a_model_or_its_path() -> None:
-    with pytest.raises(ValueError, match="model must be a draft model or its path, not None"):
+    with pytest.raises(ValueError, match="model must be a transformers model or its path, not None"):
         Independent(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="folder must be the path of a draft folder, not None"):
         load(None)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_dtypes_and_devices_that_are_not_there(tmp_path: Path) -> None:
     MODEL.save_pretrained(tmp_path)
     vocabulary = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="dtype: torch has no dtype 'bf16'; there are float32"):
+    with pytest.raises(ValueError, match="dtype must be auto, float32, .*, not 'bf16'"):
         Engine(tmp_path, dtype="bf16")
     for device in ("nowhere", "xpu:7"):
         with pytest.raises(ValueError, match=f"device='{device}': "):

@@ -178,8 +178,8 @@ REFUSED = [
     ("Falcon", {**COMMON, "alibi": True}, "ALiBi .* 2-d"),
     ("Mamba", {**IDS, "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, "rolled back"),
     ("XLNet", {"vocab_size": 32, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}, "its passes"),
-    ("Speech2Text", SPEECH, "its encoder reads input_features that are not known here"),
-    ("GPT2", {**GPT, "n_positions": 1}, "a context of 1 token has no room for a prompt and a new token"),
+    ("Speech2Text", SPEECH, "its encoder reads input_features, which is not supported"),
+    ("GPT2", {**GPT, "n_positions": 1}, "context=1 leaves no room for a prompt and a new token"),
     ("UMT5", {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}, "its passes"),
     ("ProphetNet", {"num_encoder_layers": 1, "num_decoder_layers": 1}, "decoder layers .* not known"),
     (

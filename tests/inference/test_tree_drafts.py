@@ -138,5 +138,5 @@ def test_shapes_are_numbered_by_level() -> None:
     shape = StaticTrees(SHAPE)
     assert shape.parents == (-1, -1, -1, 0, 0, 1, 1, 3, 5) and shape.counts == [0, 3, 7, 9]
     assert shape.nodes([0, 1, 2, 9]) == [0, 3, 7, 9]
-    with pytest.raises(ValueError, match="a node has 3 children, but there are 2 tokens"):
+    with pytest.raises(ValueError, match="a node has 3 children, but the vocabulary has 2 tokens"):
         shape.require(2)

@@ -97,7 +97,9 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
     target = tiny()
     most = drafts(kind, target).depths
     assert most
-    with pytest.raises(ValueError, match=f"shape: its trees have {most + 1} levels, the draft at most {most}: give "):
+    with pytest.raises(
+        ValueError, match=f"shape: the tree has {most + 1} levels, but the draft has at most {most}: give "
+    ):
         Engine(target, drafts(kind, target, chain(most + 1)), verify="tree").generate([[1, 2]], max_new_tokens=4)
 
 

@@ -90,5 +90,5 @@ def test_the_path_that_is_accepted_is_the_text(device: str, sampling: Sampling) 
 
 def test_a_rule_for_chains_rejects_trees() -> None:
     engine = Engine(tiny(), Scripted([PROMPTS[0] + [1] * 9]), policy=Fixed(2))
-    with pytest.raises(ValueError, match="verify=token: Scripted drafts trees"):
+    with pytest.raises(ValueError, match="verify=token verifies only chains, but Scripted drafts trees"):
         engine.generate(PROMPTS[:1], max_new_tokens=6)

@@ -155,7 +155,7 @@ def test_a_kind_that_is_not_trained_decodes_and_is_not_measured(
     ran(settings, "generate", path, prompt=PROMPT)
     assert capsys.readouterr().out == f"{tokenizer().decode(plain)}\n"
     assert said(load(path)) == said(load(path, kind=kind)) == plain
-    with pytest.raises(ValueError, match="kind: drafts with another tokenizer were removed; give a draft"):
+    with pytest.raises(ValueError, match="kind: other_tokenizer is no longer supported; give a draft"):
         load(path, kind="other_tokenizer")
     with pytest.raises(
         UserError,
@@ -214,18 +214,30 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("medusa", {"hidden_size": 32}, "draft.path=PATH: its hidden_size is 32, the target's 64: it can only "),
-        ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, the target's 300"),
-        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: an exit after 3 layers; the target has only 2"),
-        ("early_exit", {"projections": {"mlp.up_proj": [64, 32]}}, "draft.path=PATH: its mlp.up_proj is .64, 32., "),
+        (
+            "medusa",
+            {"hidden_size": 32},
+            "draft.path=PATH: its hidden_size is 32, but the target's is 64: give the target that ",
+        ),
+        ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, but the target's is 300"),
+        ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: it exits after 3 layers, but the target has only 2"),
+        (
+            "early_exit",
+            {"projections": {"mlp.up_proj": [64, 32]}},
+            "draft.path=PATH: its mlp.up_proj has the size .64, 32., ",
+        ),
         (
             "eagle",
             {"max_position_embeddings": 15},
             "bench.prompt_tokens, bench.new_tokens, bench.depths: .* which has 15 tokens",
         ),
-        ("retrieval", {"lookup": {"datastore": "/none"}}, "its config.json names the datastore: /none is no "),
+        (
+            "retrieval",
+            {"lookup": {"datastore": "/none"}},
+            "the key lookup of its config.json names a datastore that is missing: /none is no ",
+        ),
         ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
-        ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, the "),
+        ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, but the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],
     ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "words", "other store", "heads"],
@@ -246,7 +258,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
 def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
     """A tensor that it lacks is not made up."""
     path = drafted(place, "eagle")
-    with pytest.raises(ValueError, match="kind is 'eagle', whose folder holds weights of EagleNetwork, not a causal"):
+    with pytest.raises(ValueError, match="a draft of kind 'eagle' holds weights of EagleNetwork, not a causal"):
         load(path, kind="independent")
     copied = changed(place / "lacking", path)
     tensors = load_file(copied / "model.safetensors")

@@ -101,7 +101,10 @@ def test_bits_reach_every_command(
         ("draft=two_levels draft.path=/nowhere", "draft.path: /nowhere is no model folder, and the hub"),
         ("draft=two_levels draft.path=BARE", "draft.path: BARE is no draft folder: it has no config.json"),
         ("draft=quantised draft.inner=3", "draft.inner=3: quantised drafts do not have it; they have draft."),
-        ("draft=early_exit draft.layers=9", "draft.layers: an exit after 9 layers, but the target has 2: give 1 to 2"),
+        (
+            "draft=early_exit draft.layers=9",
+            "draft.layers: the exit would be after 9 layers, but the target has 2: give 1 to 2",
+        ),
     ],
 )
 def test_what_cannot_draft_is_refused_by_name(

@@ -204,7 +204,9 @@ def test_the_policy_serves(run: Path, made: Path, capsys: pytest.CaptureFixture[
     assert main(["generate", draft, "prompt=def add", f"policy.file={file}", "policy.k=2"]) != 0
     assert main(["generate", draft, "prompt=def add", f"policy.file={run / 'draft' / 'config.json'}"]) != 0
     says = capsys.readouterr().err
-    assert "policy.k= " in says and "is no policy file, which cotrain plan writes" in says
+    assert (
+        "policy.k= " in says and "is no policy file: " in says and "give a policy.json that cotrain plan wrote" in says
+    )
 
 
 def test_drafts_of_another_quantisation_are_planned_one_by_one(

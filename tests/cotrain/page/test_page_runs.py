@@ -110,5 +110,7 @@ def test_a_report_that_was_changed_is_said(tmp_path: Path) -> None:
     report = json.loads((draft / "report.json").read_text())
     (draft / "report.json").write_text(json.dumps(report))
     for path in (tmp_path, draft, draft / "report.json"):
-        with pytest.warns(UserWarning, match="report.json is missing or not the one cotrain.json was written with"):
+        with pytest.warns(
+            UserWarning, match="report.json is missing, or is not the file that cotrain.json was written with"
+        ):
             load([str(path)])

@@ -181,7 +181,7 @@ def test_costs_of_trees_are_those_of_rounds_that_were_run() -> None:
     seconds = fitted(table, {tree: took(tree) for tree in trees})
     for tree in [*trees, (-1, -1, 0, 0, 1, 3), full((3, 3))]:
         assert seconds(tree) == pytest.approx(took(tree).seconds)
-    with pytest.raises(ValueError, match="measured up to 16 drafts, a tree has 20 nodes"):
+    with pytest.raises(ValueError, match="measured up to 16 drafts, but this tree has 20 nodes"):
         seconds(full((4, 4)))
 
 

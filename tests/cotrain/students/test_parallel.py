@@ -125,7 +125,7 @@ def test_the_mask_id_is_unused_by_texts(vocabulary: int, pad: int, eos: Any, mas
     network = tiny()
     network.config.pad_token_id, network.config.eos_token_id, network.config.pard_depths = pad, eos, 4
     assert ParallelStudent(network, None, vocabulary).mask == mask == network.config.pard_token
-    with pytest.raises(ValueError, match="config.json must name pard_token"):
+    with pytest.raises(ValueError, match="config.json of a parallel draft must have pard_token"):
         proposers.Parallel(tiny())
 
 

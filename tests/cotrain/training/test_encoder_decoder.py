@@ -243,7 +243,7 @@ class TestDraft:
         causal = student_of(
             t5(), init="scratch", chosen=(), width=16, layers=1, intermediate=16, head_dim=8, kv_heads=1
         ).network
-        with pytest.raises(ValueError, match=r"draft.path=.*: T5.* has an encoder, and the target has none"):
+        with pytest.raises(ValueError, match=r"draft.path=.*: T5.* has an encoder, but the target has none"):
             student_of(causal, init="pretrained", chosen=(), path=str(tmp_path))
 
     def test_a_draft_without_an_encoder_reads_the_text_alone(self) -> None:

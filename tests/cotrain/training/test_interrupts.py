@@ -101,7 +101,7 @@ def test_a_finished_run_without_its_draft_writes_it_again(
     shutil.rmtree(copy / "draft")
     shutil.rmtree(copy / "checkpoints")
     assert quick(place, str(copy)) == 1
-    assert f"{copy / 'draft'}: no such folder, and no checkpoint is left" in capsys.readouterr().err
+    assert f"there is no folder {copy / 'draft'}, and no checkpoint is left" in capsys.readouterr().err
 
 
 def test_a_finished_run_can_become_longer_and_nothing_else(

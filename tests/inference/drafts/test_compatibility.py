@@ -76,8 +76,8 @@ def test_problems_of_a_pair_are_named(tokenizer: PreTrainedTokenizerFast) -> Non
     assert len(problems) == 5
     assert f"first at token '<new>': id None in the target's, {size} in the draft's" in problems[0]
     assert "eos_token_id is 0 for the target, 1 for the draft" in problems[1]
-    assert f"vocab_size: the draft's {size} is below its tokenizer's {size + 1}" in problems[2]
-    assert f"the draft has {size} rows and the target 304" in problems[3]
+    assert f"vocab_size: the draft has {size} ids, but its tokenizer has {size + 1}" in problems[2]
+    assert f"the draft has {size} rows, but the target has 304" in problems[3]
     assert problems[4].startswith("warning: max_position_embeddings: the draft's 64 is below the target's 128")
 
 

@@ -84,7 +84,10 @@ class TestReading:
 
     def test_an_unknown_cut_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         resolve(str(write_gguf(tmp_path / "one.gguf", cuts="of-somebody")))
-        assert "one.gguf cuts texts into words by 'of-somebody', which is not known here" in capsys.readouterr().err
+        assert (
+            "one.gguf names 'of-somebody' as its tokenizer's way to cut texts into words, which is not known here"
+            in capsys.readouterr().err
+        )
 
     def test_an_engine_and_a_draft_folder_take_the_file_as_their_target(self, file: Path, tmp_path: Path) -> None:
         prompt, sampling = ["def f"], Sampling(temperature=0)
@@ -110,14 +113,14 @@ class TestReading:
 
     def test_a_missing_file_is_no_name_on_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match=r"draft.path: no such file: tiny.gguf"):
+        with pytest.raises(ValueError, match=r"draft.path: there is no file tiny.gguf"):
             resolve("tiny.gguf", "draft.path")
 
 
 class TestCache:
     def test_a_file_is_dequantised_once(self, file: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = Path(resolve(str(file)))
-        assert folder.parent == cache and "is dequantised to bfloat16, once" in capsys.readouterr().err
+        assert folder.parent == cache and " to bfloat16, this once, into " in capsys.readouterr().err
         before = (folder / "model.safetensors").stat().st_mtime_ns
         another_process()
         assert resolve(str(file)) == str(folder) and not capsys.readouterr().err

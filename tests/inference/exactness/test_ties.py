@@ -67,9 +67,9 @@ def test_one_changed_token_is_unexplained(pair):
         for texts in (plain, planted, shorter)
     )
     assert same.passed and (same.equal, same.ties, same.unexplained) == (4, 0, 0)
-    assert same.line().startswith("coupled text equals plain text: 4 of 4 prompts (gap ")
+    assert same.line().startswith("coupled text equals plain text: 4 of 4 prompts (largest score gap ")
     assert (
-        ": 5 of 8 prompts; the other 3 differ at 4 tokens: 4 ties, 0 unexplained (gap"
+        ": 5 of 8 prompts; the other 3 differ at 4 tokens: 4 ties, 0 unexplained (largest score gap"
         in TextCheck(8, 5, 4, 0, 0.1, 0.2).line()
     )
     assert not other.passed and (other.equal, other.ties, other.unexplained) == (3, 0, 1)

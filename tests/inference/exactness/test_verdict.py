@@ -49,7 +49,7 @@ def test_coupled_trees_skip_the_checks_that_depend_on_noise(pair):
     """Their acceptance hangs on the noise of the text: neither (b) nor (c) applies."""
     result = verdict(pair[0], Independent(pair[1], shape=(-1, -1, 0, 0)), rule="coupled")
     assert result.passed, result.lines()
-    assert result.depth is None and "coupled is not known from the text alone" in result.missing["depth"]
+    assert result.depth is None and "verify=coupled does not follow from the text alone" in result.missing["depth"]
 
 
 @pytest.mark.parametrize("shape", [None, (-1, -1, 0)])
@@ -101,5 +101,5 @@ def test_what_cannot_be_checked_is_an_error(pair):
     engine, texts = run(pair[0], Independent(pair[1]), Sampling())
     with pytest.raises(ValueError, match="without a proposer"):
         check(Engine(pair[0]), texts, Sampling(), NEW)
-    with pytest.raises(ValueError, match="do not belong"):
+    with pytest.raises(ValueError, match="of different runs"):
         check(engine, texts._replace(tokens=[text[:-1] for text in texts.tokens]), Sampling(), NEW)

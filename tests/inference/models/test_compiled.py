@@ -53,7 +53,7 @@ def test_without_a_compiler_passes_run_uncompiled_with_a_warning(monkeypatch: py
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", lambda _: broken)
-    with pytest.warns(UserWarning, match="torch.compile failed, passes run uncompiled: no C.. compiler"):
+    with pytest.warns(UserWarning, match="passes run uncompiled, since torch.compile failed: no C.. compiler"):
         logits = passes(lm)
     torch.testing.assert_close(logits, passes(LM(model, 3, stock=True)), rtol=1e-9, atol=1e-9)
     assert Compiled.failed

@@ -56,7 +56,7 @@ def test_directions_without_weight_stay_finite() -> None:
 
 
 def test_sizes_that_no_head_has_raise() -> None:
-    with pytest.raises(ValueError, match="head_rank: 13 is not from 1 to 12"):
+    with pytest.raises(ValueError, match="head_rank must be from 1 to 12, .* not 13"):
         projection(12, 40, 13)
     for config, message in (
         (
@@ -85,7 +85,7 @@ def test_sizes_that_no_head_has_raise() -> None:
                 bos_token_id=None,
                 eos_token_id=None,
             ),
-            "it caps its logits",
+            "this model caps its logits",
         ),
     ):
         network = AutoModelForCausalLM.from_config(config)
@@ -155,7 +155,7 @@ def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.Monkey
     """As `test_selfcheck` for whole heads."""
     shape = llama.shape_of
     monkeypatch.setattr(llama, "shape_of", lambda model: shape(model)._replace(scale=1.5 * shape(model).scale))
-    with pytest.warns(UserWarning, match="in `llama`'s forward, logits differ"):
+    with pytest.warns(UserWarning, match="in that of inference.models.llama logits differ"):
         assert not isinstance(LM(kinds.small(tiny(seed=5), 16), 2).run, Lean)
 
 
@@ -208,14 +208,17 @@ def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pyt
     tensors = load_file(place)
     del tensors["lm_head.projection.up.weight"]
     save_file(tensors, place, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="me/low: tensors are missing, or .*: lm_head.projection.up.weight"):
+    with pytest.raises(ValueError, match="me/low: these tensors are missing, or .*: lm_head.projection.up.weight"):
         Independent("me/low")
     with pytest.raises(ValueError, match="draft.path=me/low: tensors are missing: lm_head.projection.up.weight"):
         causal_lm("me/low", target)
 
 
 DAMAGES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "an id twice": ({"lm_head.known": torch.tensor([*range(15), 3])}, "id 3 stands twice in the draft's vocabulary"),
+    "an id twice": (
+        {"lm_head.known": torch.tensor([*range(15), 3])},
+        "id 3 is in the draft's vocabulary more than once",
+    ),
     "an id too high": ({"lm_head.known": torch.arange(17, 33)}, "id 32 of the draft's vocabulary is not from 0 to 31"),
     "no number": ({"model.norm.weight": torch.full((16,), torch.nan)}, "tensor model.norm.weight holds NaN"),
     "another shape": ({"markov_head.markov_w2.weight": torch.zeros(15, 3)}, "markov_head.markov_w2.weight"),
@@ -246,7 +249,7 @@ def test_a_damaged_draft_is_refused_wherever_it_is_read(
     [
         ([*range(15), 32], "id 32 of the draft's vocabulary is not from 0 to 31"),
         ([*range(15), -1], "id -1 of the draft's vocabulary is not from 0 to 31"),
-        ([*range(15), 3], "id 3 stands twice in the draft's vocabulary"),
+        ([*range(15), 3], "id 3 is in the draft's vocabulary more than once"),
         (list(range(12)), "shape.*known|known.*shape"),
     ],
 )
@@ -272,5 +275,7 @@ def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids: list[int], sai
         feature.know(range(16))
         feature.fits(target, "draft")
         feature.t2d[unmarked], feature.t2d[marked] = False, True
-        with pytest.raises(ValueError, match="draft: tensor t2d: it does not mark the tokens that d2t names"):
+        with pytest.raises(
+            ValueError, match="draft: the tensor t2d does not mark the tokens that the tensor d2t names"
+        ):
             feature.fits(target, "draft")

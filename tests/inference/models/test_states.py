@@ -124,10 +124,10 @@ def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
 
 def test_layers_that_the_model_lacks_are_named() -> None:
     lm, ids = LM(tiny(), 1), torch.ones(1, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"states: LlamaForCausalLM has layers 0 .. 2, and -1 for .*; not 3"):
+    with pytest.raises(ValueError, match=r"states: LlamaForCausalLM has layers 0 to 2, and -1 for .*, but no layer 3"):
         lm.forward(ids, [0], states=(LAST, 3))
     for depth in (0, 3):
-        with pytest.raises(ValueError, match=f"layers={depth}: set 1 to 2, the layers of LlamaForCausalLM"):
+        with pytest.raises(ValueError, match=f"layers={depth}: set layers= from 1 to 2, which LlamaForCausalLM has"):
             lm.hidden(ids, [0], depth)
 
 

@@ -36,10 +36,12 @@ def test_depths_and_ancestors_are_those_of_the_parents() -> None:
 
 
 def test_impossible_trees_are_rejected() -> None:
-    with pytest.raises(ValueError, match="parents: the parent of node 1 is 1; use a node before it, or -1"):
+    with pytest.raises(ValueError, match="parents: the parent of node 1 is 1; give a node before it, or -1"):
         Tree([-1, 1])
     for parents in ([], [-1] * (MOST_NODES + 1)):
-        with pytest.raises(ValueError, match=f"parents has {len(parents)} nodes: give 1 to {MOST_NODES} nodes"):
+        with pytest.raises(
+            ValueError, match=f"parents has {len(parents)} nodes: give a tree of 1 to {MOST_NODES} nodes"
+        ):
             Tree(parents)
 
 

@@ -181,5 +181,5 @@ def test_a_tree_larger_than_the_table_is_rejected():
         reach_tree(torch.rand(1, 5, 1), (-1, -1, 0))
     with pytest.raises(ValueError, match="3 levels"):
         reach_tree(torch.rand(1, 5, 2, 1), (-1, 0, 1))
-    with pytest.raises(ValueError, match="use a node before it"):
+    with pytest.raises(ValueError, match="give a node before it"):
         reach_tree(torch.rand(1, 5, 2), (0,))
