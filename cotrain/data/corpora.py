@@ -23,7 +23,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.paths import folder
-from inference.drafts.atomic import write_atomic
 
 DOMAINS = ("code", "prose", "records")
 PROMPTS, SOURCES = "prompts.jsonl", "sources.jsonl"  # in data/: shipped prompts, and sources of `sequence_tasks`
@@ -41,7 +40,6 @@ SKIPPED = {
 FILE_BYTES = (400, 120_000)  # shorter files have little text, longer ones are mostly tables
 DOCSTRING_LENGTH = 160  # characters; shorter texts are not used
 PIECE = 400  # characters, about 120 tokens; each piece of a document starts with a prompt
-PROMPT_LENGTH = 400  # characters, about 120 tokens; benchmarks cut prompts to their own length
 ALL = 10**9
 # words that records are composed of
 FIRST = "Ada Ben Chloe Dmitri Elena Farid Grace Hiro Ines Jonas Kavya Liam Mei Noor Omar Priya Quinn Rosa".split()
@@ -305,32 +303,3 @@ def _shipped_prompts(
     for row in shipped(SOURCES if encoder else PROMPTS):
         ids = tokenizer(row["text"])["input_ids"]
         yield tuple(ids if encoder else ids[:tokens]), row["domain"]
-
-
-def write_prompts(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` prompts per domain to the file `path`. write_prompts(80, Path("data/prompts.jsonl")) made the
-    shipped file."""
-    rng = random.Random(seed)
-    texts = {domain: _texts(domain) for domain in DOMAINS}
-    chosen = {domain: [_cut(rng, rng.choice(texts[domain])) for _ in range(count)] for domain in DOMAINS}
-    rows = [{"domain": domain, "text": chosen[domain][i]} for i in range(count) for domain in DOMAINS]
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _texts(domain: str) -> list[str]:
-    """Return the held-out texts that may be redistributed: those of Python itself, and generated records."""
-    documents = embedded(domain, "held_out", 300_000 if domain == "records" else ALL)
-    return [d.text for d in documents if len(d.text) > 2 * PROMPT_LENGTH and (domain == "records" or is_of_python(d))]
-
-
-def is_of_python(document: Document) -> bool:
-    """Return whether the document is of Python itself: a help topic, or a file of its standard library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return document.path.startswith("topics/") or (root / document.path).is_file()
-
-
-def _cut(rng: random.Random, text: str) -> str:
-    """Return `PROMPT_LENGTH` characters of the text, from the beginning of a random line."""
-    starts = [0] + [i + 1 for i, c in enumerate(text) if c == "\n" and i + 1 < len(text) - PROMPT_LENGTH]
-    start = rng.choice(starts)
-    return text[start : start + PROMPT_LENGTH]

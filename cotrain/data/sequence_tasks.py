@@ -14,13 +14,11 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
 
-from cotrain.data.corpora import ALL, embedded, is_of_python, pieces
-from inference.drafts.atomic import write_atomic
+from cotrain.data.corpora import ALL, embedded, pieces
 
 CORPORA = {"signature": "code", "summary": "code", "sentence": "records"}  # the corpus of each task
 TASKS = tuple(CORPORA)
@@ -191,17 +189,3 @@ def _day(date: str) -> str:
 
 def _list(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-
-
-def write_sources(count: int, path: Path, seed: int = 0) -> None:
-    """Write `count` held-out sources per task, of Python's own files and of records, to the file `path`.
-    write_sources(60, Path("data/sources.jsonl")) made the shipped file."""
-    rng, by_task = random.Random(seed), {task: list[str]() for task in TASKS}
-    documents = [one for one in embedded("code", "held_out", ALL) if is_of_python(one)]
-    pairs = [pair for one in documents for pair in functions(one.text)]
-    pairs += [pair for one in embedded("records", "held_out", 100_000) for pair in sentences(one.text)]
-    for pair in pairs:
-        by_task[pair.task].append(pair.source)
-    chosen = {task: rng.sample(sorted(set(sources)), count) for task, sources in by_task.items()}
-    rows = [{"domain": task, "text": chosen[task][row]} for row in range(count) for task in TASKS]
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))

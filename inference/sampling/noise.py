@@ -147,20 +147,15 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
     return u.log_().neg_().log_().neg_()
 
 
-def children_states(seed: int, row: Tensor, start: Tensor) -> Tensor:
-    """Return the states (B,) of the noise that draws children of a tree's nodes. row (B,): ids of the rows. start (B,):
-    tokens that they had emitted when the round began. `gumbel_after(states, node (B, n), V)` is the noise at each node;
-    node 0 is the anchor."""
-    return states_at(branch_states(seed, row), start)
-
-
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """Return the state (B,) of the hash of `children_states` after seed and row, the ids (B,) of the rows."""
+    """Return the state (B,) of the hash after seed and row, the ids (B,) of the rows, for `states_at`."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
 def states_at(states: Tensor, start: Tensor) -> Tensor:
-    """Return the `children_states` (B,) of rounds that begin at start (B,), given the rows' `branch_states` (B,)."""
+    """Return the states (B,) of the noise that draws children of a tree's nodes, of rounds that begin at start (B,)
+    tokens. states: the rows' `branch_states` (B,). `gumbel_after(states_at(...), node (B, n), V)` is the noise at each
+    node; node 0 is the anchor."""
     return _absorb(states, start)
 
 

@@ -177,7 +177,7 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
     """Return m children of each node, ids (A, n, m), drawn without replacement, in the order in which they would be
     drawn one by one.
 
-    probs (A, n, V): distributions q. g (A, n, V): Gumbel noise, see `noise.children_states`. The children are the m
+    probs (A, n, V): distributions q. g (A, n, V): Gumbel noise, see `noise.states_at`. The children are the m
     largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
     children have none, and the rules for trees never accept them.
     """

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from inference.sampling.noise import children_states, gumbel_after
+from inference.sampling.noise import branch_states, gumbel_after, states_at
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import (
     chain,
@@ -55,9 +55,9 @@ def test_children_come_in_the_order_of_draws_one_by_one(part):
     runs, probs = 20_000, torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=F64)
     many, one = torch.arange(runs), torch.zeros(runs, dtype=torch.int64)
     if part == "node":
-        g = gumbel_after(children_states(3, one[:1], one[:1]), many.unsqueeze(0), 4)[0].unsqueeze(1)
+        g = gumbel_after(states_at(branch_states(3, one[:1]), one[:1]), many.unsqueeze(0), 4)[0].unsqueeze(1)
     else:
-        states = children_states(3, many if part == "row" else one, many if part == "start" else one)
+        states = states_at(branch_states(3, many if part == "row" else one), many if part == "start" else one)
         g = gumbel_after(states, one.unsqueeze(1), 4)
     ids = sampled(probs.expand(runs, 1, 4), g, 3)[:, 0]
     counts = torch.bincount((ids * torch.tensor([16, 4, 1])).sum(-1), minlength=64).double()
@@ -70,7 +70,7 @@ def test_children_come_in_the_order_of_draws_one_by_one(part):
 
 def test_tokens_without_mass_come_last():
     probs = torch.tensor([[[0.0, 0.7, 0.0, 0.3]]], dtype=F64).expand(200, 1, 4)
-    states = children_states(0, torch.arange(200), torch.arange(200))
+    states = states_at(branch_states(0, torch.arange(200)), torch.arange(200))
     ids = sampled(probs, gumbel_after(states, torch.zeros(200, 1, dtype=torch.int64), 4), 3)
     assert {tuple(sorted(pair)) for pair in ids[:, 0, :2].tolist()} == {(1, 3)}
     assert (probs[:, 0].gather(1, ids[:, 0, 2:]) == 0).all()
